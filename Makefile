@@ -1,0 +1,42 @@
+# The commands of this repository; `make help` lists them. All use .venv, made on first need.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PYTEST_ARGS ?=
+
+.PHONY: help demo test check format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
+	@echo "preparing $(VENV) (the first time this downloads torch and transformers)"
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)  ## train, kill, resume, export: about three minutes
+	@$(BIN)/python tools/demo.py
+
+test: $(STAMP)  ## every test, offline, within ten minutes on two cores
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
+
+check: $(STAMP)  ## formatting, lint and strict types
+	@$(BIN)/ruff format --check --quiet . || { echo "the files above are not formatted: make format" >&2; $(BIN)/ruff format --check .; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@echo "checks passed"
+
+format: $(STAMP)  ## format the code and sort its imports
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+bench: $(STAMP)  ## time from the command to the first training step
+	@$(BIN)/python tools/bench_startup.py
+
+clean:  ## remove .venv, caches and what the demo wrote
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,45 @@
+"""The environment that every test runs in: offline, one thread, and caches of this test session's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+# Set before any test module imports torch or transformers; pytest-xdist's workers inherit the directory.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
+)
+if not IS_WORKER:
+    SESSION_DIR = tempfile.mkdtemp(prefix="automodel-ckpt-tests-")
+    os.environ["AUTOMODEL_CKPT_CACHE"] = os.path.join(SESSION_DIR, "cache")
+    os.environ["HF_HOME"] = os.path.join(SESSION_DIR, "huggingface")
+# What the surrounding shell may carry must not reach the tests' own runs.
+for name in ("AUTOMODEL_CKPT_TRUST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+    os.environ.pop(name, None)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not IS_WORKER:
+        shutil.rmtree(SESSION_DIR, ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _hypothesis_profile()
+
+
+def _hypothesis_profile() -> None:
+    """The same examples in every run, and no deadline: a loaded machine is no failure."""
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+    settings.load_profile("repeatable")
