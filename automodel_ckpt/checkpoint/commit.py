@@ -1,0 +1,278 @@
+"""How a checkpoint comes to be, and goes: the only place that renames, fsyncs, links or unlinks.
+
+The protocol, in its order (``Atomicity: staged directory, manifest last, one rename``):
+
+1. :func:`reserve` a staging directory beside the final one, on the same file system, under a name of its own.
+2. Every rank writes its files through :class:`DurableFile`: created exclusively, digested while written, flushed and
+   fsynced, the close checked. A failed fsync is never tried again: the kernel may have dropped the data.
+3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
+   fsync, rename) and fsyncs the directory that holds it. From here the directory is a complete checkpoint.
+4. :func:`publish` renames the staging directory to its final name and fsyncs the parent. Only now is it reported.
+5. :func:`point` swaps the links ``LATEST`` and ``LOWEST_VAL`` by rename.
+
+Killed before 4, the staging directory is a leftover, which :func:`recover` removes at the next start; killed between 4
+and 5, :func:`recover` points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint (:func:`retire`) takes
+the way back: renamed to a trash name, parent fsynced, then deleted file by file. An abandoned one is set aside under
+another name (:func:`supersede`); a published checkpoint's content never changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import FileRecord
+
+log = logging.getLogger("automodel_ckpt")
+
+_BLOCK_BYTES = 4 << 20
+
+
+class DurableFile:
+    """A new file that is on disk, with its size and digest known, when it is closed.
+
+    Writes go straight to the file descriptor in the order given; ``tell()`` is the number of bytes written so far. Used
+    as a context manager it is closed, with all that entails, unless an exception passes. *nbytes* reserves space
+    first, so that a full disk shows before any data is moved. Raises :class:`OSError` naming the file.
+    """
+
+    def __init__(self, path: Path, *, nbytes: int = 0) -> None:
+        self.path = path
+        self.record: FileRecord | None = None
+        self._hash = xxhash.xxh3_128()
+        self._written = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with self._named():
+            _preallocate(self._descriptor, nbytes)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write and digest all of *data*; returns its length in bytes."""
+        view = memoryview(data).cast("B")
+        with self._named():
+            for start in range(0, len(view), _BLOCK_BYTES):
+                block = view[start : start + _BLOCK_BYTES]
+                self._hash.update(block)
+                _write_all(self._descriptor, block)
+        self._written += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._written
+
+    def flush(self) -> None:
+        """Nothing is buffered here; torch.save asks for this method."""
+
+    def read_back(self, start: int, nbytes: int) -> bytes:
+        """Bytes already written, to look up what a library laid out."""
+        with self._named():
+            return os.pread(self._descriptor, nbytes, start)
+
+    def close(self) -> FileRecord:
+        """Fsync and close. Returns the file's size and digest."""
+        if self.record is None:
+            descriptor, self._descriptor = self._descriptor, -1
+            with self._named():
+                try:
+                    os.ftruncate(descriptor, self._written)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            self.record = FileRecord(self._written, "xxh3_128:" + self._hash.hexdigest())
+        return self.record
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """System calls on a descriptor do not know the file's name: put it into their errors."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
+
+def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
+    """A whole new file, durable but for its directory entry."""
+    with DurableFile(path, nbytes=len(data)) as file:
+        file.write(data)
+    return file.close()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put *data* in the place of a file at once: temporary name, fsync, rename, fsync of the directory."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_file(temporary, data)
+        os.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the directory's entries durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def make_run_directory(root: Path) -> None:
+    """Create the run directory with its parents, each made durable in the one that holds it."""
+    if not root.is_dir():
+        make_run_directory(root.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(root)
+        fsync_directory(root.parent)
+
+
+def reserve(root: Path, name: str) -> Path:
+    """A new empty staging directory for the checkpoint *name*."""
+    staging = root / layout.staging_name(name, uuid.uuid4().hex)
+    os.mkdir(staging)
+    os.mkdir(staging / layout.PARTS)
+    return staging
+
+
+def seal(staging: Path, manifest: bytes) -> None:
+    """Make the staging directory a complete checkpoint: all directories durable, the manifest last."""
+    discard(staging / layout.PARTS)
+    for directory, _, _ in os.walk(staging, topdown=False):
+        fsync_directory(Path(directory))
+    replace_file(staging / layout.MANIFEST, manifest)
+
+
+def publish(staging: Path, name: str) -> Path:
+    """Give a sealed staging directory its final name, durably. Raises :class:`FileExistsError` where it is taken."""
+    final = staging.parent / name
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    os.rename(staging, final)
+    fsync_directory(staging.parent)
+    return final
+
+
+def point(root: Path, pointer: str, name: str) -> None:
+    """Swap the link *pointer* to the checkpoint *name*; a text file ``POINTER.txt`` where links can't be made."""
+    temporary = root / f".{pointer}.{uuid.uuid4().hex}"
+    try:
+        os.symlink(name, temporary)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES):
+            raise
+        replace_file(root / f"{pointer}.txt", name.encode() + b"\n")
+        return
+    try:
+        os.rename(temporary, root / pointer)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(root / f"{pointer}.txt")
+    fsync_directory(root)
+
+
+def unpoint(root: Path, pointer: str) -> None:
+    """Remove a pointer, if it is there."""
+    for path in (root / pointer, root / f"{pointer}.txt"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def pointed(root: Path, pointer: str) -> str | None:
+    """The checkpoint name that a pointer holds, or None where it is absent or names anything else."""
+    link, text = root / pointer, root / f"{pointer}.txt"
+    name = None
+    if link.is_symlink():
+        name = os.readlink(link).rstrip("/")
+    elif text.is_file():
+        name = text.read_bytes()[:256].decode(errors="replace").strip()
+    return name if name is not None and layout.parse_checkpoint_name(name) else None
+
+
+def supersede(root: Path, name: str) -> str:
+    """Set an abandoned checkpoint aside under the next free ``.superseded-N`` name, which is returned."""
+    number = 1
+    while os.path.lexists(root / layout.superseded_name(name, number)):
+        number += 1
+    aside = layout.superseded_name(name, number)
+    os.rename(root / name, root / aside)
+    fsync_directory(root)
+    return aside
+
+
+def retire(path: Path) -> None:
+    """Remove a checkpoint: it loses its name durably before its files go. Raises :class:`OSError`."""
+    trash = path.with_name(layout.trash_name(uuid.uuid4().hex))
+    os.rename(path, trash)
+    fsync_directory(path.parent)
+    discard(trash)
+
+
+def discard(path: Path) -> None:
+    """Delete a staging or trash directory as far as it goes; what stays is only reported, and goes at a later start."""
+
+    def report(_function: object, name: str, error: BaseException) -> None:
+        if not isinstance(error, FileNotFoundError):
+            log.warning("could not remove the leftover %s: %s", name, error)
+
+    if not path.is_symlink() and path.is_dir():
+        shutil.rmtree(path, onerror=lambda function, name, info: report(function, name, info[1]))
+
+
+def recover(root: Path) -> list[str]:
+    """Clear what a killed run left behind: staging and trash directories, temporary links. Returns their names."""
+    leftovers = [entry.name for entry in os.scandir(root) if _is_leftover(entry.name)]
+    for name in leftovers:
+        path = root / name
+        if path.is_dir() and not path.is_symlink():
+            discard(path)
+        else:
+            path.unlink(missing_ok=True)
+    return leftovers
+
+
+def _is_leftover(name: str) -> bool:
+    stem, _, unique = name[1:].rpartition(".") if name.startswith(".") else ("", "", "")
+    temporary = len(unique) == 32 and stem in {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS)}
+    return layout.is_staging(name) or layout.is_trash(name) or temporary
+
+
+def _preallocate(descriptor: int, nbytes: int) -> None:
+    if nbytes <= 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]

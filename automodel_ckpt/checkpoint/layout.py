@@ -1,0 +1,135 @@
+"""The names of a run directory and of a checkpoint, in both directions. Pure: no file is touched."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple, Protocol
+from urllib.parse import quote
+
+MANIFEST = "MANIFEST.json"
+CONFIG = "config.yaml"
+LOSSES = "losses.json"
+PARTS = ".parts"
+HF_METADATA = ".hf_metadata"
+CONSOLIDATED = "consolidated"
+CONSOLIDATE_SCRIPT = "consolidate.sh"
+DCP_METADATA = ".metadata"
+LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
+POINTERS = (LATEST, LOWEST_VAL)
+
+Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
+
+_CHECKPOINT = re.compile(r"epoch_(0|[1-9][0-9]{0,17})_step_(0|[1-9][0-9]{0,17})", re.ASCII)
+_SUPERSEDED = re.compile(r"(epoch_[0-9]+_step_[0-9]+)\.superseded-([1-9][0-9]*)", re.ASCII)
+_STAGING = re.compile(r"\.(.+)\.staging-[0-9a-f]{32}", re.ASCII)
+_TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
+
+
+class CheckpointName(NamedTuple):
+    """What a checkpoint directory's name says. Ordered by step, then epoch."""
+
+    step: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"epoch_{self.epoch}_step_{self.step}"
+
+
+class RankLayout(Protocol):
+    """Who a process is among the ranks: global ``rank`` of ``world_size``, data-parallel ``dp_rank`` of ``dp_size``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+
+
+def parse_checkpoint_name(name: str) -> CheckpointName | None:
+    """The step and epoch of ``epoch_E_step_S``, or None for any other name."""
+    match = _CHECKPOINT.fullmatch(name)
+    return CheckpointName(step=int(match[2]), epoch=int(match[1])) if match else None
+
+
+def superseded_name(name: str, number: int) -> str:
+    """Where an abandoned checkpoint is kept aside; *number* counts from 1."""
+    return f"{name}.superseded-{number}"
+
+
+def is_superseded(name: str) -> bool:
+    return _SUPERSEDED.fullmatch(name) is not None
+
+
+def staging_name(name: str, unique: str) -> str:
+    """Where a checkpoint is written before it is published; *unique* is 32 hexadecimal digits."""
+    return f".{name}.staging-{unique}"
+
+
+def is_staging(name: str) -> bool:
+    return _STAGING.fullmatch(name) is not None
+
+
+def trash_name(unique: str) -> str:
+    """The name a directory has while it is being removed."""
+    return f".trash-{unique}"
+
+
+def is_trash(name: str) -> bool:
+    return _TRASH.fullmatch(name) is not None
+
+
+def escape_key(key: object) -> str:
+    """A dict key as part of a file name: letters, digits, ``_`` and ``-`` stay, all else becomes ``%XX``."""
+    return quote(str(key), safe="").replace(".", "%2E").replace("~", "%7E")
+
+
+def state_directory(attribute: str) -> str:
+    """The directory of a module or optimizer attribute: its name, and ``optim`` for ``optimizer``."""
+    return "optim" if attribute == "optimizer" else attribute
+
+
+def state_file(attribute: str) -> str:
+    """The file of a replicated object's state."""
+    return f"{attribute}.pt"
+
+
+def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
+    """This rank's file of an object whose state differs between ranks."""
+    if scope == "dp_rank" or (scope == "rank_rng" and ranks.dp_size == ranks.world_size):
+        return f"{attribute}/{attribute}_dp_rank_{ranks.dp_rank}.pt"
+    return f"{attribute}/{attribute}_global_rank_{ranks.rank}.pt"
+
+
+def shard_file(directory: str, rank: int, file_index: int, num_files: int) -> str:
+    """A rank's safetensors shard; *rank* counts from 0, *file_index* from 1 (the names count both from 1)."""
+    return f"{directory}/shard-{rank + 1:05}-model-{file_index:05}-of-{num_files:05}.safetensors"
+
+
+def objects_file(directory: str, rank: int) -> str:
+    """Where a rank keeps the non-tensor values of a module in safetensors format."""
+    return f"{directory}/objects-{rank + 1:05}.bin"
+
+
+def distcp_file(directory: str, rank: int) -> str:
+    """A rank's file in PyTorch DCP's own format."""
+    return f"{directory}/__{rank}_0.distcp"
+
+
+def part_file(rank: int) -> str:
+    """What a rank wrote, for the leader to merge into the manifest."""
+    return f"{PARTS}/rank_{rank:05}.json"
+
+
+def unsafe_path(path: str) -> str | None:
+    """Why a path read from a checkpoint may not be followed inside it, or None for a plain relative path."""
+    if "\0" in path:
+        return "it contains a NUL byte"
+    if not path or path.startswith("/") or "\\" in path:
+        return "it is not a relative path"
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        return "it has an empty, '.' or '..' component"
+    return None if PurePosixPath(path).as_posix() == path else "it is not in its plain form"

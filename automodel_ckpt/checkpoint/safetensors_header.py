@@ -1,0 +1,187 @@
+"""Reading and building the header of a safetensors file, without torch and without trust in the file.
+
+Layout (source: the safetensors format, https://github.com/huggingface/safetensors#format): eight bytes little-endian
+length n; n bytes of JSON ``{fqn: {"dtype", "shape", "data_offsets": [start, end]}, "__metadata__": {str: str}}``, which
+may end in spaces; then the data section, which the tensors fill without hole or overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, nbytes_of
+from automodel_ckpt.errors import CheckpointUnusable
+
+# The safetensors library's own limit; a file with more would not load anywhere.
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64
+MAX_EXTENT = 2**63 - 1
+METADATA_KEY = "__metadata__"
+_LENGTH_BYTES = 8
+
+
+class TensorEntry(NamedTuple):
+    """A tensor in a file: safetensors dtype code, shape, and absolute byte range ``start .. end`` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file holds; *data_start* is the absolute byte where its data section begins."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str] = field(default_factory=dict)
+    data_start: int = 0
+
+
+class _Fault(Exception):
+    """What is wrong with a header; :func:`read_header` adds the file."""
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The header of the safetensors file at *path*, with every length, key and range checked against the file.
+
+    Raises :class:`CheckpointUnusable` for anything that is not a whole, well-formed safetensors file (truncated and
+    over-long files included), and OSError where it cannot be opened.
+    """
+    # O_NONBLOCK: a pipe that stands where a shard should must not hang the reader.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb", closefd=True) as file:
+        info = os.fstat(descriptor)
+        try:
+            if not stat.S_ISREG(info.st_mode):
+                raise _Fault("it is not a regular file")
+            length = _header_length(file.read(_LENGTH_BYTES), info.st_size)
+            return _parse(file.read(length), _LENGTH_BYTES + length, info.st_size)
+        except _Fault as fault:
+            raise _unusable(path, fault) from None
+
+
+def build_header(
+    entries: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], *, align: int = 4096
+) -> tuple[bytes, dict[str, int]]:
+    """Header bytes for tensors ``(fqn, dtype, shape)`` stored in that order, and each one's absolute start.
+
+    The header is padded with spaces so that the data section begins at a multiple of *align* bytes. Raises ValueError
+    for a name given twice and for a header over the format's limit.
+    """
+    document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    at, relative = 0, {}
+    for fqn, dtype, shape in entries:
+        if fqn in relative or fqn == METADATA_KEY:
+            raise ValueError(f"tensor name {fqn!r} is given twice or reserved")
+        end = at + nbytes_of(dtype, shape)
+        document[fqn] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        relative[fqn], at = at, end
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    data_start = -(-(_LENGTH_BYTES + len(text)) // align) * align
+    length = data_start - _LENGTH_BYTES
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"the header takes {length} bytes, the format allows {MAX_HEADER_BYTES}")
+    header = length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
+    return header, {fqn: data_start + start for fqn, start in relative.items()}
+
+
+def _unusable(path: str | os.PathLike[str], fault: _Fault) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "not a usable safetensors file",
+        where=str(Path(path)),
+        value=str(fault),
+        remedy="take the file from another copy, or use another checkpoint",
+    )
+
+
+def _header_length(prefix: bytes, file_bytes: int) -> int:
+    if len(prefix) < _LENGTH_BYTES:
+        raise _Fault(f"it has {file_bytes} bytes, too few for a header")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise _Fault(f"it states a header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
+    if _LENGTH_BYTES + length > file_bytes:
+        raise _Fault(f"it states a header of {length} bytes, but the file has {file_bytes}")
+    return length
+
+
+def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
+    document = _json_object(text)
+    metadata = _metadata(document.pop(METADATA_KEY, {}))
+    tensors = {fqn: _entry(fqn, entry, data_start) for fqn, entry in document.items()}
+    _check_data_section(tensors, data_start, file_bytes)
+    return Header(tensors, metadata, data_start)
+
+
+def _json_object(text: bytes) -> dict[str, object]:
+    try:
+        document = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _Fault(f"its header is not JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise _Fault("its header is not a JSON object")
+    return document
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Fault(f"its header names {key!r} twice")
+            seen.add(key)
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _Fault(f"its header holds {name}, which is not JSON")
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise _Fault(f"{METADATA_KEY} is not a mapping of text to text")
+    return value
+
+
+def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
+    if any("\ud800" <= character <= "\udfff" for character in fqn):
+        raise _Fault(f"the tensor name {fqn!r} is not valid Unicode")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _Fault(f"the entry of {fqn!r} does not hold exactly dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _Fault(f"{fqn!r} has the unknown dtype {dtype!r}")
+    shape = _numbers(entry["shape"], f"the shape of {fqn!r}")
+    offsets = _numbers(entry["data_offsets"], f"data_offsets of {fqn!r}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _Fault(f"{fqn!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):
+        raise _Fault(f"{fqn!r} of dtype {dtype} and shape {list(shape)} does not take the bytes {list(offsets)}")
+    return TensorEntry(dtype, shape, data_start + offsets[0], data_start + offsets[1])
+
+
+def _numbers(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= MAX_EXTENT for item in value):
+        raise _Fault(f"{name} is not a list of non-negative integers")
+    return tuple(value)
+
+
+def _check_data_section(tensors: Mapping[str, TensorEntry], data_start: int, file_bytes: int) -> None:
+    at, before = data_start, "the header"
+    for fqn, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != at:
+            relation = "overlaps" if entry.start < at else "leaves a hole after"
+            raise _Fault(f"{fqn!r} {relation} {before}")
+        at, before = entry.end, repr(fqn)
+    if at > file_bytes:
+        raise _Fault(f"it is truncated: its tensors end at byte {at}, the file at {file_bytes}")
+    if at < file_bytes:
+        raise _Fault(f"{file_bytes - at} bytes after its last tensor belong to nothing")

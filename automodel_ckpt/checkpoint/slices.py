@@ -1,0 +1,173 @@
+"""The one noun of this package: a slice of a tensor, and where its bytes stand in a file.
+
+Save, load, reshard, verify and consolidate are all sentences about slices: which bytes of one slice are which bytes
+of another (:func:`overlap`), and whether a set of slices makes up a tensor exactly (:func:`tiling_fault`). Everything
+here is pure: no files are touched, no torch is imported. Tensors are row-major (C order) throughout, as in safetensors
+and in contiguous torch tensors; offsets and sizes count elements, starts and lengths of runs count bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+# Bits per element of every dtype code of the safetensors format (source: safetensors 0.8, `Dtype`).
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "C128": 128,
+}  # fmt: skip
+ORDINARY_FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An index range of a tensor: elements ``offsets[d] .. offsets[d] + sizes[d]`` in every dimension d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of the tensor *fqn*, stored row-major in *file* at bytes ``start .. start + nbytes``.
+
+    *file* is relative to the checkpoint (or to the bare directory it was found in). *dtype* is a safetensors code.
+    *digest* is that of the stored bytes, or None where the source keeps none.
+    """
+
+    fqn: str
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+    digest: str | None = None
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A whole tensor: its global *shape*, and the slices that make it up."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """*nbytes* consecutive bytes, at *source* within one box's bytes and at *target* within another's."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
+    """Bytes of a row-major box of that safetensors dtype."""
+    return math.prod(sizes) * DTYPE_BITS[dtype] // 8
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The box common to both, or None where they share no element. Two scalars share their element."""
+    starts = tuple(map(max, a.offsets, b.offsets))
+    stops = tuple(min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
+    """The runs of bytes common to both boxes, in row-major order, each as long as it can be.
+
+    ``itemsize`` is bytes per element. Yields nothing where the boxes share no element.
+    """
+    common = intersection(source, target)
+    if common is None:
+        return
+    inner = _contiguous_dims(common, source, target)
+    outer = len(common.sizes) - inner
+    # The innermost dimensions that both boxes hold entirely, and one more that may be partial, form one run.
+    length = math.prod(common.sizes[max(outer - 1, 0) :]) * itemsize
+    source_strides, target_strides = _strides(source.sizes, itemsize), _strides(target.sizes, itemsize)
+    source_base = _dot(source_strides, common.offsets, source.offsets)
+    target_base = _dot(target_strides, common.offsets, target.offsets)
+    for index in itertools.product(*(range(size) for size in common.sizes[: max(outer - 1, 0)])):
+        at_source = source_base + sum(i * stride for i, stride in zip(index, source_strides, strict=False))
+        at_target = target_base + sum(i * stride for i, stride in zip(index, target_strides, strict=False))
+        yield Run(at_source, at_target, length)
+
+
+def _contiguous_dims(common: Box, source: Box, target: Box) -> int:
+    """How many trailing dimensions both boxes hold in full, so that they are contiguous in both."""
+    count = 0
+    for size, in_source, in_target in zip(
+        reversed(common.sizes), reversed(source.sizes), reversed(target.sizes), strict=True
+    ):
+        if not size == in_source == in_target:
+            break
+        count += 1
+    return count
+
+
+def _strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides, stride = [], itemsize
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def _dot(strides: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> int:
+    return sum(stride * (a - o) for stride, a, o in zip(strides, at, origin, strict=True))
+
+
+def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
+    """Why the boxes do not make up a tensor of that shape exactly once, or None where they do.
+
+    Checked: rank and bounds of every box, no two share an element, and together they hold all of them. An empty
+    tensor is made up by any number of empty boxes, none included; a scalar needs exactly one.
+    """
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+            return f"a slice has {len(box.sizes)} dimensions, the tensor {len(shape)}"
+        for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > extent:
+                return f"the slice at {list(box.offsets)} of size {list(box.sizes)} leaves the shape {list(shape)}"
+    filled = [box for box in boxes if box.numel]
+    if clash := _first_clash(filled):
+        a, b = clash
+        return f"the slices at {list(a.offsets)} and {list(b.offsets)} overlap"
+    have, want = sum(box.numel for box in filled), math.prod(shape)
+    if have != want:
+        return f"{want - have} of {want} elements are in no slice"
+    return None
+
+
+def _first_clash(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, if any: a sweep along the first dimension over the boxes still open."""
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets):
+        if box.offsets:
+            open_boxes = [o for o in open_boxes if o.offsets[0] + o.sizes[0] > box.offsets[0]]
+        for other in open_boxes:
+            if intersection(other, box) is not None:
+                return other, box
+        open_boxes.append(box)
+    return None
