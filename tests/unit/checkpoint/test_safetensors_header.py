@@ -1,0 +1,124 @@
+"""The header reader trusts nothing; the builder makes files that the safetensors library reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from automodel_ckpt.checkpoint.safetensors_header import MAX_HEADER_BYTES, TensorEntry, build_header, read_header
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+def write_raw(path: Path, document: object, body: bytes = b"") -> Path:
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    return path
+
+
+def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def fault_of(path: Path) -> str:
+    with pytest.raises(CheckpointUnusable) as caught:
+        read_header(path)
+    assert str(path) in caught.value.problems[0].where
+    return str(caught.value.problems[0].value)
+
+
+def test_a_built_file_is_read_by_the_safetensors_library_and_by_us(tmp_path: Path) -> None:
+    matrix, flag = np.arange(6, dtype=np.float32).reshape(2, 3), np.array(True)
+    header, starts = build_header([("m", "F32", (2, 3)), ("é\n", "BOOL", ()), ("e", "I64", (0, 4))], {"format": "pt"})
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(header + matrix.tobytes() + flag.tobytes())
+    loaded = load_file(path)
+    assert np.array_equal(loaded["m"], matrix) and loaded["é\n"] == flag and loaded["e"].shape == (0, 4)
+    read = read_header(path)
+    assert read.tensors["m"] == TensorEntry("F32", (2, 3), 4096, 4120) and starts["é\n"] == 4120
+    assert read.metadata == {"format": "pt"} and read.data_start == len(header) == 4096
+
+
+def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    save_file({"a": np.zeros((3, 2), np.float16), "b": np.ones(5, np.int8)}, path, {"k": "v"})
+    header = read_header(path)
+    assert header.tensors["a"].shape == (3, 2) and header.tensors["b"].dtype == "I8" and header.metadata == {"k": "v"}
+
+
+@pytest.mark.parametrize("align", [1, 8, 512, 4096])
+def test_the_data_section_begins_at_a_multiple_of_the_alignment(align: int) -> None:
+    for length in range(0, 40):
+        header, starts = build_header([("x" * length, "U8", (1,))], {}, align=align)
+        assert len(header) % align == 0 and starts["x" * length] == len(header)
+
+
+def test_a_name_given_twice_or_reserved_is_not_built() -> None:
+    for names in (("a", "a"), ("__metadata__",)):
+        with pytest.raises(ValueError, match="twice or reserved"):
+            build_header([(name, "U8", ()) for name in names], {})
+
+
+@pytest.mark.parametrize(
+    ("document", "body", "fault"),
+    [
+        (b"{", b"", "not JSON"),
+        (b"[" * 100_000, b"", "not JSON"),
+        (b"\xff\xfe", b"", "not JSON"),
+        (b'{"a":NaN}', b"", "not JSON"),
+        ([], b"", "not a JSON object"),
+        (b'{"__metadata__":{"k":"1","k":"2"}}', b"", "'k' twice"),
+        ({"__metadata__": {"k": 1}}, b"", "text to text"),
+        ({"a": {"dtype": "F32"}}, b"", "exactly dtype"),
+        ({"a": entry("F3", [1], 0, 4)}, bytes(4), "unknown dtype 'F3'"),
+        ({"a": entry("F32", [-1], 0, 4)}, bytes(4), "non-negative"),
+        ({"a": entry("F32", [True], 0, 4)}, bytes(4), "non-negative"),
+        ({"a": entry("F32", [2**64], 0, 4)}, bytes(4), "non-negative"),
+        ({"a": entry("F32", [1] * 65, 0, 4)}, bytes(4), "65 dimensions"),
+        ({"a": entry("F32", [2], 0, 4)}, bytes(4), "does not take the bytes"),
+        ({"a": entry("F32", [1], 4, 0)}, bytes(4), "does not take the bytes"),
+        ({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, bytes(6), "'b' overlaps 'a'"),
+        ({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 5, 9)}, bytes(9), "hole after 'a'"),
+        ({"a": entry("U8", [4], 0, 4)}, bytes(3), "truncated"),
+        ({"a": entry("U8", [4], 0, 4)}, bytes(5), "belong to nothing"),
+        (b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "not valid Unicode"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_fault(tmp_path: Path, document: object, body: bytes, fault: str) -> None:
+    assert fault in fault_of(write_raw(tmp_path / "f.safetensors", document, body))
+
+
+def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
+    one = json.dumps(entry("U8", [1], 0, 1))
+    text = f'{{"a":{one},"a":{one}}}'.encode()
+    assert "'a' twice" in fault_of(write_raw(tmp_path / "f.safetensors", text, b"x"))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "too few"),
+        (b"1234567", "too few"),
+        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), "the format allows"),
+        ((50).to_bytes(8, "little") + b"{}", "the file has 10"),
+    ],
+)
+def test_a_stated_length_is_checked_before_it_is_read(tmp_path: Path, content: bytes, fault: str) -> None:
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(content)
+    assert fault in fault_of(path)
+
+
+def test_a_pipe_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    os.mkfifo(path)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(fault_of(path)), daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    assert found == ["it is not a regular file"]
