@@ -26,10 +26,9 @@ test: $(STAMP)  ## every test, offline, within ten minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
 
 check: $(STAMP)  ## formatting, lint and strict types
-	@$(BIN)/ruff format --check --quiet . || { echo "the files above are not formatted: make format" >&2; $(BIN)/ruff format --check .; }
-	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@echo "checks passed"
 
 format: $(STAMP)  ## format the code and sort its imports
 	@$(BIN)/ruff check --quiet --fix-only .

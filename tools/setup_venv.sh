@@ -39,4 +39,4 @@ torch_source() {
 
 works "$venv/bin/python" || make_venv
 # shellcheck disable=SC2046  # no source means no argument
-"$venv/bin/python" -m pip install --quiet -c constraints.txt $(torch_source) -e '.[test,check]'
+"$venv/bin/python" -m pip install --quiet --quiet -c constraints.txt $(torch_source) -e '.[test,check]'

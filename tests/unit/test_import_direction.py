@@ -1,0 +1,164 @@
+"""Who may import whom (docs/design.md), and which modules must stay light enough to answer before torch is loaded."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import automodel_ckpt
+
+PACKAGE = Path(automodel_ckpt.__file__).parent
+
+EVERYTHING = "*"
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "distributed": {"errors"},
+    "models": {"errors"},
+    "data": {"errors"},
+    "training": {"errors"},
+    "checkpoint": {"errors", "distributed.agree"},
+    "consolidate": {"errors", "checkpoint"},
+    "recipes": {"errors", "config", "distributed", "models", "data", "training", "checkpoint"},
+    "cli": {EVERYTHING},
+}
+"""Room (or module at the top of the package) to the rooms it may import; a room's own modules are always allowed."""
+
+HEAVY = ["torch", "transformers", "datasets", "peft", "accelerate"]
+LIGHT = [
+    "",
+    "errors",
+    "consolidate",
+    "checkpoint",
+    "checkpoint.layout",
+    "checkpoint.slices",
+    "checkpoint.manifest",
+    "checkpoint.safetensors_header",
+    "checkpoint.commit",
+    "checkpoint.policy",
+    "checkpoint.consolidate",
+    "cli",
+    "config",
+]
+"""Modules, or rooms with all their modules (cli, config), that load none of HEAVY; relative to the package."""
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Every module or name of the package that a file imports, anywhere in it: `checkpoint.slices.Slice`."""
+    prefix = automodel_ckpt.__name__ + "."
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import; this package imports by full names"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def forbidden(room: str, source: str) -> list[str]:
+    allowed = MAY_IMPORT[room] | {room}
+    return [
+        name
+        for name in imported_modules(source)
+        if EVERYTHING not in allowed and not any(name == a or name.startswith(a + ".") for a in allowed)
+    ]
+
+
+def package_files() -> list[Path]:
+    """Every Python file of the package, recipes included (`rglob` alone would not follow the symlink)."""
+    rooms = [room for room in PACKAGE.iterdir() if room.is_dir() and room.name != "examples"]
+    nested = (room / file.relative_to(room.resolve()) for room in rooms for file in room.resolve().rglob("*.py"))
+    return sorted({*PACKAGE.glob("*.py"), *nested})
+
+
+@pytest.mark.parametrize("file", package_files(), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_follow_the_dependency_direction(file: Path) -> None:
+    room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    assert room in MAY_IMPORT, f"{room} is a new room: say in MAY_IMPORT and docs/design.md what it may import"
+    assert forbidden(room, file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("checkpoint", "from automodel_ckpt.config.schema import RecipeConfig"),
+        ("checkpoint", "from automodel_ckpt.distributed import mesh"),
+        ("config", "import automodel_ckpt.checkpoint.layout"),
+        ("recipes", "def f():\n    from automodel_ckpt.cli.train import main"),
+        ("errors", "from automodel_ckpt import config"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(room: str, line: str) -> None:
+    assert forbidden(room, line)
+
+
+def test_what_the_direction_allows_is_not_reported() -> None:
+    assert forbidden("checkpoint", "from automodel_ckpt.distributed.agree import gather") == []
+    assert forbidden("cli", "from automodel_ckpt.recipes.llm_finetune import LLMFinetune") == []
+
+
+def light_modules() -> list[str]:
+    names = set()
+    for name in LIGHT:
+        path = PACKAGE.joinpath(*name.split("."))
+        if name in ("cli", "config"):
+            names.update(f"{name}.{file.stem}" for file in path.glob("*.py") if file.stem != "__init__")
+        names.add(name)
+    return [".".join(filter(None, ("automodel_ckpt", name))) for name in sorted(names)]
+
+
+def test_light_modules_load_no_torch() -> None:
+    script = (
+        "import importlib, json, sys\n"
+        "names, heavy = json.loads(sys.argv[1])\n"
+        "found = {}\n"
+        "for name in names:\n"
+        "    importlib.import_module(name)\n"
+        "    found[name] = [h for h in heavy if h in sys.modules]\n"
+        "print(json.dumps(found))\n"
+    )
+    arguments = json.dumps([light_modules(), HEAVY])
+    done = subprocess.run([sys.executable, "-c", script, arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {name: heavy for name, heavy in json.loads(done.stdout).items() if heavy} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("automodel_ckpt.cli.train", ["--help"]),
+        ("automodel_ckpt.cli.train", ["--print-config", "examples/llm_finetune/tiny_llama_python_docs.yaml"]),
+        ("automodel_ckpt.cli.ckpt", ["--help"]),
+    ],
+    ids=["ckpt-train --help", "ckpt-train --print-config", "ckpt --help"],
+)
+def test_help_and_print_config_answer_in_under_a_second_without_torch(module: str, arguments: list[str]) -> None:
+    script = (
+        "import importlib, sys\n"
+        "main = importlib.import_module(sys.argv[1]).main\n"
+        "try:\n"
+        "    code = main(sys.argv[2:])\n"
+        "except SystemExit as stop:\n"
+        "    code = stop.code\n"
+        f"heavy = [name for name in {HEAVY} if name in sys.modules]\n"
+        "sys.exit(f'loaded {heavy}' if heavy else code)\n"
+    )
+    before = os.times()
+    command = [sys.executable, "-c", script, module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 10
+    # Processor time: a wall clock would measure the tests that run beside this one.
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    assert seconds < 1.0
