@@ -1,0 +1,1 @@
+"""Recipe files and the command line, typed and checked without torch."""

@@ -1,0 +1,40 @@
+"""The launch flags of ``ckpt-train``: how many ranks to start, and how they find each other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from automodel_ckpt.config.schema import AT_LEAST_0, NOT_EMPTY, Rule, setting
+
+RANKS = Rule(lambda text: bool(re.fullmatch(r"[1-9]\d*|auto|gpu|cpu", text)), "a number from 1, auto, gpu or cpu")
+PORT = Rule(lambda port: 0 < port < 65536, "a port from 1 to 65535")
+
+
+def _is_node_range(text: str) -> bool:
+    parts = text.split(":")
+    return bool(re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text)) and int(parts[0]) <= int(parts[-1])
+
+
+@dataclass
+class LaunchFlags:
+    """Launch flags, validated; written with dashes or underscores, ``--flag value`` or ``--flag=value``."""
+
+    nproc_per_node: str = setting("1", RANKS)
+    """Ranks on this machine: a number, auto or gpu (one per GPU), cpu (one per core)."""
+    nnodes: str = setting("1", Rule(_is_node_range, "a number from 1, or MIN:MAX"))
+    """Machines: a number, or MIN:MAX for an elastic run."""
+    node_rank: int | None = setting(None, AT_LEAST_0)
+    """This machine's number, without a rendezvous endpoint."""
+    rdzv_endpoint: str | None = setting(None, NOT_EMPTY)
+    """HOST:PORT where the machines meet."""
+    rdzv_id: str | None = setting(None, NOT_EMPTY)
+    """Name of the job at the rendezvous."""
+    master_addr: str | None = setting(None, NOT_EMPTY)
+    """Address of machine 0."""
+    master_port: int | None = setting(None, PORT)
+    """Port on machine 0."""
+    max_restarts: int = setting(0, AT_LEAST_0)
+    """Times the ranks are started again after a crash."""
+    trust: list[str] = field(default_factory=list)
+    """Package or .py file outside automodel_ckpt whose code the recipe may run (repeatable; AUTOMODEL_CKPT_TRUST)."""

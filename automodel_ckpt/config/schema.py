@@ -1,0 +1,303 @@
+"""What a recipe file may say: one dataclass per section, each field with its type, default, rule and one line of help.
+
+The dataclasses are omegaconf structured configs. The line below a field is what ``--help`` prints. A field's
+:class:`Rule` and a section's :class:`Relation` say which values of the right type are accepted. Only the standard
+library is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+T = TypeVar("T")
+
+MISSING = "???"  # omegaconf's mark of a value that has to be given
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on one value that is not None; ``says`` completes the sentence "<key> must be ..."."""
+
+    holds: Callable[[Any], bool]
+    says: str
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A condition between several ``keys`` of one section, reported at the first of them that was given."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    says: str
+    remedy: str
+
+
+AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
+AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
+POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
+FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
+FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
+BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
+NOT_EMPTY = Rule(bool, "not empty")
+DURATION = Rule(lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS")
+
+
+def setting(default: T, *rules: Rule) -> T:
+    """A dataclass field whose values keep these rules."""
+    return field(default=default, metadata={"rules": rules})
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS``; None when the text is no positive duration."""
+    if not re.fullmatch(r"(\d+:)?\d+:[0-5]\d|\d+(\.\d*)?([eE][+-]?\d+)?", text):
+        return None
+    seconds = 0.0
+    for part in text.split(":"):
+        seconds = seconds * 60 + float(part)
+    return seconds if 0 < seconds < math.inf else None
+
+
+@dataclass
+class Target:
+    """A plug-in: the dotted name of a callable, with keyword arguments beside it in the same section."""
+
+    _target_: str = MISSING
+    """Dotted name of the class or function; outside torch.optim, torch.nn, transformers, datasets, peft: --trust."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """The section's other keys, checked against the callable's signature."""
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    from_pretrained: str | None = None
+    """Directory or Hub name of a Hugging Face model to start from."""
+    from_config: dict[str, Any] | str | None = None
+    """Start from fresh weights: a transformers config (a mapping with model_type) or a path to a config.json."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = "float32"
+    """Type of the parameters; auto takes what the model's files say."""
+    attn_implementation: str | None = None
+    """Attention of transformers: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained: glob patterns over their names, as '*.embed_tokens.*'."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("from_pretrained", "from_config"),
+            lambda model: (model.from_pretrained is None) != (model.from_config is None),
+            "exactly one of from_pretrained and from_config must be given",
+            "name a model directory or Hub name in from_pretrained, or describe one in from_config",
+        ),
+    )
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer."""
+
+    from_pretrained: str | None = None
+    """Directory or Hub name of a tokenizer; null takes the model's own."""
+
+
+@dataclass
+class DistributedConfig:
+    """How ranks share the work."""
+
+    strategy: Literal["auto", "fsdp2", "ddp", "single"] = "auto"
+    """fsdp2 shards the model, ddp copies it; auto: single for one rank, fsdp2 for more."""
+    backend: str | None = None
+    """torch.distributed backend; null: nccl with GPUs, else gloo."""
+    timeout_minutes: float = setting(30.0, POSITIVE)
+    """How long a collective may wait for the slowest rank."""
+    reshard_after_forward: bool = True
+    """fsdp2: free gathered parameters between forward and backward (less memory, more traffic)."""
+
+
+@dataclass
+class DataloaderConfig:
+    """How samples become batches."""
+
+    shuffle: bool = True
+    """A new seeded order in each epoch."""
+    num_workers: int = setting(0, AT_LEAST_0)
+    """Processes per rank that prepare samples ahead."""
+    collate_fn: Target | None = field(default=None, metadata={"supplied": ("tokenizer",)})
+    """Builder of the function from samples to a batch; null pads to the longest sample."""
+    drop_last: bool = False
+    """Leave out an epoch's last global batch when it is not full."""
+    pad_to_multiple_of: int | None = setting(None, AT_LEAST_1)
+    """Round padded lengths up to a multiple of this many tokens."""
+
+
+@dataclass
+class OptimizerConfig:
+    """Fused AdamW; `_target_` takes any other optimizer."""
+
+    lr: float = setting(1e-4, FINITE)
+    """Peak learning rate."""
+    betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
+    """Decay of the two running means."""
+    eps: float = setting(1e-8, FINITE)
+    """Added to the denominator."""
+    weight_decay: float = setting(0.01, FINITE)
+    """Decoupled weight decay."""
+
+
+@dataclass
+class LRSchedulerConfig:
+    """A learning rate schedule of transformers; no section: a constant rate."""
+
+    name: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+        "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+    ] = "cosine"  # fmt: skip
+    """Name of the schedule."""
+    warmup_steps: int | None = setting(None, AT_LEAST_0)
+    """Optimizer steps from 0 to the peak rate."""
+    warmup_ratio: float | None = setting(None, FRACTION)
+    """The same as a part of all steps."""
+    decay_steps: int | None = setting(None, AT_LEAST_1)
+    """Optimizer steps until the schedule ends; null: all steps of the run."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the schedule takes besides, such as num_cycles or min_lr."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("warmup_steps", "warmup_ratio"),
+            lambda schedule: schedule.warmup_steps is None or schedule.warmup_ratio is None,
+            "warmup_steps and warmup_ratio exclude each other",
+            "remove one of them",
+        ),
+    )
+
+
+@dataclass
+class StepSchedulerConfig:
+    """How long to train, and when to validate and save."""
+
+    global_batch_size: int = setting(8, AT_LEAST_1)
+    """Samples per optimizer step, over all ranks; gradient accumulation follows from it."""
+    local_batch_size: int = setting(1, AT_LEAST_1)
+    """Samples per rank in one forward pass."""
+    num_epochs: int | None = setting(1, AT_LEAST_1)
+    """Passes over the data set; null: until max_steps or max_time."""
+    max_steps: int | None = setting(None, AT_LEAST_1)
+    """Optimizer steps at most."""
+    max_time: str | None = setting(None, DURATION)
+    """Training time at most, over all starts of the run: seconds or HH:MM:SS."""
+    ckpt_every_steps: int | None = setting(None, AT_LEAST_1)
+    """Save each time the step is a multiple of this."""
+    ckpt_every_epochs: int | None = setting(1, AT_LEAST_1)
+    """Save each time this many epochs are complete."""
+    ckpt_every_minutes: float | None = setting(None, POSITIVE)
+    """Save when this many minutes have passed since the last save."""
+    ckpt_on_best: bool = False
+    """Save when a validation improved checkpoint.best_metric_key."""
+    val_every_steps: int | None = setting(None, AT_LEAST_1)
+    """Validate each time the step is a multiple of this; checkpoints are validated anyway."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("global_batch_size", "local_batch_size"),
+            lambda steps: steps.global_batch_size % steps.local_batch_size == 0,
+            "global_batch_size must be a multiple of local_batch_size",
+            "make global_batch_size = local_batch_size x ranks x a whole number of accumulated batches",
+        ),
+        Relation(
+            ("num_epochs", "max_steps", "max_time"),
+            lambda steps: (steps.num_epochs, steps.max_steps, steps.max_time) != (None, None, None),
+            "one of num_epochs, max_steps and max_time must be given",
+            "set one, or the run would never end",
+        ),
+    )
+
+    @property
+    def max_time_seconds(self) -> float | None:
+        """``max_time`` in seconds."""
+        return None if self.max_time is None else parse_duration(self.max_time)
+
+
+@dataclass
+class CheckpointConfig:
+    """Where and how checkpoints are written and read."""
+
+    enabled: bool = True
+    """false: save nothing and resume from nothing."""
+    checkpoint_dir: str = setting("checkpoints/", NOT_EMPTY)
+    """The run's directory: checkpoints, training.jsonl, validation.jsonl."""
+    model_save_format: Literal["safetensors", "torch_save"] = "safetensors"
+    """Format of the model's shards; torch_save is PyTorch's DCP."""
+    save_consolidated: Literal["final", "every"] | bool | None = None
+    """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false."""
+    restore_from: str | None = None
+    """LATEST, LOWEST_VAL, a checkpoint's name or a path; null: the newest usable one."""
+    save_optimizer: bool = True
+    """false: weights only; such a checkpoint cannot continue exactly."""
+    best_metric_key: str = setting("val_loss", NOT_EMPTY)
+    """The value that LOWEST_VAL goes by."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest best_metric_key is the best."""
+    verify: Literal["none", "size", "digest"] = "digest"
+    """What a resume checks of each file before use."""
+    allow_missing_state: list[str] = field(default_factory=list)
+    """Attributes that may be in the checkpoint or the recipe only."""
+
+
+@dataclass
+class LoggingConfig:
+    """What a run says."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important messages shown."""
+    log_every_seconds: float = setting(10.0, FINITE)
+    """Pause between progress lines when the output is no terminal."""
+    sample_ids: bool = False
+    """Add each global batch's sample numbers to training.jsonl."""
+
+
+@dataclass
+class RecipeConfig:
+    """A recipe file."""
+
+    recipe: str = setting("llm_finetune", NOT_EMPTY)
+    """The training recipe: a registered name, package.module.Class or path/to/file.py:Class."""
+    seed: int = setting(42, AT_LEAST_0)
+    """Seeds data order, dropout and fresh weights."""
+    model: ModelConfig | Target = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig | Target = field(default_factory=TokenizerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer",)})
+    """The training data (required): a builder of a map-style or iterable dataset; gets the tokenizer."""
+    validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer",)})
+    """The validation data, in the same way; null: no validation."""
+    dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    optimizer: OptimizerConfig | Target = field(default_factory=OptimizerConfig, metadata={"supplied": ("params",)})
+    lr_scheduler: LRSchedulerConfig | None = None
+    loss_fn: Target | None = None
+    """Builder of the loss; null: cross-entropy over the label tokens of the global batch."""
+    clip_grad_norm: float | None = setting(1.0, POSITIVE)
+    """Largest norm of all gradients together; null: no clipping."""
+    deterministic: bool = False
+    """Only deterministic kernels, so that CUDA runs are repeatable too."""
+    step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("step_scheduler.ckpt_on_best", "step_scheduler.val_every_steps"),
+            lambda recipe: (
+                recipe.validation_dataset is not None
+                or not (recipe.step_scheduler.ckpt_on_best or recipe.step_scheduler.val_every_steps)
+            ),
+            "ckpt_on_best and val_every_steps need a validation_dataset",
+            "add a validation_dataset section, or remove these keys",
+        ),
+    )
