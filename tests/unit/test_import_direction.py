@@ -44,6 +44,7 @@ LIGHT = [
     "checkpoint.commit",
     "checkpoint.policy",
     "checkpoint.consolidate",
+    "checkpoint.verify",
     "cli",
     "config",
 ]
