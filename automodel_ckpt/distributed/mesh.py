@@ -1,0 +1,90 @@
+"""This process's place among the ranks, and the process groups they talk over."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from automodel_ckpt.errors import RecipeError
+
+CPU_BACKEND = "gloo"
+CUDA_BACKEND = "cpu:gloo,cuda:nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Who this rank is. All ranks are data parallel: ``dp_rank`` is ``rank``. Control and saves use ``gloo_group``."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    local_rank: int
+    device: torch.device
+    gloo_group: dist.ProcessGroup
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed(*, backend: str | None = None, timeout_minutes: float = 30.0) -> RankLayout:
+    """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or be a group of one.
+
+    The device is CUDA device LOCAL_RANK where there is one, unless *backend* is ``gloo``. Raises
+    :class:`RecipeError` where the machine has fewer GPUs than ranks, or the backend is none torch has.
+    """
+    rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
+    local_rank = _environment_int("LOCAL_RANK", rank)
+    device = _device(backend, local_rank)
+    backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
+    timeout = timedelta(minutes=timeout_minutes)
+    try:
+        _init_process_group(backend, rank, world_size, timeout)
+    except ValueError as error:
+        raise RecipeError(
+            "torch.distributed does not accept this backend",
+            where="distributed.backend",
+            value=f"{backend} ({error})",
+            remedy="leave distributed.backend out, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
+        ) from error
+    # Its own group: a collective of a save must never pair up with one of the training step.
+    group = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
+    return RankLayout(rank, world_size, rank, world_size, local_rank, device, group)
+
+
+def close_distributed() -> None:
+    """Leave all process groups; harmless when there are none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    if world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _device(backend: str | None, local_rank: int) -> torch.device:
+    if backend == CPU_BACKEND or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise RecipeError(
+            "more ranks on this machine than it has GPUs",
+            where=f"local rank {local_rank}",
+            value=f"{torch.cuda.device_count()} GPUs",
+            remedy="lower --nproc-per-node, or set distributed.backend to gloo to train on the CPU",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _environment_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))

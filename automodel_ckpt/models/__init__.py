@@ -1,0 +1,1 @@
+"""Models of transformers, from pretrained weights or from a configuration."""

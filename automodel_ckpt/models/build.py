@@ -1,0 +1,250 @@
+"""From ``from_pretrained`` or ``from_config`` to a model that is ready to be shared out among ranks.
+
+What can be refused by the configuration alone is refused before any weight is made or read.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import fnmatch
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from automodel_ckpt.errors import Problem, RecipeError
+
+log = logging.getLogger(__name__)
+
+_CAUSAL_LM: Any = AutoModelForCausalLM  # its class methods have no annotations
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def load_model_config(
+    *, from_pretrained: str | None = None, from_config: Mapping[str, Any] | str | None = None, tokenizer: Any = None
+) -> PreTrainedConfig:
+    """The transformers configuration of the model; reads no weights.
+
+    A *from_config* mapping takes ``vocab_size`` and the special tokens' ids from *tokenizer* where it does not give
+    them. Raises :class:`RecipeError` for what is not there, not readable, or no setting of this type of model.
+    """
+    if from_pretrained is not None:
+        return _read_config(from_pretrained, "model.from_pretrained")
+    if isinstance(from_config, str):
+        return _read_config(from_config, "model.from_config")
+    return _config_from_mapping(dict(from_config or {}), tokenizer)
+
+
+def require_local(name: str, where: str) -> None:
+    """Raise :class:`RecipeError` when *name* is a path rather than a Hub name, and nothing is there."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return
+    looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+    if looks_local or ("/" in name and path.parent.is_dir()):
+        raise RecipeError("no such directory", where=where, value=name, remedy=_nearest_directory(path))
+
+
+def _nearest_directory(path: Path) -> str:
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    hint = f"did you mean {path.parent / near[0]}? " if near else ""
+    return f"{hint}name a directory with a config.json, or a model of the Hugging Face Hub"
+
+
+def _read_config(name: str, where: str) -> PreTrainedConfig:
+    require_local(name, where)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(os.path.expanduser(name))
+        return config
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(
+            "the model's configuration cannot be read",
+            where=where,
+            value=f"{name} ({_first_line(error)})",
+            remedy="name a directory with a config.json; a Hub name needs the network or a filled cache",
+        ) from error
+
+
+def _config_from_mapping(settings: dict[str, Any], tokenizer: Any) -> PreTrainedConfig:
+    model_type = settings.pop("model_type", None)
+    config_class = _config_class(model_type)
+    settings = {**_settings_of(tokenizer), **settings}
+    try:
+        _refuse_unknown(settings, config_class())
+        return config_class(**copy.deepcopy(settings))
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise RecipeError(
+            f"transformers refuses this configuration of a {model_type} model",
+            where="model.from_config",
+            value=_first_line(error, 3),
+            remedy="correct the value; the settings are those of the model type's config.json",
+        ) from error
+
+
+def _config_class(model_type: object) -> type[PreTrainedConfig]:
+    known = list(CONFIG_MAPPING.keys())
+    if isinstance(model_type, str) and model_type in known:
+        found: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+        return found
+    near = difflib.get_close_matches(str(model_type), known, n=3)
+    raise RecipeError(
+        "from_config needs a model_type that transformers knows",
+        where="model.from_config.model_type",
+        value=model_type,
+        remedy=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
+    )
+
+
+def _settings_of(tokenizer: Any) -> dict[str, Any]:
+    if tokenizer is None:
+        return {}
+    ids = {name: getattr(tokenizer, name, None) for name in _SPECIAL_IDS}
+    return {"vocab_size": len(tokenizer), **ids}
+
+
+def _refuse_unknown(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
+    """transformers would keep a misspelt setting as an attribute and build the model without it."""
+    known = {name for name in (*vars(default), *type(default).attribute_map) if not name.startswith("_")}
+    unknown = [name for name in settings if not hasattr(default, name)]
+    if unknown:
+        raise RecipeError.all_of(
+            [
+                Problem(
+                    f"{default.model_type} models have no setting {name!r}",
+                    f"model.from_config.{name}",
+                    settings[name],
+                    _did_you_mean(name, known),
+                )
+                for name in unknown
+            ]
+        )
+
+
+def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None:
+    """Raise :class:`RecipeError` when samples of *seq_length* tokens are longer than the model's context."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and seq_length > limit:
+        raise RecipeError(
+            "samples may be longer than the model's context",
+            where=where,
+            value=f"{seq_length} tokens; the model's max_position_embeddings is {limit}",
+            remedy=f"set it to {limit} or less, or take a model with a longer context",
+        )
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer: Any) -> None:
+    """Raise :class:`RecipeError` when the tokenizer has ids for which the model has no embedding."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
+        raise RecipeError(
+            "the tokenizer has more tokens than the model's vocabulary",
+            where="tokenizer",
+            value=f"{len(tokenizer)} tokens; the model's vocab_size is {size}",
+            remedy="use the model's own tokenizer (leave the tokenizer section out), or with from_config "
+            "leave vocab_size out, so that it follows the tokenizer",
+        )
+
+
+def build_model(
+    config: PreTrainedConfig, *, from_pretrained: str | None = None, dtype: str = "float32",
+    attn_implementation: str | None = None,
+) -> nn.Module:  # fmt: skip
+    """A causal language model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
+
+    *dtype* is a torch dtype's name or ``auto``: that of the files, or of the configuration. *config* is not changed.
+    Raises :class:`RecipeError` when the weights cannot be read or transformers has no such model.
+    """
+    options: dict[str, Any] = {}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    try:
+        if from_pretrained is None:
+            options["dtype"] = _fresh_dtype(config, dtype)
+            model: nn.Module = _CAUSAL_LM.from_config(copy.deepcopy(config), **options)
+        else:
+            options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
+            model = _read_model(os.path.expanduser(from_pretrained), options)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise RecipeError(
+            "the model cannot be built",
+            where="model",
+            value=_first_line(error, 3),
+            remedy="correct the model section; weights are read from *.safetensors beside config.json",
+        ) from error
+    return model.train()
+
+
+def _fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _read_model(name: str, options: Mapping[str, Any]) -> nn.Module:
+    model: nn.Module
+    model, info = _CAUSAL_LM.from_pretrained(name, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        log.warning("%s holds no weights for %s: they start untrained", name, ", ".join(missing))
+    if unexpected := sorted(info["unexpected_keys"]):
+        log.warning("%s holds weights that the model does not use: %s", name, ", ".join(unexpected))
+    return model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Exclude from training the parameters whose names match a glob; returns how many elements stay trainable.
+
+    Raises :class:`RecipeError` for patterns that match nothing, and when nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    matches = {pattern: fnmatch.filter(parameters, pattern) for pattern in patterns}
+    problems = [
+        Problem("no parameter's name matches", "model.freeze", pattern, _did_you_mean(pattern, set(parameters)))
+        for pattern, names in matches.items()
+        if not names
+    ]
+    if problems:
+        raise RecipeError.all_of(problems)
+    for names in matches.values():
+        for name in names:
+            parameters[name].requires_grad_(False)
+    num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if num_trainable == 0:
+        raise RecipeError(
+            "no parameter is left to train",
+            where="model.freeze",
+            value=list(patterns),
+            remedy="freeze fewer parameters",
+        )
+    return num_trainable
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass. :class:`RecipeError` where the model cannot."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise RecipeError(
+            "this model cannot recompute its activations",
+            where="model.activation_checkpointing",
+            value=type(model).__name__,
+            remedy="leave activation_checkpointing out",
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _did_you_mean(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    listed = near or sorted(known)[:5]
+    return f"did you mean {', '.join(listed)}?" if near else f"there are, for example, {', '.join(listed)}"
+
+
+def _first_line(error: BaseException, num_lines: int = 1) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:num_lines]) or type(error).__name__

@@ -1,0 +1,1 @@
+"""The training loop's parts: cadence, loss, optimizer and schedule, random state, metrics, progress."""

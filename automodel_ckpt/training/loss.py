@@ -1,0 +1,53 @@
+"""Next-token loss as a sum over labelled tokens, so that a global batch is one mean however it is cut up.
+
+A rank cannot know its loss's weight before it knows the label tokens of all ranks and micro-batches. So losses stay
+sums here, and the caller divides by the global count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions whose label is not -100.
+
+The tensors are shifted (position i predicts label i), flattened over the batch, and in the model's dtype. A
+``loss_fn: {_target_: ...}`` section builds one; ``reduction="sum"`` is supplied where the callable has that parameter
+(so ``torch.nn.CrossEntropyLoss`` works as it is).
+"""
+
+
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of logits [N, V] and labels [N], summed in float32 over labels other than -100; 0-dim."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Labels [B, T] moved one to the left, so that position i holds the token it has to predict; the last is -100."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def num_label_tokens(labels: torch.Tensor) -> int:
+    """How many of labels [B, T] are predicted: all but -100 and the first of each row, which nothing precedes."""
+    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, loss_fn: LossFn = cross_entropy_sum) -> torch.Tensor:
+    """Sum of *loss_fn* over a micro-batch: logits [B, T, V], labels [B, T] unshifted, on one device; 0-dim."""
+    loss = loss_fn(logits.flatten(0, 1), shift_labels(labels).flatten())
+    if loss.dim() != 0:
+        raise ValueError(
+            f"loss_fn must return the sum over all positions, a 0-dim tensor; got shape {list(loss.shape)}"
+        )
+    return loss
+
+
+def reduction_of(loss_fn: object) -> str | None:
+    """The ``reduction`` a built loss will apply, when it says so (torch's loss modules do)."""
+    reduction = getattr(loss_fn, "reduction", None)
+    return reduction if isinstance(reduction, str) else None

@@ -1,0 +1,83 @@
+"""Learning-rate schedules of transformers, over the optimizer steps of the whole run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from automodel_ckpt.errors import RecipeError
+
+_FILLED = frozenset({"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps"})
+
+
+def build_schedule(
+    optimizer: Optimizer, name: str, *, total_steps: int | None, warmup_steps: int | None = None,
+    warmup_ratio: float | None = None, decay_steps: int | None = None, kwargs: Mapping[str, Any] | None = None,
+) -> LRScheduler:  # fmt: skip
+    """The schedule *name* over *decay_steps* (default: *total_steps*), warm-up included.
+
+    Raises :class:`RecipeError` when the length is needed and unknown (a stream with no max_steps), or *kwargs* holds
+    what the schedule does not take.
+    """
+    length = decay_steps or total_steps
+    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+    parameters = inspect.signature(function).parameters
+    warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
+    _refuse_unused(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio} if not warms_up else {})
+    _refuse_unused(name, {"decay_steps": decay_steps} if not decays and warmup_ratio is None else {})
+    _check_kwargs(name, kwargs or {}, {key: p for key, p in parameters.items() if key not in _FILLED})
+    if length is None and (decays or warmup_ratio is not None):
+        raise RecipeError(
+            "this schedule needs to know how many steps there will be, and the data set does not tell",
+            where="lr_scheduler.name",
+            value=name,
+            remedy="set step_scheduler.max_steps or lr_scheduler.decay_steps, or take the schedule constant",
+        )
+    warmup = round(warmup_ratio * length) if warmup_ratio is not None and length is not None else warmup_steps or 0
+    schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
+    return schedule
+
+
+def current_rate(optimizer: Optimizer) -> float:
+    """The learning rate of the first parameter group, as it stands for the next step."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def follow_schedule(schedule: LRScheduler) -> None:
+    """Set the learning rates to what *schedule* says for its present step.
+
+    A loaded state holds the rates of the schedule it was saved under; needed when that was another one.
+    """
+    rates = schedule.get_lr()
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = list(rates)
+
+
+def _refuse_unused(name: str, settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if value is not None:
+            raise RecipeError(
+                f"the schedule {name} makes no use of {key}",
+                where=f"lr_scheduler.{key}",
+                value=value,
+                remedy="remove it, or choose another schedule",
+            )
+
+
+def _check_kwargs(name: str, given: Mapping[str, Any], taken: Mapping[str, inspect.Parameter]) -> None:
+    unknown = sorted(set(given) - set(taken))
+    missing = [key for key, p in taken.items() if p.default is p.empty and key not in given]
+    if unknown or missing:
+        raise RecipeError(
+            f"the schedule {name} needs {', '.join(missing)}" if missing else f"the schedule {name} does not take this",
+            where="lr_scheduler.kwargs",
+            value=", ".join(unknown) or dict(given),
+            remedy=f"it takes {', '.join(sorted(taken)) or 'nothing besides'}",
+        )

@@ -1,0 +1,98 @@
+"""``training.jsonl`` and ``validation.jsonl``: one JSON object per line, each step once, across kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+
+class JsonlLog:
+    """An append-only log of records that carry a ``step``.
+
+    :meth:`append` hands each line to the operating system, so that a killed process loses none; :meth:`flush` makes
+    them survive a power cut, and is called before the checkpoint of that step is published.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: IO[bytes] | None = None
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one line; numbers that JSON does not know (NaN, infinities) become null."""
+        self._open().write(json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n")
+
+    def flush(self) -> None:
+        """Return when everything appended is on disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the records of later steps and a torn last line, by an atomic rewrite; returns how many went."""
+        self.close()
+        if not self.path.exists():
+            return 0
+        kept, num_dropped = [], 0
+        for line, record in _lines(self.path):
+            if record is not None and record.get("step", 0) <= step:
+                kept.append(line)
+            else:
+                num_dropped += 1
+        if num_dropped:
+            _replace(self.path, b"".join(kept))
+        return num_dropped
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> IO[bytes]:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        return self._file
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line with its record, or None for one that is torn or no record."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        yield line, record if isinstance(record, dict) and line.endswith(b"\n") else None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    staged = path.with_name(path.name + ".tmp")
+    with open(staged, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """This process's peak so far: allocated on a CUDA *device*, else resident in host memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

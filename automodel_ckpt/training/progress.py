@@ -1,0 +1,162 @@
+"""What the leader shows while it trains: a live line on a terminal, a line now and then elsewhere, and the log."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+PACKAGE_LOGGER = "automodel_ckpt"
+_CLEAR = "\r\x1b[K"
+_LIVE_PAUSE_SECONDS = 0.1
+_SMOOTHING = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The figures of one step that the line shows."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    num_tokens: int
+    seconds: float
+
+
+class Progress:
+    """One line: step of all, epoch, loss, rate, tokens per second, time left, newest checkpoint.
+
+    On a terminal it is rewritten in place, at most ten times a second; elsewhere a new one is printed every
+    *every_seconds*. Only an *enabled* one (the leader's) prints at all. Log records go through :meth:`write_above`, so
+    that they do not tear the live line.
+    """
+
+    def __init__(
+        self, *, total_steps: int | None = None, every_seconds: float = 10.0, enabled: bool = True,
+        stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.total_steps = total_steps
+        self.every_seconds = every_seconds
+        self.enabled = enabled
+        self.checkpoint = ""
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._live = self._stream.isatty()
+        self._line = ""
+        self._shown_at = -float("inf")
+        self._step_seconds: float | None = None
+        self._tokens_per_second = 0.0
+        self._latest: StepView | None = None
+
+    def update(self, view: StepView) -> None:
+        """Take in a finished step, and show it when the pause since the last line is over."""
+        if not self.enabled:
+            return
+        self._average(view)
+        self._latest = view
+        now = self._clock()
+        if now - self._shown_at >= (_LIVE_PAUSE_SECONDS if self._live else self.every_seconds):
+            self._shown_at = now
+            self._show(self._text(view))
+
+    def write_above(self, text: str) -> None:
+        """Print *text* as lines of its own; a live line stays below it."""
+        if self._line:
+            self._stream.write(_CLEAR)
+        self._stream.write(text + "\n" + self._line)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the last step's line standing."""
+        if self._latest is not None and self._live:
+            self._show(self._text(self._latest))
+            self._stream.write("\n")
+            self._stream.flush()
+        self._line = ""
+        self._latest = None
+
+    def _average(self, view: StepView) -> None:
+        speed = view.num_tokens / view.seconds if view.seconds > 0 else 0.0
+        if self._step_seconds is None:
+            self._step_seconds, self._tokens_per_second = view.seconds, speed
+        self._step_seconds += (1 - _SMOOTHING) * (view.seconds - self._step_seconds)
+        self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
+
+    def _show(self, text: str) -> None:
+        if self._live:
+            self._line = text[: shutil.get_terminal_size().columns - 1]
+            self._stream.write(_CLEAR + self._line)
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _text(self, view: StepView) -> str:
+        step = (
+            f"step {view.step}" if self.total_steps is None else f"step {view.step:>{self._width}}/{self.total_steps}"
+        )
+        parts = [
+            step,
+            f"epoch {view.epoch}",
+            f"loss {view.loss:.4f}",
+            f"lr {view.lr:.2e}",
+            f"{self._tokens_per_second:,.0f} tokens/s",
+        ]
+        if self.total_steps is not None and self._step_seconds is not None:
+            parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
+        if self.checkpoint:
+            parts.append(f"saved {self.checkpoint}")
+        return "  ".join(parts)
+
+    @property
+    def _width(self) -> int:
+        return len(str(self.total_steps))
+
+
+class ProgressHandler(logging.Handler):
+    """Sends the package's log records above the progress line."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        self.progress.write_above(text)
+
+
+def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler:
+    """Show the package's records of *level* and above: all of the leader's, errors only of the other ranks.
+
+    Returns the handler, to be given to :func:`tear_down_logging`; one of an earlier call is replaced.
+    """
+    logger = logging.getLogger(PACKAGE_LOGGER)
+    for old in [handler for handler in logger.handlers if isinstance(handler, ProgressHandler)]:
+        logger.removeHandler(old)
+    handler = ProgressHandler(progress)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper() if rank == 0 else logging.ERROR)
+    return handler
+
+
+def tear_down_logging(handler: ProgressHandler) -> None:
+    logging.getLogger(PACKAGE_LOGGER).removeHandler(handler)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of at most two units: ``8 s``, ``3 min 20 s``, ``5 h 04 min``, ``2 d 3 h``."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 86400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400} d {total % 86400 // 3600} h"

@@ -1,0 +1,87 @@
+"""The random state of one rank, all generators together, as tensors and plain numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+
+class StatefulRNG:
+    """Seeds python, numpy, torch's CPU and CUDA generators for *rank*, and saves and restores them.
+
+    Ranks draw different numbers (dropout masks must differ), all derived from *seed*. The state holds tensors and
+    ints only, so that ``torch.load(weights_only=True)`` reads it.
+    """
+
+    checkpoint_scope = "rank_rng"
+
+    def __init__(self, seed: int, rank: int = 0) -> None:
+        seed_everything(_mixed(seed, rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "python": _python_state(),
+            "numpy": _numpy_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore all generators; CUDA's only where this machine has as many devices as the state."""
+        _set_python_state(state["python"])
+        _set_numpy_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Leave the generators as they were found, whatever is drawn inside."""
+        state = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(state)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (all devices) with *seed*, any integer of at most 64 bits."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _mixed(seed: int, rank: int) -> int:
+    """A seed per rank that neighbouring seeds and ranks do not share (``SeedSequence`` spreads the bits)."""
+    return int(numpy.random.SeedSequence([seed % 2**64, rank]).generate_state(1, numpy.uint64)[0]) % 2**63
+
+
+def _python_state() -> dict[str, Any]:
+    version, words, gauss_next = random.getstate()
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next}
+
+
+def _set_python_state(state: Mapping[str, Any]) -> None:
+    random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss_next"]))
+
+
+def _numpy_state() -> dict[str, Any]:
+    name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    words = torch.from_numpy(numpy.asarray(keys).astype(numpy.int64))
+    return {
+        "name": str(name),
+        "words": words,
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "gauss": float(gauss),
+    }
+
+
+def _set_numpy_state(state: Mapping[str, Any]) -> None:
+    words = state["words"].numpy().astype(numpy.uint32)
+    numpy.random.set_state((state["name"], words, state["position"], state["has_gauss"], state["gauss"]))

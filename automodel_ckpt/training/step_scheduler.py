@@ -1,0 +1,201 @@
+"""When to validate, save and end: pure functions over counters, and the counters themselves.
+
+Steps are optimizer steps and count from 1; epochs count from 0. A step that ends an epoch belongs to that epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """The triggers of a run; None turns one off. ``max_time_seconds`` counts from the start of this session."""
+
+    max_steps: int | None = None
+    num_epochs: int | None = None
+    ckpt_every_steps: int | None = None
+    ckpt_every_epochs: int | None = None
+    ckpt_every_minutes: float | None = None
+    ckpt_on_best: bool = False
+    val_every_steps: int | None = None
+    max_time_seconds: float | None = None
+    has_validation: bool = False
+    best_metric_key: str = "val_loss"
+    best_mode: str = "min"
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What has to happen after a step, in this order: validate, save, end."""
+
+    validate: bool
+    save: bool
+    last: bool
+
+
+def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
+    """Whether *step* steps in *epochs_done* whole epochs are all that was asked for."""
+    by_steps = cadence.max_steps is not None and step >= cadence.max_steps
+    return by_steps or (cadence.num_epochs is not None and epochs_done >= cadence.num_epochs)
+
+
+def due_after(cadence: Cadence, step: int, epochs_done: int, *, epoch_ended: bool) -> Due:
+    """What is due after *step*, *epochs_done* counting the epoch that it ended; a step that is saved is validated."""
+    last = run_is_over(cadence, step, epochs_done)
+    save = last or _divides(cadence.ckpt_every_steps, step)
+    save = save or (epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done))
+    validate = cadence.has_validation and (save or _divides(cadence.val_every_steps, step))
+    return Due(validate, save, last)
+
+
+def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
+    """The number of steps of the whole run, *steps_per_epoch* None for a stream; None when only the data knows."""
+    limits = []
+    if cadence.max_steps is not None:
+        limits.append(cadence.max_steps)
+    if cadence.num_epochs is not None and steps_per_epoch is not None:
+        limits.append(cadence.num_epochs * steps_per_epoch)
+    return min(limits, default=None)
+
+
+def is_better(value: float | None, best: float | None, mode: str) -> bool:
+    """Whether *value* beats *best* in *mode* ``min`` or ``max``; a tie, NaN or a missing value never does."""
+    if value is None or math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value < best if mode == "min" else value > best
+
+
+def _divides(every: int | None, count: int) -> bool:
+    return every is not None and count % every == 0
+
+
+class StepScheduler:
+    """The run's counters, saved with each checkpoint, and what is due at each of them.
+
+    Clocks differ between ranks. What depends on one (:meth:`save_is_wanted`, :meth:`time_is_up`,
+    :meth:`measured_seconds`) is this rank's view; the caller lets one rank decide, so that all have the same state.
+    """
+
+    def __init__(
+        self, cadence: Cadence, *, planned_steps: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.cadence = cadence
+        self.planned_steps = planned_steps
+        self.step = 0
+        self.epoch = 0
+        self.epochs_done = 0
+        self.consumed_samples = 0
+        self.consumed_tokens = 0
+        self.elapsed_seconds = 0.0
+        self.best: float | None = None
+        self.ended_early = False
+        self._clock = clock
+        self._session_start = clock()
+        self._elapsed_before = 0.0
+        self._saved_step = 0
+        self._last_save_time = self._session_start
+        self._step_start: float | None = None
+        self._longest_step_seconds = 0.0
+        self._longest_save_seconds = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step follows."""
+        return self.ended_early or run_is_over(self.cadence, self.step, self.epochs_done)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether steps were made since the newest save of this session or the checkpoint resumed from."""
+        return self.step != self._saved_step
+
+    def measured_seconds(self) -> float:
+        """Wall-clock seconds of this session and of those before it, up to the checkpoint that was resumed from."""
+        return self._elapsed_before + self._clock() - self._session_start
+
+    def start_step(self) -> None:
+        """Start the clock of a step; optional, it sharpens :meth:`time_is_up`."""
+        self._step_start = self._clock()
+
+    def finish_step(
+        self, *, epoch: int, epochs_done: int, num_samples: int, num_tokens: int, elapsed_seconds: float
+    ) -> Due:
+        """Count one optimizer step, made on a global batch of *epoch*, and say what is due.
+
+        *epochs_done* counts the whole epochs, *elapsed_seconds* is the time all ranks agreed on.
+        """
+        epoch_ended = epochs_done > self.epochs_done
+        self.step += 1
+        self.epoch = epoch
+        self.epochs_done = epochs_done
+        self.consumed_samples += num_samples
+        self.consumed_tokens += num_tokens
+        self.elapsed_seconds = elapsed_seconds
+        if self._step_start is not None:
+            self._longest_step_seconds = max(self._longest_step_seconds, self._clock() - self._step_start)
+        return due_after(self.cadence, self.step, self.epochs_done, epoch_ended=epoch_ended)
+
+    def note_validation(self, losses: Mapping[str, Any]) -> bool:
+        """Take in the *losses* of a validation; True when they ask for a save: ``ckpt_on_best`` and the best so far."""
+        value = losses.get(self.cadence.best_metric_key)
+        if not is_better(value, self.best, self.cadence.best_mode):
+            return False
+        self.best = value
+        return self.cadence.ckpt_on_best
+
+    def note_save(self, seconds: float) -> None:
+        """Record that the present step is saved, which took *seconds*, its validation included."""
+        self._saved_step = self.step
+        self._last_save_time = self._clock()
+        self._longest_save_seconds = max(self._longest_save_seconds, seconds)
+
+    def save_is_wanted(self) -> bool:
+        """Whether ``ckpt_every_minutes`` have passed since the last save, by this rank's clock."""
+        minutes = self.cadence.ckpt_every_minutes
+        return minutes is not None and self.unsaved and self._clock() - self._last_save_time >= 60 * minutes
+
+    def time_is_up(self) -> bool:
+        """Whether one more step and a save might not fit into ``max_time``, by this rank's clock."""
+        limit = self.cadence.max_time_seconds
+        if limit is None:
+            return False
+        ahead = self._longest_step_seconds + self._longest_save_seconds
+        return self._clock() - self._session_start + ahead >= limit
+
+    def is_beyond_last_epoch(self, epoch: int) -> bool:
+        """Whether a batch of *epoch* is no longer asked for."""
+        return self.cadence.num_epochs is not None and epoch >= self.cadence.num_epochs
+
+    def end_early(self) -> None:
+        """Make the present step the last one (``max_time``, or data that ended unannounced)."""
+        self.ended_early = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "epochs_done": self.epochs_done,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "elapsed_seconds": self.elapsed_seconds,
+            "planned_steps": self.planned_steps,
+            "best": self.best,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint; ``planned_steps`` stays that of this run."""
+        self.step = state["step"]
+        self.epoch = state["epoch"]
+        self.epochs_done = state["epochs_done"]
+        self.consumed_samples = state["consumed_samples"]
+        self.consumed_tokens = state["consumed_tokens"]
+        self.elapsed_seconds = state["elapsed_seconds"]
+        self.best = state["best"]
+        self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
+        self._saved_step = self.step
