@@ -1,0 +1,91 @@
+"""What the ranks of a group must know of each other: one object from all, one object to all, all or nothing.
+
+Every function is a collective: each rank of the group calls it, in the same order. The group is a gloo group, so that
+nothing waits for a GPU. A group of one rank costs nothing, and neither does ``None``, which stands for it where no
+process group exists. Objects travel pickled: the ranks of one run trust each other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from automodel_ckpt.errors import AutomodelError, Problem, describe
+
+T = TypeVar("T")
+
+
+def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """Every rank's ``value``, by rank in the group; the same list on all ranks."""
+    if _size(group) == 1:
+        return [value]
+    gathered: list[Any] = [None] * _size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0) -> T:
+    """``value`` of the rank ``source`` (its rank in the group); what the others pass is ignored."""
+    if _size(group) == 1:
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    received: T = box[0]
+    return received
+
+
+def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
+    """Return on all ranks when no rank passes an error; else raise on all.
+
+    What is raised is the error of the first failing rank: of its class where that is an :class:`AutomodelError`, else
+    an :class:`AutomodelError`; it names the rank, and the others that failed with their own reasons in a line each.
+    Its attribute ``rank`` (the first failing rank of the group) tells the failure's origin from its echoes. The origin
+    keeps the original exception as ``__cause__``.
+    """
+    if _size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    reports = gather_objects(group, None if error is None else _portable(error))
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if failed:
+        raise _combined(failed, len(reports)) from error
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _portable(error: BaseException) -> AutomodelError:
+    """The error as one that every rank can unpickle; a foreign exception becomes its message."""
+    if isinstance(error, AutomodelError):
+        bare = copy.copy(error)
+        bare.__dict__ = {"problems": error.problems}
+        return bare
+    return AutomodelError(
+        describe(error)[1],
+        where="",
+        value="",
+        remedy="this is a defect, not a mistake of yours: please report it with the traceback of that rank",
+    )
+
+
+def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> AutomodelError:
+    first = min(failed)
+    error = copy.copy(failed[first])
+    texts = {str(other) for other in failed.values()}
+    if len(failed) < num_ranks or len(texts) > 1:
+        error.problems = _named(first, failed)
+    error.rank = first  # type: ignore[attr-defined]
+    return error
+
+
+def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, ...]:
+    head, *rest = failed[first].problems
+    named = Problem(f"rank {first}: {head.what}", head.where, head.value, head.remedy)
+    others = [f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first]
+    also = [Problem("other ranks failed too", "; ".join(others), "", "")] if others else []
+    return (named, *rest, *also)

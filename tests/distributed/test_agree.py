@@ -1,0 +1,117 @@
+"""The ranks agree: one error on one rank is the same error, with its rank, on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from automodel_ckpt.distributed.agree import all_or_nothing, broadcast_object, gather_objects
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from tests.support import ranks
+
+
+def disk_full(rank: int) -> SaveFailed:
+    return SaveFailed("cannot write", where=f"shard-{rank}", value="ENOSPC (No space left)", remedy="make room")
+
+
+def raised_by(errors: dict[int, BaseException]) -> list[BaseException]:
+    """What every one of 3 ranks raises when the ranks in `errors` report these errors."""
+
+    def rank() -> None:
+        all_or_nothing(dist.group.WORLD, errors.get(dist.get_rank()))
+
+    ended = [outcome.error for outcome in ranks.outcomes(rank, 3)]
+    return [error for error in ended if error is not None]
+
+
+def test_when_no_rank_fails_all_go_on() -> None:
+    assert raised_by({}) == []
+
+
+def test_one_ranks_error_is_raised_on_all_with_class_rank_and_code() -> None:
+    errors = raised_by({1: disk_full(1)})
+    assert [type(error) for error in errors] == [SaveFailed] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith("rank 1: cannot write\n  where:  shard-1\n")
+    assert [getattr(error, "rank", None) for error in errors] == [1, 1, 1]
+    assert [error.exit_code for error in errors if isinstance(error, AutomodelError)] == [4, 4, 4]
+
+
+def test_several_failing_ranks_are_all_named_and_the_first_one_decides() -> None:
+    error = raised_by({2: CheckpointUnusable("torn", where="x", value="", remedy="y"), 1: disk_full(1)})[0]
+    assert isinstance(error, SaveFailed)
+    assert str(error).splitlines()[0] == "rank 1: cannot write"
+    assert "other ranks failed too\n  where:  rank 2: torn" in str(error)
+
+
+def test_the_same_error_on_all_ranks_is_reported_without_ranks() -> None:
+    same = SaveFailed("cannot write", where="checkpoints/", value="EACCES", remedy="chmod")
+    assert [str(error) for error in raised_by(dict.fromkeys(range(3), same))] == [str(same)] * 3
+
+
+def test_a_foreign_exception_that_cannot_be_pickled_reaches_the_others_as_its_message() -> None:
+    class Local(ValueError):
+        pass
+
+    errors = raised_by({0: Local("odd")})
+    assert [type(error) for error in errors] == [AutomodelError] * 3
+    assert "rank 0: internal error: Local: odd" in str(errors[2])
+
+
+def test_a_foreign_exception_is_the_cause_on_the_rank_it_happened_on() -> None:
+    def rank() -> str:
+        try:
+            all_or_nothing(dist.group.WORLD, OSError(28, "full") if dist.get_rank() == 1 else None)
+        except AutomodelError as error:
+            return type(error.__cause__).__name__
+        return "nothing raised"
+
+    assert ranks.run(rank, 2) == ["NoneType", "OSError"]
+
+
+def test_gather_and_broadcast_carry_any_object() -> None:
+    def rank() -> tuple[list[object], object]:
+        me = dist.get_rank()
+        return gather_objects(dist.group.WORLD, {"rank": me}), broadcast_object(dist.group.WORLD, f"from {me}", 1)
+
+    everyone = [{"rank": 0}, {"rank": 1}]
+    assert ranks.run(rank, 2) == [(everyone, "from 1"), (everyone, "from 1")]
+
+
+def test_broadcast_counts_ranks_within_the_group() -> None:
+    def rank() -> object:
+        group = dist.new_group([1, 2], backend="gloo")
+        return broadcast_object(group, dist.get_rank(), 0) if dist.get_rank() > 0 else None
+
+    assert ranks.run(rank, 3) == [None, 1, 1]
+
+
+def test_one_rank_needs_no_group() -> None:
+    assert gather_objects(None, 7) == [7]
+    assert broadcast_object(None, "x") == "x"
+    all_or_nothing(None, None)
+    with pytest.raises(ValueError, match="odd"):
+        all_or_nothing(None, ValueError("odd"))
+
+
+def test_the_helper_itself_reports_errors_deaths_and_time_outs() -> None:
+    def rank() -> str:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 1:
+            raise KeyError("missing")
+        if dist.get_rank() == 2:
+            signal.pause()
+        return "fine"
+
+    killed, raised, hung, fine = ranks.outcomes(rank, 4, timeout=5)
+    assert (killed.exitcode, killed.error, killed.ok) == (-signal.SIGKILL, None, False)
+    assert isinstance(raised.error, KeyError)
+    assert "missing" in raised.traceback
+    assert hung.exitcode is None
+    assert fine.value == "fine"
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 raised:.*KeyError"):
+        ranks.run(rank, 2, timeout=5)

@@ -1,0 +1,163 @@
+"""Run a function on N real ranks: forked processes with a gloo group, one thread each, and a time limit.
+
+    values = ranks.run(function, 2, "argument")            # raises when a rank fails
+    outcomes = ranks.outcomes(function, 2, "argument")     # when failing is what the test is about
+
+The function may be any callable, closures too, and is called as ``function(*arguments)`` once the default process group
+stands; it reads its rank from ``dist.get_rank()``. What it returns must be picklable.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: its value, or its error and traceback; neither, when it died (``exitcode`` says how)."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exitcode: int | None = None
+    """Negative: the signal that killed it. None: killed here, at the time limit."""
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode == 0
+
+
+def run(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    init: bool = True,
+) -> list[Any]:
+    """The value of every rank; AssertionError with the tracebacks of those that failed, died or took too long."""
+    ended = outcomes(function, num_ranks, *arguments, timeout=timeout, init=init)
+    bad = [_report(rank, outcome) for rank, outcome in enumerate(ended) if not outcome.ok]
+    assert not bad, "\n".join(bad)
+    return [outcome.value for outcome in ended]
+
+
+def outcomes(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    init: bool = True,
+) -> list[Outcome]:
+    """How every rank ended. With ``init=False`` the ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_* but no group."""
+    assert not dist.is_initialized(), "close this process's own group first: forked ranks would inherit it"
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        environment = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment["OMP_NUM_THREADS"] = "1"
+        started: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            store = os.path.join(directory, "store") if init else ""
+            process = context.Process(target=_rank, args=(function, arguments, variables, store, timeout, sender))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist's thread; ranks never touch it
+                process.start()
+            sender.close()
+            started.append((process, receiver))
+        end = time.monotonic() + timeout
+        return [_collect(process, receiver, end) for process, receiver in started]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _rank(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    store: str,
+    timeout: float,
+    sender: Connection,
+) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's is the parent's
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    outcome = Outcome(exitcode=0)
+    try:
+        if store:
+            file_store = dist.FileStore(store, int(environment["WORLD_SIZE"]))
+            dist.init_process_group(
+                "gloo",
+                store=file_store,
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                timeout=timedelta(seconds=timeout),
+            )
+        outcome.value = function(*arguments)
+    except BaseException as error:
+        outcome = Outcome(error=error, traceback=traceback.format_exc(), exitcode=0)
+    sender.send_bytes(_pickled(outcome))
+    if dist.is_initialized() and outcome.error is None:
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)
+        return data
+    except Exception as error:
+        cause = outcome.error or error
+        substitute = RuntimeError(f"{type(cause).__name__}: {cause}")
+        return pickle.dumps(Outcome(error=substitute, traceback=outcome.traceback or repr(error), exitcode=0))
+
+
+def _collect(process: BaseProcess, receiver: Connection, end: float) -> Outcome:
+    outcome = Outcome()
+    try:
+        if receiver.poll(max(0.0, end - time.monotonic())):
+            outcome = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        pass
+    process.join(max(1.0, end - time.monotonic()))
+    if process.is_alive():
+        process.kill()
+        process.join()
+        outcome.exitcode = None
+    else:
+        outcome.exitcode = process.exitcode
+    process.close()
+    receiver.close()
+    return outcome
+
+
+def _report(rank: int, outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"rank {rank} raised:\n{outcome.traceback}"
+    return f"rank {rank} " + ("took too long" if outcome.exitcode is None else f"ended with {outcome.exitcode}")
