@@ -1,0 +1,61 @@
+"""From token lists of different lengths to one padded micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from automodel_ckpt.errors import RecipeError
+
+IGNORE_INDEX = -100
+"""Label of a position without a label, as everywhere in the Hugging Face libraries."""
+
+
+class PadCollator:
+    """Pads token lists on the right to the longest of the micro-batch.
+
+    Takes a non-empty list of ``{"input_ids": list[int], "labels": list[int]}``, the labels unshifted and of the same
+    length. Returns int64 tensors ``input_ids``, ``attention_mask`` and ``labels`` of shape (batch, length), where
+    length is the longest sample's, rounded up to a multiple of *pad_to_multiple_of*. Padding has mask 0 and label -100.
+    Raises :class:`RecipeError` for a sample of another shape.
+    """
+
+    def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
+        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+            raise RecipeError(
+                "pad_to_multiple_of must be at least 1",
+                where="dataloader.pad_to_multiple_of",
+                value=pad_to_multiple_of,
+                remedy="give a positive number, or null for no rounding",
+            )
+        self.pad_token_id = pad_token_id
+        self.multiple = pad_to_multiple_of or 1
+
+    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        for sample in samples:
+            _check(sample)
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        shape = (len(samples), -(-longest // self.multiple) * self.multiple)
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            length = len(sample["input_ids"])
+            input_ids[row, :length] = sample["input_ids"]
+            labels[row, :length] = sample["labels"]
+            mask[row, :length] = 1
+        arrays = {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _check(sample: Mapping[str, Sequence[int]]) -> None:
+    remedy = 'a sample is {"input_ids": [...], "labels": [...]}, equally long; or give dataloader.collate_fn'
+    if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
+        found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+        raise RecipeError("a sample lacks input_ids or labels", where="dataset", value=found, remedy=remedy)
+    lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
+    if len(set(lengths.values())) > 1 or lengths["input_ids"] == 0:
+        what = "input_ids and labels of a sample must be equally long and not empty"
+        raise RecipeError(what, where="dataset", value=lengths, remedy=remedy)

@@ -1,0 +1,174 @@
+"""Reading the samples of one micro-batch, the same whether it happens in the rank or in a worker process.
+
+The random generators are seeded before each sample from (seed, epoch, sample), so that what a sample looks like
+depends neither on the worker that read it nor on what was read before: a resumed epoch equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.sampler import derive_seed
+from automodel_ckpt.errors import AutomodelError, RecipeError
+
+Batch = dict[str, torch.Tensor]
+Collate = Callable[[list[Any]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One micro-batch to read: its sample ids, or none and a *filler* sample whose labels do not count."""
+
+    seed: int
+    epoch: int
+    sample_ids: list[int]
+    filler: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way from a worker process to the rank, where it is raised."""
+
+    error: AutomodelError
+
+
+class SampleReader(Dataset[Any]):
+    """A map-style data set of micro-batches: indexed by a :class:`Request`."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+
+    def __getitem__(self, request: Request) -> Batch | Failure:
+        ids = request.sample_ids or [request.filler]
+        try:
+            samples = [self._read(request, sample_id) for sample_id in ids]
+            return collate(self.collate_fn, samples, ids, empty=not request.sample_ids)
+        except AutomodelError as error:
+            return Failure(error)
+
+    def _read(self, request: Request, sample_id: int) -> Any:
+        seed_everything(derive_seed(request.seed, request.epoch, sample_id))
+        try:
+            return self.dataset[sample_id]
+        except Exception as error:
+            raise located(error, f"dataset[{sample_id}]", "could not be read") from error
+
+
+def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empty: bool) -> Batch:
+    """The micro-batch of *samples*; with *empty*, all labels are -100, so that it weighs nothing."""
+    try:
+        batch = collate_fn(samples)
+    except Exception as error:
+        raise located(error, f"samples {list(ids)} of the data set", "could not be collated") from error
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
+        raise RecipeError(
+            "collate_fn must return a mapping of tensors with a key 'labels'",
+            where="dataloader.collate_fn",
+            value=sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__,
+            remedy="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
+        )
+    if empty:
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+    return batch
+
+
+def located(error: Exception, where: str, what: str) -> AutomodelError:
+    """The same error with the sample it belongs to; anything that is not ours is wrapped, with its file and line."""
+    if isinstance(error, AutomodelError):
+        return type(error).all_of(
+            [replace(each, where=f"{where}: {each.where}", value=str(each.value)) for each in error.problems]
+        )
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return AutomodelError(
+        f"{where} {what}",
+        where=f"{frame.filename}:{frame.lineno} in {frame.name}",
+        value=f"{type(error).__name__}: {error}",
+        remedy="repair or leave out this sample, or correct the data set's code",
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the host generators of python, numpy and torch in this process."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Give the host generators of python, numpy and torch back as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def read_all(reader: SampleReader, requests: Iterable[Request], num_workers: int) -> Generator[Batch]:
+    """The micro-batches of *requests* in order, read here or by *num_workers* processes. Raises what reading raised."""
+    items = run_workers(reader, num_workers, sampler=requests) if num_workers else _read_here(reader, requests)
+    with closing(items):
+        for item in items:
+            if isinstance(item, Failure):
+                raise item.error
+            yield item
+
+
+def _read_here(reader: SampleReader, requests: Iterable[Request]) -> Generator[Batch | Failure]:
+    for request in requests:
+        with isolated_rng():
+            item = reader[request]
+        yield item
+
+
+def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Generator[Any]:
+    """What worker processes make of *dataset*, in order, without a draw from the global generator.
+
+    Closing the generator ends the processes. Nothing may keep torch's iterator alive longer, an exception's traceback
+    neither: workers forked later would inherit it and trip over it.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        worker_init_fn=_leave_signals_to_the_rank,
+        generator=torch.Generator(),
+        **options,
+    )
+    death = None
+    try:
+        yield from loader
+    except RuntimeError as error:
+        death = str(error)
+    if death is not None:
+        raise AutomodelError(
+            "a data loading worker died",
+            where="dataloader.num_workers",
+            value=f"{num_workers}: {death}",
+            remedy="look for the out-of-memory killer and a full /dev/shm, or set dataloader.num_workers 0",
+        )
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _leave_signals_to_the_rank(worker_id: int) -> None:
+    """A scheduler signals all processes of a job; the rank must still get its batches to stop in an orderly way."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,0 +1,281 @@
+"""The loader of global batches. Its state is a position in the global order, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from automodel_ckpt.data.fetch import Batch, Collate, Request, SampleReader, read_all
+from automodel_ckpt.data.sampler import accumulation_steps, permutation, rank_part
+from automodel_ckpt.data.stream import BatchSizes, StreamPosition, StreamReader, read_stream, restores_exactly
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+log = logging.getLogger(__name__)
+
+_STATE_KEYS = frozenset({"epoch", "consumed_samples", "seed", "shuffle", "num_samples", "global_batch_size"})
+
+
+@dataclass(slots=True)
+class GlobalBatch:
+    """One global batch as one rank sees it.
+
+    *sample_ids* are those of the whole global batch, the same on every rank: indices of a map-style data set,
+    positions in the epoch of an iterable one. *micro_batches* are this rank's, equally many on every rank; where the
+    rank's part is empty there stands a one-sample batch whose labels are all -100. *index* counts global batches and
+    *start* samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
+    """
+
+    epoch: int
+    index: int
+    start: int
+    sample_ids: list[int]
+    micro_batches: list[Batch] = field(repr=False)
+    last_of_epoch: bool
+    source_state: Any = field(default=None, repr=False)
+
+
+class GlobalBatchLoader:
+    """Iterates over the rest of the current epoch in global batches, for one data parallel rank.
+
+    *dataset* is map-style (``__len__`` and ``__getitem__``) or iterable. *collate_fn* makes a list of samples a mapping
+    of tensors with a key ``labels``. The global random generators are left as they were. Call :meth:`mark_consumed`
+    after each optimizer step: only that moves :attr:`epoch` and :attr:`consumed_samples`, which are the saved state, so
+    what workers prefetched is never counted. Load a state before iterating, not in the middle.
+
+    Raises :class:`RecipeError` for an empty data set and for batch sizes that do not divide.
+    """
+
+    checkpoint_scope = "dp_rank"
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        local_batch_size: int,
+        collate_fn: Collate,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        accumulation_steps(global_batch_size, local_batch_size, dp_size)
+        self.dataset = dataset
+        self.sizes = BatchSizes(global_batch_size, local_batch_size, dp_rank, dp_size, drop_last)
+        self.collate_fn = collate_fn
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_workers = num_workers
+        self.num_samples = _length(dataset)
+        self.epoch = 0
+        self.consumed_samples = 0
+        self._source_state: Any = None
+        if self.num_samples is None:
+            self._prepare_stream()
+        else:
+            self._require_a_batch(self.num_samples)
+
+    def __len__(self) -> int:
+        """Global batches in an epoch; :class:`TypeError` for an iterable data set, as usual for ``len``."""
+        if self.num_samples is None:
+            raise TypeError("an iterable data set has no length")
+        size = self.sizes.global_batch_size
+        return self.num_samples // size if self.sizes.drop_last else -(-self.num_samples // size)
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        batches = self._stream_batches() if self.num_samples is None else self._map_batches(self.num_samples)
+        with closing(batches):
+            first = next(batches, None)
+            if first is not None:
+                yield first
+                yield from batches
+                return
+        self._skip_to_next_epoch()
+        yield from self
+
+    def mark_consumed(self, batch: GlobalBatch) -> None:
+        """Count *batch* as trained on; :class:`AutomodelError` unless it is the next one."""
+        if (batch.epoch, batch.start) != (self.epoch, self.consumed_samples):
+            raise AutomodelError(
+                "global batches must be marked as consumed once each and in order",
+                where="GlobalBatchLoader.mark_consumed",
+                value=f"epoch {batch.epoch} sample {batch.start}, "
+                f"but the next is epoch {self.epoch} sample {self.consumed_samples}",
+                remedy="call mark_consumed(batch) right after the optimizer step of each batch",
+            )
+        self._source_state = batch.source_state
+        if batch.last_of_epoch:
+            self.epoch, self.consumed_samples = self.epoch + 1, 0
+        else:
+            self.consumed_samples += len(batch.sample_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last finished optimizer step; the same on every rank and for any number of ranks."""
+        state = {
+            "epoch": self.epoch,
+            "consumed_samples": self.consumed_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": self.num_samples,
+            "global_batch_size": self.sizes.global_batch_size,
+        }
+        return state if self._source_state is None else {**state, "source": self._source_state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position, on any number of ranks.
+
+        The saved order (seed, shuffle) goes on even where the recipe says another, and the log says so; so does a
+        changed global batch size. Raises :class:`RecipeError` when the data set has another length, and
+        :class:`CheckpointUnusable` when *state* is not a loader's.
+        """
+        if missing := sorted(_STATE_KEYS - state.keys()):
+            raise CheckpointUnusable(
+                "this is not the state of a data loader",
+                where="dataloader",
+                value=f"without {', '.join(missing)}",
+                remedy="resume from another checkpoint (checkpoint.restore_from)",
+            )
+        self._require_same_data(state["num_samples"])
+        self._tell_differences(state)
+        self.epoch, self.consumed_samples = state["epoch"], state["consumed_samples"]
+        self.seed, self.shuffle = state["seed"], state["shuffle"]
+        if self.num_samples is None:
+            self._load_source_state(state.get("source"))
+
+    def _map_batches(self, num_samples: int) -> Generator[GlobalBatch]:
+        epoch, sizes = self.epoch, self.sizes
+        size = sizes.global_batch_size
+        order = permutation(num_samples, self.seed, epoch, self.shuffle)
+        end = num_samples - size + 1 if sizes.drop_last else num_samples
+        starts = range(self.consumed_samples, end, size)
+        requests = (request for start in starts for request in self._requests(epoch, order[start : start + size]))
+        reader = SampleReader(self.dataset, self.collate_fn)
+        with closing(read_all(reader, requests, self.num_workers)) as batches:
+            for start in starts:
+                ids = order[start : start + size].tolist()
+                mine = list(islice(batches, len(self._rank_part(ids))))
+                yield GlobalBatch(epoch, start // size, start, ids, mine, last_of_epoch=start == starts[-1])
+
+    def _requests(self, epoch: int, ids: torch.Tensor) -> Iterator[Request]:
+        global_ids = ids.tolist()
+        return (Request(self.seed, epoch, part, global_ids[0]) for part in self._rank_part(global_ids))
+
+    def _rank_part(self, ids: list[int]) -> list[list[int]]:
+        return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)
+
+    def _stream_batches(self) -> Generator[GlobalBatch]:
+        epoch, size = self.epoch, self.sizes.global_batch_size
+        position = StreamPosition(self.seed, epoch, self.consumed_samples, self._source_state)
+        reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
+        with closing(read_stream(reader, self.num_workers)) as batches:
+            for part in batches:
+                ids = list(range(part.start, part.start + part.num_samples))
+                index = part.start // size
+                yield GlobalBatch(epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state)
+
+    def _skip_to_next_epoch(self) -> None:
+        if self.consumed_samples == 0:
+            raise _empty(f"epoch {self.epoch} of the iterable data set gave no {self._unit()}")
+        self._say(
+            f"epoch {self.epoch} holds no further {self._unit()} after {self.consumed_samples} samples: "
+            f"going on with epoch {self.epoch + 1}"
+        )
+        self.epoch, self.consumed_samples = self.epoch + 1, 0
+
+    def _unit(self) -> str:
+        return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
+
+    def _prepare_stream(self) -> None:
+        if self.shuffle:
+            self._say("an iterable data set is read in its own order; dataloader.shuffle does not apply")
+        if self.num_workers > 1:
+            self._say(f"an iterable data set is read by one worker process, not {self.num_workers}")
+        if restores_exactly(self.dataset):
+            self._source_state = self.dataset.state_dict()
+
+    def _require_a_batch(self, num_samples: int) -> None:
+        if num_samples == 0:
+            raise _empty("the data set is empty")
+        if self.sizes.drop_last and num_samples < self.sizes.global_batch_size:
+            raise RecipeError(
+                "the data set has fewer samples than one global batch, and drop_last drops them all",
+                where="dataloader.drop_last",
+                value=f"{num_samples} samples, global_batch_size {self.sizes.global_batch_size}",
+                remedy="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
+            )
+
+    def _require_same_data(self, saved: int | None) -> None:
+        if saved == self.num_samples:
+            return
+        raise RecipeError(
+            "the data set is not the one this run was trained on so far",
+            where="dataset",
+            value=f"the checkpoint was saved with {_size(saved)}, here is {_size(self.num_samples)}",
+            remedy="give the same data set to resume; for other data start a new run in another checkpoint_dir, "
+            "from the exported model",
+        )
+
+    def _tell_differences(self, state: Mapping[str, Any]) -> None:
+        for name in ("seed",) if self.num_samples is None else ("seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                self._say(
+                    f"the data order goes on as saved ({name} {state[name]}), not by the recipe's {name} "
+                    f"{getattr(self, name)}: another order would repeat and leave out samples"
+                )
+        size = self.sizes.global_batch_size
+        if state["global_batch_size"] != size:
+            self._say(
+                f"global_batch_size changed from {state['global_batch_size']} to {size}: training goes on after sample "
+                f"{state['consumed_samples']} of epoch {state['epoch']}, with other global batches and step counts"
+            )
+
+    def _load_source_state(self, source_state: Any) -> None:
+        if source_state is not None and restores_exactly(self.dataset):
+            self._source_state = source_state
+            return
+        self._source_state = None
+        if self.consumed_samples:
+            self._say(f"the stream has no state to resume from: reading and dropping {self.consumed_samples} samples")
+
+    def _say(self, message: str) -> None:
+        """Log a consequence once, not on every rank."""
+        if self.sizes.dp_rank == 0:
+            log.warning(message)
+
+
+def _length(dataset: Any) -> int | None:
+    """Samples of a map-style data set, None for an iterable one; :class:`RecipeError` when it is neither."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return len(dataset)
+    if hasattr(dataset, "__iter__"):
+        return None
+    raise RecipeError(
+        "the data set is neither map-style nor iterable",
+        where="dataset",
+        value=type(dataset).__name__,
+        remedy="give it __len__ and __getitem__, or __iter__",
+    )
+
+
+def _size(num_samples: int | None) -> str:
+    return "an iterable data set" if num_samples is None else f"a data set of {num_samples} samples"
+
+
+def _empty(what: str) -> RecipeError:
+    return RecipeError(
+        what,
+        where="dataset",
+        value="0 samples",
+        remedy="check its path, split and filters; an iterable data set must start over at each __iter__",
+    )

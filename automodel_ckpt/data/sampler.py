@@ -1,0 +1,82 @@
+"""The order of the data, as pure functions: one permutation per epoch, global batches as its slices, each rank's part.
+
+Nothing here depends on the number of ranks but :func:`rank_part`, so every number of ranks trains on the same global
+batches in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from automodel_ckpt.errors import RecipeError
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed of 63 bits from several integers; the same on every machine and under every library version."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def permutation(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """The order of a whole epoch: an int64 tensor of shape (num_samples,) holding each index once.
+
+    Sample ``i`` gets as key the i-th output of the generator SplitMix64 seeded with ``derive_seed(seed, epoch)``, and
+    the keys are sorted (stably). This is spelt out rather than left to ``torch.randperm`` because a resumed epoch must
+    go on in the same order after torch was upgraded. Source of SplitMix64: Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014.
+    """
+    if not shuffle:
+        return torch.arange(num_samples, dtype=torch.int64)
+    keys = _splitmix64(derive_seed(seed, epoch), num_samples)
+    return torch.from_numpy(np.argsort(keys, kind="stable").astype(np.int64, copy=False))
+
+
+def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    state = np.arange(1, count + 1, dtype=np.uint64)
+    state *= np.uint64(_GOLDEN_GAMMA)
+    state += np.uint64(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state ^= state >> np.uint64(shift)
+        state *= np.uint64(factor)
+    state ^= state >> np.uint64(31)
+    return state
+
+
+def rank_part(ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int) -> list[list[int]]:
+    """The micro-batches of one rank out of the *ids* of a global batch.
+
+    The ids are cut, in order, into units of *local_batch_size* (the last may be shorter). Each rank takes a contiguous
+    run of units; when they do not divide evenly the first ranks take one unit more. Every rank returns the same number
+    of micro-batches: ranks with one unit fewer get an empty list as their last.
+    """
+    units = [list(ids[i : i + local_batch_size]) for i in range(0, len(ids), local_batch_size)]
+    share, extra = divmod(len(units), dp_size)
+    first = dp_rank * share + min(dp_rank, extra)
+    mine = units[first : first + share + (dp_rank < extra)]
+    micro_batches = share + (extra > 0)
+    return mine + [[] for _ in range(micro_batches - len(mine))]
+
+
+def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: int) -> int:
+    """Micro-batches of each rank in a full global batch; :class:`RecipeError` when the sizes do not divide."""
+    where = "step_scheduler.global_batch_size, step_scheduler.local_batch_size"
+    sizes = f"global_batch_size {global_batch_size}, local_batch_size {local_batch_size}, {dp_size} data parallel ranks"
+    if min(global_batch_size, local_batch_size, dp_size) < 1:
+        raise RecipeError("batch sizes must be at least 1", where=where, value=sizes, remedy="give positive numbers")
+    per_pass = local_batch_size * dp_size
+    if global_batch_size % per_pass:
+        below = global_batch_size // per_pass * per_pass
+        nearest = f"{below} or {below + per_pass}" if below else str(per_pass)
+        raise RecipeError(
+            "the global batch does not divide into equal micro-batches",
+            where=where,
+            value=sizes,
+            remedy=f"make global_batch_size a multiple of local_batch_size x ranks = {per_pass}: {nearest}",
+        )
+    return global_batch_size // per_pass

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from tests.unit.data.toys import Numbers, StatefulStream, Stream, stack
+
+SOURCES = {"map-style": Numbers, "stream": Stream, "stateful stream": StatefulStream}
+
+
+def make(dataset: Any, **options: Any) -> GlobalBatchLoader:
+    sizes = {"global_batch_size": 4, "local_batch_size": 2, "seed": 7}
+    return GlobalBatchLoader(dataset, collate_fn=stack, **{**sizes, **options})
+
+
+def train(loader: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
+    """Take *steps* global batches, over as many epochs as it needs."""
+    seen: list[GlobalBatch] = []
+    while len(seen) < steps:
+        for batch in loader:
+            loader.mark_consumed(batch)
+            seen.append(batch)
+            if len(seen) == steps:
+                break
+    return seen
+
+
+def contents(batches: list[GlobalBatch]) -> list[Any]:
+    """Everything a rank sees of some global batches, comparable with ==."""
+    tensors = [[{k: v.tolist() for k, v in micro.items()} for micro in b.micro_batches] for b in batches]
+    return [
+        (b.epoch, b.index, b.start, b.sample_ids, b.last_of_epoch, t) for b, t in zip(batches, tensors, strict=True)
+    ]
+
+
+def trained_on(batches: list[GlobalBatch]) -> list[int]:
+    """The numbers of the samples that carried labels."""
+    micros = [micro for batch in batches for micro in batch.micro_batches]
+    return [number for micro in micros for number in micro["labels"].flatten().tolist() if number != -100]
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "length": st.integers(1, 40),
+        "dp_size": st.integers(1, 4),
+        "local": st.integers(1, 3),
+        "accumulation": st.integers(1, 3),
+        "stop": st.integers(0, 25),
+        "source": st.sampled_from(sorted(SOURCES)),
+    }
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(SHAPES)
+def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(shape: dict[str, Any]) -> None:
+    def fresh(rank: int) -> GlobalBatchLoader:
+        size = shape["local"] * shape["accumulation"] * shape["dp_size"]
+        return make(
+            SOURCES[shape["source"]](shape["length"]),
+            global_batch_size=size,
+            local_batch_size=shape["local"],
+            dp_size=shape["dp_size"],
+            dp_rank=rank,
+        )
+
+    for rank in range(shape["dp_size"]):
+        whole = train(fresh(rank), shape["stop"] + 5)
+        first, second = fresh(rank), fresh(rank)
+        before = train(first, shape["stop"])
+        second.load_state_dict(first.state_dict())
+        assert contents(before + train(second, 5)) == contents(whole)
+
+
+@settings(deadline=None, max_examples=80)
+@given(SHAPES, st.integers(1, 4))
+def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(shape: dict[str, Any], other: int) -> None:
+    size = 12 * shape["accumulation"]
+    dataset = SOURCES[shape["source"]]
+
+    def loaders(dp_size: int) -> list[GlobalBatchLoader]:
+        options = {"global_batch_size": size, "local_batch_size": 1, "dp_size": dp_size}
+        return [make(dataset(shape["length"]), dp_rank=rank, **options) for rank in range(dp_size)]
+
+    reference = train(make(dataset(shape["length"]), global_batch_size=size, local_batch_size=1), shape["stop"] + 5)
+    first, second = loaders(shape["dp_size"]), loaders(other)
+    seen = [train(loader, shape["stop"]) for loader in first]
+    assert all(loader.state_dict() == first[0].state_dict() for loader in first)
+    for loader in second:
+        loader.load_state_dict(first[-1].state_dict())
+    rest = [train(loader, 5) for loader in second]
+
+    assert [b.sample_ids for b in seen[0] + rest[0]] == [b.sample_ids for b in reference]
+    for part, ranks in ((reference[: shape["stop"]], seen), (reference[shape["stop"] :], rest)):
+        for step, batch in enumerate(part):
+            step_of_all = [number for rank in ranks for number in trained_on([rank[step]])]
+            assert sorted(step_of_all) == sorted(trained_on([batch]))
+            assert len({len(rank[step].micro_batches) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: int) -> None:
+    whole = contents(train(make(SOURCES[source](13)), 7))
+    first, second = make(SOURCES[source](13), num_workers=2), make(SOURCES[source](13), num_workers=2)
+    before = train(first, stop)
+    second.load_state_dict(first.state_dict())
+    assert contents(before + train(second, 7 - stop)) == whole
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_generators_are_left_alone(source: str, num_workers: int) -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    before = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist(), torch.get_rng_state()
+    loader = make(SOURCES[source](13), num_workers=num_workers)
+    for batch in loader:
+        loader.mark_consumed(batch)
+        assert random.getstate() == before[0]
+        assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before[1]
+        assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_what_workers_prefetched_does_not_count() -> None:
+    loader = make(Numbers(100), num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    loader.mark_consumed(next(iter(loader)))
+    assert loader.state_dict()["consumed_samples"] == 4
+
+
+def test_a_batch_that_was_not_trained_on_comes_again() -> None:
+    loader = make(Numbers(20))
+    loader.mark_consumed(next(iter(loader)))
+    abandoned = next(iter(loader))
+    assert contents([next(iter(loader))]) == contents([abandoned])
+
+
+def test_batches_are_marked_once_and_in_order() -> None:
+    loader = make(Numbers(20))
+    batches = iter(loader)
+    first, second = next(batches), next(batches)
+    with pytest.raises(AutomodelError, match="in order"):
+        loader.mark_consumed(second)
+    loader.mark_consumed(first)
+    with pytest.raises(AutomodelError, match="epoch 0 sample 0, but the next is epoch 0 sample 4"):
+        loader.mark_consumed(first)
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_the_last_batch_of_an_epoch_says_so(source: str, drop_last: bool, sizes: list[int]) -> None:
+    batches = list(make(SOURCES[source](10), drop_last=drop_last))
+    assert [len(batch.sample_ids) for batch in batches] == sizes
+    assert [batch.last_of_epoch for batch in batches] == [False] * (len(sizes) - 1) + [True]
+
+
+def test_the_length_is_in_global_batches() -> None:
+    assert len(make(Numbers(10))) == 3
+    assert len(make(Numbers(10), drop_last=True)) == 2
+    with pytest.raises(TypeError):
+        len(make(Stream(10)))
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_a_rank_without_a_part_of_the_ragged_end_runs_a_batch_without_weight(source: str) -> None:
+    ranks = [list(make(SOURCES[source](9), local_batch_size=1, dp_size=4, dp_rank=rank)) for rank in range(4)]
+    last = [batches[-1].micro_batches for batches in ranks]
+    assert [len(micro_batches) for micro_batches in last] == [1, 1, 1, 1]
+    assert [len(trained_on([batches[-1]])) for batches in ranks] == [1, 0, 0, 0]
+    assert all((rank[0]["labels"] == -100).all() for rank in last[1:])
+    assert last[3][0]["numbers"].tolist() == last[0][0]["numbers"].tolist()
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_fewer_samples_than_one_global_batch_make_one_batch_per_epoch(source: str) -> None:
+    batches = train(make(SOURCES[source](3), global_batch_size=64), 2)
+    assert [(b.epoch, len(b.sample_ids), b.last_of_epoch) for b in batches] == [(0, 3, True), (1, 3, True)]
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(RecipeError, match="the data set is empty"):
+        make(Numbers(0))
+    with pytest.raises(RecipeError, match="epoch 0 of the iterable data set gave no sample"):
+        next(iter(make(Stream(0))))
+    with pytest.raises(RecipeError, match="drop_last drops them all"):
+        make(Numbers(3), drop_last=True)
+    with pytest.raises(RecipeError, match="neither map-style nor iterable"):
+        make(17)
+
+
+def test_an_iterator_that_cannot_start_over_is_named_in_the_second_epoch() -> None:
+    with pytest.raises(RecipeError, match="epoch 1 of the iterable data set gave no sample"):
+        train(make(iter(Stream(4))), 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("source", [Numbers, Stream])
+def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) -> None:
+    with pytest.raises(AutomodelError) as caught:
+        list(make(source(20, broken=13), num_workers=num_workers))
+    problem = caught.value.problems[0]
+    assert "13" in problem.what
+    assert "toys.py:" in problem.where
+    assert str(problem.value) in ("KeyError: 'no such field'", "OSError: connection lost")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_ours_keeps_its_kind_and_gains_the_sample(num_workers: int) -> None:
+    class TooLong(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            raise RecipeError("too long", where="data.jsonl:3", value=object(), remedy="cut it")
+
+    with pytest.raises(RecipeError, match=r"dataset\[\d+\]: data.jsonl:3"):
+        list(make(TooLong(4), num_workers=num_workers))
+
+
+def test_a_collator_that_fails_names_the_samples() -> None:
+    def broken(samples: list[Any]) -> Any:
+        raise ValueError("ragged")
+
+    with pytest.raises(AutomodelError, match=r"samples \[0, 1\] of the data set could not be collated"):
+        list(GlobalBatchLoader(Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=broken, shuffle=False))
+    with pytest.raises(RecipeError, match="with a key 'labels'"):
+        list(GlobalBatchLoader(Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=lambda samples: {}))
+
+
+def test_a_worker_that_is_killed_is_an_error_not_a_hang() -> None:
+    class Deadly(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            import os
+
+            os.kill(os.getpid(), 9)
+
+    with pytest.raises(AutomodelError, match="a data loading worker died"):
+        list(make(Deadly(4), num_workers=1))
+
+
+def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
+    state = make(Numbers(20)).state_dict()
+    with pytest.raises(RecipeError, match=r"saved with a data set of 20 samples, here is a data set of 21 samples"):
+        make(Numbers(21)).load_state_dict(state)
+    with pytest.raises(RecipeError, match="here is an iterable data set"):
+        make(Stream(20)).load_state_dict(state)
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with pytest.raises(CheckpointUnusable, match="without consumed_samples, "):
+        make(Numbers(20)).load_state_dict({"epoch": 1})
+
+
+def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    first = make(Numbers(20), seed=1)
+    whole = train(make(Numbers(20), seed=1), 7)
+    before = train(first, 2)
+    seconds = [make(Numbers(20), seed=2, dp_size=2, dp_rank=rank) for rank in (0, 1)]
+    for second in seconds:
+        second.load_state_dict(first.state_dict())
+    assert [b.sample_ids for b in before + train(seconds[0], 5)] == [b.sample_ids for b in whole]
+    assert [r.message for r in caplog.records if "goes on as saved (seed 1)" in r.message] == caplog.messages
+
+
+def test_a_changed_global_batch_size_goes_on_after_the_same_sample(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = make(Numbers(20)), make(Numbers(20), global_batch_size=6)
+    before = train(first, 2)
+    second.load_state_dict(first.state_dict())
+    after = train(second, 2)
+    assert sorted(trained_on(before + after)) == list(range(20))
+    assert "changed from 4 to 6: training goes on after sample 8 of epoch 0" in caplog.text
+
+
+def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = make(Numbers(10), drop_last=True), make(Numbers(10), drop_last=True, global_batch_size=8)
+    train(first, 1)
+    second.load_state_dict(first.state_dict())
+    assert next(iter(second)).epoch == 1
+    assert "epoch 0 holds no further full global batch" in caplog.text
+
+
+def test_a_stateful_stream_goes_on_without_reading_again() -> None:
+    first, source = make(StatefulStream(100)), StatefulStream(100)
+    train(first, 10)
+    second = make(source)
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    assert source.read == 8
+
+
+def test_a_stream_without_state_reads_and_drops_what_was_consumed(caplog: pytest.LogCaptureFixture) -> None:
+    first, source = make(Stream(100)), Stream(100)
+    train(first, 10)
+    second = make(source)
+    second.load_state_dict(first.state_dict())
+    assert next(iter(second)).sample_ids == [40, 41, 42, 43]
+    assert source.read == 48
+    assert "reading and dropping 40 samples" in caplog.text
+
+
+def test_a_stream_says_which_settings_do_not_apply(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make(Stream(4), shuffle=True, num_workers=2)
+    assert "shuffle does not apply" in caplog.text
+    assert "one worker process, not 2" in caplog.text
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_workers: int) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def fresh() -> GlobalBatchLoader:
+        rows = datasets.Dataset.from_dict({"number": list(range(30)), "draws": [[0.0]] * 30})
+        stream = rows.to_iterable_dataset(num_shards=3)
+        return make(stream.shuffle(seed=3, buffer_size=7) if shuffled else stream, num_workers=num_workers)
+
+    whole = train(fresh(), 12)
+    for stop in (3, 7, 8, 9):
+        first, second = fresh(), fresh()
+        before = train(first, stop)
+        second.load_state_dict(first.state_dict())
+        assert contents(before + train(second, 12 - stop)) == contents(whole)

@@ -1,0 +1,81 @@
+"""Small hand-made data sets. Each sample carries its number, and random numbers that show how it was seeded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+Sample = dict[str, Any]
+
+
+def sample(number: int) -> Sample:
+    draws = [random.random(), float(np.random.random()), float(torch.rand(()))]
+    return {"number": number, "draws": draws}
+
+
+def stack(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    return {
+        "numbers": torch.tensor([item["number"] for item in samples]),
+        "draws": torch.tensor([item["draws"] for item in samples], dtype=torch.float64),
+        "labels": torch.tensor([[item["number"]] for item in samples]),
+    }
+
+
+class Numbers:
+    """Map-style: sample i is the number i."""
+
+    def __init__(self, length: int, broken: int | None = None) -> None:
+        self.length = length
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        if index == self.broken:
+            raise KeyError("no such field")
+        return sample(index)
+
+
+class Stream:
+    """Iterable, without state of its own."""
+
+    def __init__(self, length: int, broken: int | None = None) -> None:
+        self.length = length
+        self.broken = broken
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        for number in range(self.length):
+            if number == self.broken:
+                raise OSError("connection lost")
+            self.read += 1
+            yield sample(number)
+
+
+class StatefulStream:
+    """Iterable with its own state, which it carries over epochs: it counts on through them, and ends each one short."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.position = 0
+        self.passes = 0
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        while self.position < self.length:
+            self.position += 1
+            self.read += 1
+            yield sample(1000 * self.passes + self.position - 1)
+        self.position = 0
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.passes = state["position"], state["passes"]
