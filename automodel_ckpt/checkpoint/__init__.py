@@ -1,0 +1,27 @@
+"""Checkpoints that can be trusted: save, load, verify and consolidate. Names load on first use, so that the parts
+without torch stay without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed, SaveReport
+    from automodel_ckpt.checkpoint.discovery import discover
+    from automodel_ckpt.checkpoint.hf_assets import HFAssets
+    from automodel_ckpt.checkpoint.manifest import Manifest
+
+__all__ = ["Checkpointer", "HFAssets", "Manifest", "Resumed", "SaveReport", "discover"]
+
+_HOMES = {
+    "Checkpointer": "checkpointer", "Resumed": "checkpointer", "SaveReport": "checkpointer",
+    "HFAssets": "hf_assets", "Manifest": "manifest", "discover": "discovery",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

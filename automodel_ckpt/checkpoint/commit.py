@@ -117,6 +117,29 @@ def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
     return file.close()
 
 
+def adopt(root: Path, directory: str) -> dict[str, FileRecord]:
+    """Make files that a library wrote below *directory* as durable, digested and readable as our own, by their names
+    relative to *root*."""
+    mask = os.umask(0)
+    os.umask(mask)
+    records = {}
+    for path in sorted((root / directory).rglob("*")):
+        if path.is_file():
+            os.chmod(path, 0o666 & ~mask)
+            records[path.relative_to(root).as_posix()] = _sync(path)
+    return records
+
+
+def _sync(path: Path) -> FileRecord:
+    hashed, size = xxhash.xxh3_128(), 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            hashed.update(block)
+            size += len(block)
+        os.fsync(file.fileno())
+    return FileRecord(size, "xxh3_128:" + hashed.hexdigest())
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Put *data* in the place of a file at once: temporary name, fsync, rename, fsync of the directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

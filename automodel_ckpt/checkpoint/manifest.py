@@ -145,7 +145,7 @@ class Manifest:
 
     def _holds(self, piece: Slice | Blob) -> bool:
         record = self.files.get(piece.file)
-        return record is not None and 0 <= piece.start and 0 <= piece.nbytes <= record.size - piece.start
+        return record is not None and piece.start >= 0 and 0 <= piece.nbytes <= record.size - piece.start
 
     @property
     def nbytes(self) -> int:
@@ -330,7 +330,9 @@ def _tree_part(raw: Mapping[str, Any]) -> TreePart:
         tensors=[_tensor(tensor["fqn"], tensor) for tensor in raw["tensors"]],
         objects=[_blob(blob) for blob in raw["objects"]],
         dcp_items=[
-            DcpItem(i["fqn"], None if i["offsets"] is None else _sizes(i["offsets"]), i["file"], i["start"], i["nbytes"])
+            DcpItem(
+                i["fqn"], None if i["offsets"] is None else _sizes(i["offsets"]), i["file"], i["start"], i["nbytes"]
+            )
             for i in raw["dcp_items"]
         ],
     )
@@ -349,9 +351,7 @@ def _tensor(fqn: str, raw: Mapping[str, Any]) -> Tensor:
 
 
 def _blob(raw: Mapping[str, Any]) -> Blob:
-    return Blob(
-        raw["fqn"], _text(raw["file"]), _integer(raw["start"]), _integer(raw["nbytes"]), _text(raw["digest"])
-    )
+    return Blob(raw["fqn"], _text(raw["file"]), _integer(raw["start"]), _integer(raw["nbytes"]), _text(raw["digest"]))
 
 
 def _integer(value: object) -> int:

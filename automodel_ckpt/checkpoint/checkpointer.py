@@ -1,0 +1,670 @@
+"""The one deep object: a plain mapping of state goes in, a checkpoint that can be trusted comes out, and back.
+
+    checkpointer = Checkpointer("checkpoints", ranks=ranks, group=group)
+    state = discover(recipe)
+    resumed = checkpointer.load(state)          # None: a fresh run
+    checkpointer.save(state, step=20, epoch=0, ...)
+
+A save is three short exchanges between the ranks and, between them, work that each rank does alone: plan, write, and
+(the leader, rank 0) publish. What fails on one rank fails on all, with that rank's message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.planner import SavePlan
+
+from automodel_ckpt.checkpoint import commit, layout, policy, resume
+from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
+from automodel_ckpt.checkpoint.environment import environment
+from automodel_ckpt.checkpoint.formats import safetensors, torch_save
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, safe_load
+from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Tree, merge_files, merge_tree
+from automodel_ckpt.checkpoint.trees import Owners, module_state, set_module_state
+from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, SaveFailed, os_problem
+
+log = logging.getLogger("automodel_ckpt")
+
+ModelFormat = Literal["safetensors", "torch_save"]
+_RETRY = "free space or mend the directory, then run the same command: it resumes from the checkpoint before"
+_DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
+
+
+class Assets(Protocol):
+    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.hf_assets.HFAssets`)."""
+
+    @property
+    def file_index_mapping(self) -> Mapping[str, int]: ...
+    def write(self, directory: Path) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was loaded: the checkpoint's path, its step and epoch, and its manifest."""
+
+    path: Path
+    step: int
+    epoch: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A save that became a checkpoint. Seconds of wall time, bytes of all its files; *export* is the consolidated
+    directory where one was made."""
+
+    path: Path
+    step: int
+    stall_seconds: float
+    total_seconds: float
+    nbytes: int
+    free_bytes: int
+    pruned: tuple[str, ...] = ()
+    export: Path | None = None
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """The state of one rank at a save: a plan per tree, a value per other object."""
+
+    items: list[Item]
+    trees: dict[str, TreePlan] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """What a rank tells the others before a save: its plans, the digests of its other state, its place."""
+
+    plans: dict[str, SavePlan]
+    digests: dict[str, str]
+    dp_rank: int
+    staging: str | None
+
+
+class Checkpointer:
+    """Saves and loads the state of a run in *directory*.
+
+    *group* is a gloo process group of all ranks, used by nothing else meanwhile; *assets* gives, by the attribute name
+    of a module, what its export needs. The other arguments are the recipe's ``checkpoint:`` keys of the same names.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        ranks: layout.RankLayout,
+        group: ProcessGroup | None,
+        assets: Mapping[str, Assets] | None = None,
+        model_save_format: ModelFormat = "safetensors",
+        save_consolidated: bool | str | None = None,
+        restore_from: str | None = None,
+        save_optimizer: bool = True,
+        best_metric_key: str = "val_loss",
+        best_mode: policy.Mode = "min",
+        verify: Level = "digest",
+        allow_missing_state: Iterable[str] = (),
+    ) -> None:
+        self.directory = Path(directory)
+        self._ranks, self._group = ranks, group
+        self._assets = dict(assets or {})
+        self._format = model_save_format
+        self._export_when = _export_when(save_consolidated, model_save_format)
+        self._restore_from = restore_from
+        self._save_optimizer = save_optimizer
+        self._metric_key, self._mode = best_metric_key, best_mode
+        self._verify: Level = verify
+        self._allow_missing = frozenset(allow_missing_state)
+        self._resumed_step: int | None = None
+        self._resumed_from: str | None = None
+        self._told = False
+
+    @property
+    def is_leader(self) -> bool:
+        return self._ranks.rank == 0
+
+    # ---------------------------------------------------------------- before training
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
+        for item in classify(state):
+            if item.kind in ("object", "lr_scheduler"):
+                refuse_unsafe(item.name, item.value.state_dict())
+
+    # ---------------------------------------------------------------- save
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        epoch: int,
+        config_yaml: str,
+        losses: Mapping[str, Any],
+        progress: Mapping[str, Any],
+        validated: bool = False,
+        last: bool = False,
+    ) -> SaveReport:
+        """Save *state* as ``epoch_{epoch}_step_{step}``; returns when it is published.
+
+        *losses* go to losses.json, and with *validated* rank the checkpoint; *last* marks the last one of a run that
+        ends by itself. Called on all ranks. Raises :class:`SaveFailed`, the same on all ranks, and leaves no trace.
+        """
+        started = time.monotonic()
+        name = layout.CheckpointName(step=step, epoch=epoch)
+        if self.is_leader:
+            log.info("Saving checkpoint to %s", self.directory / str(name))
+        with self._failing_together(f"saving {name}"):
+            snapshot = self._snapshot(state)
+            proposal = self._propose(snapshot, name)
+        proposals = agree.gather_objects(self._group, proposal)
+        staging = Path(proposals[0].staging or "")
+        try:
+            with self._failing_together(f"saving {name}"):
+                part, records = self._write_part(snapshot, proposals, staging)
+                if self.is_leader:
+                    self._write_common(staging, part, snapshot, config_yaml, losses)
+                (staging / layout.part_file(self._ranks.rank)).write_bytes(part.to_bytes())
+            with self._failing_together(f"publishing {name}"):
+                manifest = self._publish(staging, name, snapshot, records, losses, progress) if self.is_leader else None
+        except SaveFailed:
+            if self.is_leader:
+                commit.discard(staging)
+            raise
+        published = time.monotonic()
+        if self.is_leader and manifest is not None:
+            self._point(manifest, validated)
+        self._tell_once(snapshot.items)
+        export = self._export(name) if self._exports(last) else None
+        return self._report(name, started, published, manifest, export)
+
+    def _snapshot(self, state: Mapping[str, Any]) -> _Snapshot:
+        snapshot = _Snapshot(classify(state))
+        owners = Owners(snapshot.items)
+        for item in snapshot.items:
+            if item.kind == "module":
+                tree, tied = module_state(item.value)
+                snapshot.tied[item.name] = tied
+                snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=False)
+            elif item.kind == "optimizer" and self._save_optimizer:
+                tree = _optimizer_tree(item, snapshot.items, owners)
+                snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=True)
+            elif item.kind == "object":
+                snapshot.objects[item.name] = item.value.state_dict()
+        return snapshot
+
+    def _propose(self, snapshot: _Snapshot, name: layout.CheckpointName) -> _Proposal:
+        plans = {tree.name: tree.local() for tree in snapshot.trees.values()}
+        digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+        staging = None
+        if self.is_leader:
+            commit.make_run_directory(self.directory.absolute())
+            path = commit.reserve(self.directory.absolute(), str(name))
+            for tree in snapshot.trees.values():
+                (path / tree.directory).mkdir()
+            staging = str(path)
+        return _Proposal(plans, digests, self._ranks.dp_rank, staging)
+
+    def _write_part(
+        self, snapshot: _Snapshot, proposals: list[_Proposal], staging: Path
+    ) -> tuple[Part, dict[str, StateRecord]]:
+        part = Part(self._ranks.rank)
+        kinds = {item.name: item.kind for item in snapshot.items}
+        for tree in snapshot.trees.values():
+            tree.settle([proposal.plans[tree.name] for proposal in proposals], self._ranks.rank)
+            if kinds[tree.name] == "module" and self._format == "safetensors":
+                assets = self._assets.get(tree.name)
+                safetensors.write(tree, staging, part, file_mapping=assets.file_index_mapping if assets else None)
+            else:
+                torch_save.write(tree, staging, part)
+        writer = _ObjectWriter(self._ranks, proposals, staging, part)
+        records = {item.name: self._record(item, snapshot, writer) for item in snapshot.items}
+        return part, records
+
+    def _record(self, item: Item, snapshot: _Snapshot, writer: _ObjectWriter) -> StateRecord:
+        if item.kind == "object":
+            return writer.write(item, snapshot.objects[item.name])
+        saved = item.kind == "module" or self._save_optimizer
+        return StateRecord(item.kind, item.scope if saved else "not saved", item.path, aliases=item.aliases)
+
+    def _write_common(
+        self, staging: Path, part: Part, snapshot: _Snapshot, config_yaml: str, losses: Mapping[str, Any]
+    ) -> None:
+        """What the leader alone writes: the recipe, the losses, and what exporting each module needs."""
+        for file, data in (
+            (layout.CONFIG, config_yaml.encode()),
+            (layout.LOSSES, (_json_text(losses) + "\n").encode()),
+        ):
+            part.files[file] = commit.write_file(staging / file, data)
+        for name, assets in self._assets.items():
+            self._write_assets(staging, part, snapshot.trees[name].directory, assets)
+
+    def _write_assets(self, staging: Path, part: Part, directory: str, assets: Assets) -> None:
+        from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
+
+        script = f"{directory}/{layout.CONSOLIDATE_SCRIPT}"
+        part.files[script] = commit.write_file(staging / script, consolidate_script(sys.executable).encode())
+        assets.write(staging / directory / layout.HF_METADATA)
+        part.files.update(commit.adopt(staging, f"{directory}/{layout.HF_METADATA}"))
+
+    def _publish(
+        self,
+        staging: Path,
+        name: layout.CheckpointName,
+        snapshot: _Snapshot,
+        records: Mapping[str, StateRecord],
+        losses: Mapping[str, Any],
+        progress: Mapping[str, Any],
+    ) -> Manifest:
+        parts = [Part.parse((staging / layout.part_file(rank)).read_bytes()) for rank in range(self._ranks.world_size)]
+        formats = {tree.name: self._tree_format(records[tree.name]) for tree in snapshot.trees.values()}
+        for tree in snapshot.trees.values():
+            if formats[tree.name] == torch_save.NAME:
+                torch_save.write_metadata(tree, staging, parts)
+        manifest = Manifest(
+            step=name.step, epoch=name.epoch, created=time.time(),
+            world_size=self._ranks.world_size, dp_size=self._ranks.dp_size,
+            progress=dict(progress), losses=_plain(losses), environment=environment(), lineage=self._lineage(),
+            state=dict(records),
+            trees={n: merge_tree(n, formats[n], parts, snapshot.tied.get(n, {})) for n in snapshot.trees},
+            files=merge_files(parts),
+        )  # fmt: skip
+        if fault := manifest.fault():
+            raise SaveFailed(
+                "the ranks did not write a whole checkpoint", where=str(self.directory / str(name)), value=fault,
+                remedy="please report this; the checkpoint before stands",
+            )  # fmt: skip
+        commit.seal(staging, manifest.to_bytes())
+        self._set_aside_abandoned()
+        commit.publish(staging, str(name))
+        return manifest
+
+    def _tree_format(self, record: StateRecord) -> str:
+        return self._format if record.kind == "module" else torch_save.NAME
+
+    def _lineage(self) -> dict[str, Any]:
+        request = resume.request_text(self.directory, self._restore_from)
+        return {"restore_from": request, "resumed_from": self._resumed_from}
+
+    def _set_aside_abandoned(self) -> None:
+        """A run that went back: the checkpoints after the one it resumed from give up their names, once."""
+        if self._resumed_step is None:
+            return
+        step, self._resumed_step = self._resumed_step, None
+        root = self.directory.absolute()
+        for name in resume.checkpoint_names(root):
+            if name.step > step:
+                aside = commit.supersede(root, str(name))
+                log.warning("Abandoned checkpoint %s is kept as %s", self.directory / str(name), aside)
+
+    def _point(self, manifest: Manifest, validated: bool) -> None:
+        """Swap LATEST, and LOWEST_VAL where this checkpoint is the best of those validated at their own step."""
+        root, name = self.directory.absolute(), str(layout.CheckpointName(manifest.step, manifest.epoch))
+        try:
+            commit.point(root, layout.LATEST, name)
+            value = policy.metric_of(manifest.losses, self._metric_key) if validated else None
+            if policy.is_better(value, self._best_so_far(root), self._mode):
+                commit.point(root, layout.LOWEST_VAL, name)
+        except OSError as error:
+            # The checkpoint itself is safe, and the next start finds it without the pointer.
+            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=_RETRY))
+
+    def _best_so_far(self, root: Path) -> float | None:
+        name = commit.pointed(root, layout.LOWEST_VAL)
+        if name is None:
+            return None
+        with contextlib.suppress(CheckpointUnusable):
+            return policy.metric_of(Manifest.read(root / name).losses, self._metric_key)
+        return None
+
+    def _exports(self, last: bool) -> bool:
+        return bool(self._assets) and (self._export_when == "every" or (self._export_when == "final" and last))
+
+    def _export(self, name: layout.CheckpointName) -> Path | None:
+        """The Hugging Face export of a published checkpoint; its failure leaves the checkpoint as it is."""
+        from automodel_ckpt.checkpoint.consolidate import consolidate
+
+        export = None
+        with self._failing_together(f"exporting {name}; the checkpoint itself is safe"):
+            if self.is_leader:
+                for attribute in self._assets:
+                    source = self.directory.absolute() / str(name) / layout.state_directory(attribute)
+                    export = consolidate(source, log=log.info).output
+        return export
+
+    def _report(
+        self,
+        name: layout.CheckpointName,
+        started: float,
+        published: float,
+        manifest: Manifest | None,
+        export: Path | None,
+    ) -> SaveReport:
+        now = time.monotonic()
+        return SaveReport(
+            path=self.directory / str(name),
+            step=name.step,
+            stall_seconds=now - started,
+            total_seconds=published - started,
+            nbytes=manifest.nbytes if manifest else 0,
+            free_bytes=_free_bytes(self.directory),
+            export=export,
+        )
+
+    def _tell_once(self, items: Iterable[Item]) -> None:
+        if self._told or not self.is_leader:
+            return
+        self._told = True
+        for item in items:
+            also = f" (also {', '.join(item.aliases)})" if item.aliases else ""
+            skipped = item.kind in ("optimizer", "lr_scheduler") and not self._save_optimizer
+            log.info("  state: %s%s, %s -> %s", item.name, also, item.kind, "not saved" if skipped else item.path)
+
+    # ---------------------------------------------------------------- load
+
+    def load(self, state: Mapping[str, Any]) -> Resumed | None:
+        """Load the newest usable checkpoint (or the one ``restore_from`` names) into *state*; None in a fresh run.
+
+        What was passed over is logged with the reason. Called on all ranks. Raises :class:`CheckpointUnusable`, the
+        same on all ranks, where none can be used, or the one chosen does not fit *state*.
+        """
+        with self._failing_together("looking for a checkpoint", CheckpointUnusable):
+            request = self._look() if self.is_leader else None
+        request = agree.broadcast_object(self._group, request)
+        assert request is not None
+        chosen = self._first_usable(request)
+        if chosen is None:
+            return None
+        path, manifest = chosen
+        if self.is_leader:
+            if request.note:
+                log.info("%s", request.note)
+            log.info("Loading checkpoint from %s", self._shown(path))
+        with self._failing_together(f"loading {path.name}", CheckpointUnusable):
+            _Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
+        self._resumed_step, self._resumed_from = manifest.step, path.name
+        return Resumed(path, manifest.step, manifest.epoch, manifest)
+
+    def _look(self) -> resume.Request:
+        root = self.directory.absolute()
+        if root.is_dir():
+            for name in commit.recover(root):
+                log.info("Removed the leftover of an unfinished save: %s", self.directory / name)
+            self._repoint(root)
+        return resume.candidates(root, self._restore_from)
+
+    def _repoint(self, root: Path) -> None:
+        """A run killed between publishing and pointing left the pointers one behind."""
+        newest = next(resume.records(root, self._metric_key), None)
+        if newest is None or commit.pointed(root, layout.LATEST) == newest.name:
+            return
+        commit.point(root, layout.LATEST, newest.name)
+        if policy.is_better(newest.metric, self._best_so_far(root), self._mode):
+            commit.point(root, layout.LOWEST_VAL, newest.name)
+
+    def _first_usable(self, request: resume.Request) -> tuple[Path, Manifest] | None:
+        refused: list[resume.Refused] = []
+        for path in request.candidates:
+            manifest, problems = self._examine(path)
+            if manifest is not None and not problems:
+                return path, manifest
+            name = layout.parse_checkpoint_name(path.name)
+            refused.append(
+                resume.Refused(path, name.step if name else None, manifest is not None, True, tuple(problems))
+            )
+            if self.is_leader:
+                log.warning("Skipping checkpoint %s: %s", self._shown(path), refused[-1].reason())
+        if not refused:
+            return None
+        raise CheckpointUnusable(
+            "the checkpoint to restore from cannot be used" if request.by_name else "no checkpoint can be used",
+            where=str(self.directory),
+            value="\n" + resume.refusal_table(refused),
+            remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
+            "or start anew in another checkpoint.checkpoint_dir",
+        )
+
+    def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:
+        """The manifest, and all problems that the ranks, each reading its share of the files, have found."""
+        manifest, problems = None, []
+        try:
+            manifest = Manifest.read(path)
+            problems = verify(path, manifest, self._verify, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
+        except CheckpointUnusable as error:
+            problems = list(error.problems)
+        found = [problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs]
+        return manifest, list(dict.fromkeys(found))
+
+    def _shown(self, path: Path) -> Path:
+        """A checkpoint's path as the user wrote the run directory."""
+        return self.directory / path.name if path.parent == self.directory.absolute() else path
+
+    # ---------------------------------------------------------------- both
+
+    def wait(self) -> None:
+        """Return when no save is under way (saves are synchronous: at once)."""
+
+    def close(self) -> None:
+        """Wait, then let go of everything."""
+        self.wait()
+
+    @contextlib.contextmanager
+    def _failing_together(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> Iterator[None]:
+        """Whatever the block raises on one rank is raised on all, as an error for the user (foreign ones as *kind*)."""
+        failure: AutomodelError | None = None
+        try:
+            yield
+        except AutomodelError as error:
+            failure = error
+        except OSError as error:
+            problem = os_problem(error, f"{doing} failed", remedy=_RETRY)
+            failure = kind.all_of([problem])
+        except Exception as error:
+            log.debug("unexpected", exc_info=True)
+            failure = kind(f"{doing} failed", where=str(self.directory), value=repr(error), remedy=_DEFECT)
+        agree.all_or_nothing(self._group, failure)
+
+
+class _ObjectWriter:
+    """Writes the state that is no tensor tree, once or per rank, and says how."""
+
+    def __init__(self, ranks: layout.RankLayout, proposals: list[_Proposal], staging: Path, part: Part) -> None:
+        self._ranks, self._proposals, self._staging, self._part = ranks, proposals, staging, part
+        self._dp_writers = {p.dp_rank: rank for rank, p in reversed(list(enumerate(proposals)))}
+
+    def write(self, item: Item, state: Any) -> StateRecord:
+        scope = item.scope
+        if scope == "replicated" and len({p.digests[item.name] for p in self._proposals}) > 1:
+            scope = "rank"
+        if scope == "replicated":
+            files = [layout.state_file(item.name)]
+            mine = files[0] if self._ranks.rank == 0 else None
+        else:
+            writers = sorted(self._dp_writers.items()) if scope == "dp_rank" else self._all_ranks()
+            files = [layout.rank_file(item.name, scope, _At(rank, dp_rank, self._ranks)) for dp_rank, rank in writers]
+            ranks = [rank for _, rank in writers]
+            mine = files[ranks.index(self._ranks.rank)] if self._ranks.rank in ranks else None
+        if mine is not None:
+            self._store(mine, state)
+        return StateRecord(item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases)
+
+    def _all_ranks(self) -> list[tuple[int, int]]:
+        return [(proposal.dp_rank, rank) for rank, proposal in enumerate(self._proposals)]
+
+    def _store(self, file: str, state: Any) -> None:
+        path = self._staging / file
+        path.parent.mkdir(exist_ok=True)
+        with commit.DurableFile(path) as out:
+            torch.save(state, out)  # type: ignore[arg-type]  # anything with write() will do
+        self._part.files[file] = out.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """Another rank's place."""
+
+    rank: int
+    dp_rank: int
+    _mine: layout.RankLayout
+
+    @property
+    def world_size(self) -> int:
+        return self._mine.world_size
+
+    @property
+    def dp_size(self) -> int:
+        return self._mine.dp_size
+
+
+class _Loader:
+    """Loads one verified checkpoint into a recipe's state. Needs no other rank."""
+
+    def __init__(self, path: Path, manifest: Manifest, ranks: layout.RankLayout, allow_missing: frozenset[str]) -> None:
+        self._path, self._manifest, self._ranks, self._allow_missing = path, manifest, ranks, allow_missing
+
+    def load(self, items: list[Item]) -> None:
+        """Random number generators come last: loading must not advance what was restored."""
+        records = self._match(items)
+        owners = Owners(items)
+        order = {"module": 0, "optimizer": 1, "object": 2}
+        for item in sorted(items, key=lambda item: (item.scope == "rank_rng", order.get(item.kind, 2))):
+            if item.name not in records or item.kind == "lr_scheduler":
+                continue
+            if item.kind == "module":
+                self._load_module(item, self._manifest.trees[records[item.name][0]])
+            elif item.kind == "optimizer":
+                self._load_optimizer(item, items, self._manifest.trees[records[item.name][0]], owners)
+            else:
+                self._load_object(item, records[item.name][1])
+
+    def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
+        """{name here: (name saved, record)}; raises with the names of what is on one side only."""
+        saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
+        by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
+        matched = {i.name: by_name[n] for i in items for n in (i.name, *i.aliases) if n in by_name}
+        missing = [i.name for i in items if i.name not in matched]
+        unexpected = sorted(saved.keys() - {name for name, _ in matched.values()})
+        lines = [f"+ {n}: here, but not saved" for n in missing if n not in self._allow_missing]
+        lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
+        if lines:
+            names = sorted({line.split(":")[0][2:] for line in lines})
+            self._refuse(
+                "the checkpoint holds other state than this recipe",
+                lines,
+                f"to go on without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
+            )
+        return matched
+
+    def _refuse(self, what: str, lines: list[str], remedy: str) -> NoReturn:
+        shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
+        raise CheckpointUnusable(what, where=str(self._path), value="\n    " + "\n    ".join(shown), remedy=remedy)
+
+    def _load_module(self, item: Item, tree: Tree) -> None:
+        state, tied = module_state(item.value)
+        self._refuse_differences(item, tree, state)
+        read_tree(self._path, tree, state, nested=False)
+        set_module_state(item.value, state, tied, strict=True)
+
+    def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners) -> None:
+        state = _optimizer_tree(item, items, owners)
+        self._refuse_differences(item, tree, flatten_state_dict(state)[0])
+        read_tree(self._path, tree, state, nested=True)
+        owners.set_optimizer_state(item, state[item.name])
+        for scheduler in items:
+            if scheduler.owner == item.name and scheduler.name in state:
+                scheduler.value.load_state_dict(state[scheduler.name][0])
+
+    def _refuse_differences(self, item: Item, tree: Tree, state: Mapping[str, Any]) -> None:
+        if lines := differences(tree, state):
+            self._refuse(
+                f"the checkpoint's {item.name!r} is not the one of this recipe",
+                lines,
+                "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
+                "or start anew in another checkpoint.checkpoint_dir",
+            )
+
+    def _load_object(self, item: Item, record: StateRecord) -> None:
+        file = self._file_of(item, record)
+        if file is not None:
+            data = (self._path / file).read_bytes()
+            item.value.load_state_dict(safe_load(io.BytesIO(data), str(self._path / file)))
+        elif item.name not in self._allow_missing:
+            self._derive(item)
+
+    def _derive(self, item: Item) -> None:
+        """Each rank had its own state, and there are other ranks now: what can be made anew from the step is."""
+        derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
+        if derive is None:
+            self._refuse(
+                f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
+                [f"~ {item.name}: here are {self._ranks.world_size} ranks"],
+                f"resume on as many ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
+            )
+        if self._ranks.rank == 0:
+            log.warning("The number of ranks changed: %s is derived anew from seed and step", item.name)
+        derive(self._manifest.step)
+
+    def _file_of(self, item: Item, record: StateRecord) -> str | None:
+        """This rank's file; any where all are alike; None where it takes as many ranks as there were."""
+        scope: Any = record.scope
+        same_ranks = (self._manifest.world_size, self._manifest.dp_size) == (
+            self._ranks.world_size,
+            self._ranks.dp_size,
+        )
+        if same_ranks and scope != "replicated":
+            mine = layout.rank_file(_saved_name(record), scope, self._ranks)
+            return mine if mine in record.files else None
+        alike = len({self._manifest.files[file].digest for file in record.files}) == 1
+        return record.files[0] if alike and scope != "rank_rng" else None
+
+
+def _saved_name(record: StateRecord) -> str:
+    return os.path.dirname(record.files[0])
+
+
+def _optimizer_tree(item: Item, items: Iterable[Item], owners: Owners) -> dict[str, Any]:
+    """An optimizer's state and that of its LR schedulers; theirs in a tuple, which DCP keeps whole (it would turn the
+    integer keys of a MultiStepLR into text)."""
+    schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
+    return {item.name: owners.optimizer_state(item), **schedulers}
+
+
+def _export_when(save_consolidated: bool | str | None, model_format: str) -> str:
+    if save_consolidated is None:
+        return "final" if model_format == "safetensors" else "never"
+    if isinstance(save_consolidated, bool):
+        return "every" if save_consolidated else "never"
+    return {"true": "every", "false": "never"}.get(save_consolidated, save_consolidated)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has no NaN and no infinities: those become text."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _json_text(values: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(values), indent=2)
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize

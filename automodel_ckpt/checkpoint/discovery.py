@@ -1,0 +1,212 @@
+"""Which attributes of a recipe are state, and how each is stored.
+
+Anything with callable ``state_dict`` and ``load_state_dict`` is state; no name is special. The *kind* follows from the
+type, the *place* from the attribute's name, so that nothing a user adds to a recipe is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+import xxhash
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.errors import Problem, RecipeError
+
+Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
+
+# What torch.load(weights_only=True) gives back as it was. Exact types: a subclass would need its own code to load.
+_SCALARS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout}
+)
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_SEQUENCES = frozenset({list, tuple, set})
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What makes an attribute part of every checkpoint."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stateful attribute: its *name* (``heads.0`` for an element of a list), *kind* and *scope*; *aliases* are other
+    names under which the recipe holds the same object, *owner* is the optimizer whose directory a LR scheduler shares.
+    """
+
+    name: str
+    value: Any
+    kind: Kind
+    scope: layout.Scope
+    aliases: tuple[str, ...] = ()
+    owner: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it is stored, relative to the checkpoint."""
+        if self.kind == "object":
+            return layout.state_file(self.name) if self.scope == "replicated" else f"{self.name}/"
+        return layout.state_directory(self.owner or self.name) + "/"
+
+
+def discover(recipe: object) -> dict[str, Any]:
+    """All state that the recipe's attributes hold, by name; lists, tuples and dicts of such objects count.
+
+    Names in the recipe's set ``untracked`` are left out. An object under several names stands under each of them here;
+    :func:`classify` stores it once.
+    """
+    untracked = set(getattr(recipe, "untracked", ()))
+    found: dict[str, Any] = {}
+    for name, value in vars(recipe).items():
+        if name not in untracked:
+            found.update((n, v) for n, v in _stateful_within(name, value, frozenset()) if n not in untracked)
+    return found
+
+
+def _stateful_within(name: str, value: object, inside: frozenset[int]) -> Iterator[tuple[str, object]]:
+    if _is_stateful(value):
+        yield name, value
+    elif isinstance(value, (list, tuple, Mapping)) and id(value) not in inside:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, element in items:
+            yield from _stateful_within(f"{name}.{layout.escape_key(key)}", element, inside | {id(value)})
+
+
+def _is_stateful(value: object) -> bool:
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def classify(state: Mapping[str, Any]) -> list[Item]:
+    """The items to store, in the order given, each object once.
+
+    Raises :class:`RecipeError` where two would be stored in the same place, or a LR scheduler drives an optimizer that
+    is not part of the state.
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    items = [_item(name, state[name], tuple(aliases)) for name, *aliases in names.values()]
+    owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
+    items = [_with_owner(item, owners) if item.kind == "lr_scheduler" else item for item in items]
+    _refuse_clashes(items)
+    return items
+
+
+def _item(name: str, value: object, aliases: tuple[str, ...]) -> Item:
+    if isinstance(value, torch.nn.Module):
+        return Item(name, value, "module", "replicated", aliases)
+    if isinstance(value, Optimizer):
+        return Item(name, value, "optimizer", "replicated", aliases)
+    if isinstance(value, LRScheduler):
+        return Item(name, value, "lr_scheduler", "replicated", aliases)
+    if isinstance(value, torch.utils.data.DataLoader):
+        return Item(name, value, "object", "dp_rank", aliases)
+    scope = getattr(value, "checkpoint_scope", "replicated")
+    return Item(name, value, "object", cast(layout.Scope, scope), aliases)
+
+
+def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
+    owner = owners.get(id(item.value.optimizer))
+    if owner is None:
+        raise RecipeError(
+            "a learning-rate scheduler drives an optimizer that is not part of the recipe's state",
+            where=f"recipe attribute {item.name!r}",
+            value=type(item.value.optimizer).__name__,
+            remedy=f"keep the optimizer in an attribute too, or add {item.name!r} to the recipe's `untracked`",
+        )
+    return replace(item, owner=owner)
+
+
+def _refuse_clashes(items: Iterable[Item]) -> None:
+    places: dict[str, Item] = {}
+    problems = []
+    for item in items:
+        other = places.setdefault(item.path, item)
+        if other is item or item.kind == "lr_scheduler" or other.owner == item.name:
+            continue
+        problems.append(
+            Problem(
+                f"two attributes would be stored in the same place, {item.path}",
+                f"recipe attributes {other.name!r} and {item.name!r}",
+                f"{other.kind} and {item.kind}",
+                "rename one of them",
+            )
+        )
+    if problems:
+        raise RecipeError.all_of(problems)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Finds what is unsafe in a state and digests what is not, in one pass."""
+
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+    unsafe: list[tuple[str, type]] = field(default_factory=list)
+
+    def visit(self, key: str, value: Any) -> None:
+        kind = type(value)
+        self.digest.update(f"{key}\0{kind.__name__}\0".encode())
+        if kind in _TENSORS and not _is_plain_tensor(value):
+            self.unsafe.append((key, kind))
+        elif kind in _TENSORS:
+            self.digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            self.digest.update(raw_bytes(value))
+        elif kind in _SCALARS:
+            self.digest.update(bytes(value) if kind is bytearray else repr(value).encode())
+        elif kind in _MAPPINGS:
+            for name, element in value.items():
+                self.visit(f"{key}.{name}" if key else str(name), element)
+                if type(name) not in _SCALARS and type(name) is not tuple:
+                    self.unsafe.append((f"{key}, the key {name!r}", type(name)))
+        elif kind in _SEQUENCES:
+            for index, element in enumerate(sorted(value, key=repr) if kind is set else value):
+                self.visit(f"{key}[{index}]", element)
+        else:
+            self.unsafe.append((key, kind))
+
+
+def _is_plain_tensor(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+
+
+def refuse_unsafe(name: str, state: Any) -> str:
+    """The digest of a state that can be read back without running code.
+
+    Raises :class:`RecipeError` naming attribute and key of every value that cannot.
+    """
+    walk = _Walk()
+    walk.visit("", state)
+    if not walk.unsafe:
+        return cast(str, walk.digest.hexdigest())
+    raise RecipeError.all_of(
+        [
+            Problem(
+                "state that could not be read back safely",
+                f"recipe attribute {name!r}, key {key or '(the whole state)'!r}",
+                f"{kind.__module__}.{kind.__qualname__}",
+                "store numbers, text, lists, dicts or tensors (a NumPy array as torch.from_numpy(array)), "
+                f"or add {name!r} to the recipe's `untracked`",
+            )
+            for key, kind in walk.unsafe
+        ]
+    )
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The row-major bytes of a tensor: its own memory where it is contiguous and on the CPU, else a copy's."""
+    plain = tensor.detach().to("cpu").contiguous()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,42 @@
+"""What a checkpoint was made with, for the manifest. Imports none of the libraries it asks about."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+_PACKAGES = ("automodel-ckpt", "torch", "transformers", "safetensors", "peft", "datasets", "numpy")
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """Interpreter, library versions, host, and the git commit of the working directory (None outside a repository)."""
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

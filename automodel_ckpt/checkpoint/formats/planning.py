@@ -1,0 +1,116 @@
+"""Who writes what: PyTorch DCP's planner, driven by one exchange between the ranks instead of DCP's own collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
+    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+    torch.complex64: "C64", torch.complex128: "C128",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShare:
+    """A slice that this rank writes: its place in the tensor is known, its place in a file not yet."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: WriteItem
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.sizes)
+
+    def stored(self, file: str, start: int, digest: str) -> Tensor:
+        """The tensor, as far as this rank wrote it, once the slice's bytes stand at *start* of *file*."""
+        piece = Slice(self.fqn, self.dtype, self.offsets, self.sizes, file, start, self.nbytes, digest)
+        return Tensor(self.fqn, self.dtype, self.shape, (piece,))
+
+
+@dataclass(slots=True)
+class TreePlan:
+    """One tree's state dict and its planner on this rank. :meth:`local` goes to the other ranks, :meth:`settle` takes
+    all of theirs and leaves this rank's share; every rank computes the same global plan, so nothing is scattered."""
+
+    name: str
+    directory: str
+    state_dict: dict[str, Any]
+    nested: bool
+    planner: DefaultSavePlanner = dataclasses.field(init=False)
+    metadata: Metadata = dataclasses.field(init=False)
+    items: Sequence[WriteItem] = ()
+
+    def local(self) -> SavePlan:
+        """What this rank holds. *nested* state dicts (optimizers') are flattened into one level."""
+        self.planner = DefaultSavePlanner(flatten_state_dict=self.nested, flatten_sharded_tensors=False)
+        self.planner.set_up_planner(self.state_dict)
+        return self.planner.create_local_plan()
+
+    def settle(self, plans: Sequence[SavePlan], rank: int) -> None:
+        """Divide the work: each slice, and each value that is no tensor, is written by exactly one rank."""
+        settled, self.metadata = self.planner.create_global_plan(list(plans))
+        self.items = settled[rank].items
+
+    def tensors(self) -> list[TensorShare]:
+        """The slices this rank writes. Empty slices of tensors that are not empty are left out."""
+        shares = [_share(item) for item in self.items if item.type != WriteItemType.BYTE_IO]
+        return [share for share in shares if share.nbytes or 0 in share.shape]
+
+    def values(self) -> Iterator[tuple[str, memoryview]]:
+        """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
+        for item in self.items:
+            if item.type == WriteItemType.BYTE_IO:
+                value = self.planner.lookup_object(item.index)
+                buffer = io.BytesIO()
+                torch.save(value, buffer)
+                yield item.index.fqn, buffer.getbuffer()
+
+    def tensor(self, share: TensorShare) -> torch.Tensor:
+        """The local data of a slice, on its device."""
+        value = self.planner.lookup_object(share.item.index)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return local.detach().reshape(share.sizes)
+
+    def bytes_of(self, share: TensorShare) -> memoryview:
+        """The slice's row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
+        return raw_bytes(self.tensor(share))
+
+
+def _share(item: WriteItem) -> TensorShare:
+    data = item.tensor_data
+    assert data is not None
+    return TensorShare(
+        fqn=item.index.fqn,
+        dtype=DTYPE_CODES[data.properties.dtype],
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+        item=item,
+    )
+
+
+def file_index(fqn: str, mapping: Mapping[str, int]) -> int:
+    """In which of the base's files (from 1) a tensor belongs; one that the base does not have goes into the last."""
+    return mapping.get(fqn, max(mapping.values(), default=1))

@@ -1,0 +1,178 @@
+"""Reading a tree back: PyTorch DCP plans which parts of which slices a rank needs, and they are read into place.
+
+Both formats come through here, because the manifest says where every slice's raw bytes stand. No pickle is read but
+the values that are no tensors, and those with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
+from automodel_ckpt.checkpoint.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, overlap
+from automodel_ckpt.errors import CheckpointUnusable
+
+_REMEDY = "use another checkpoint of this run (`ckpt ls`)"
+
+
+class _Planner(DefaultLoadPlanner):
+    """DCP's planner, except that values which are no tensors are unpickled by a reader that runs no code."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=False, allow_partial_load=True)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        loaded = safe_load(value, fqn)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        else:
+            self.original_state_dict[fqn] = loaded
+
+
+def safe_load(file: Any, where: str) -> Any:
+    """``torch.load`` that runs no code. Raises :class:`CheckpointUnusable` where the content asks for more."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd pickle protocols; what matters is refused below
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
+        raise CheckpointUnusable(
+            "stored state that is not plain data", where=where, value=str(error).split("\n")[0], remedy=_REMEDY
+        ) from error
+
+
+def metadata_of(tree: Tree) -> Metadata:
+    """The tree as DCP's planner describes one."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        fqn: TensorStorageMetadata(
+            properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+            size=torch.Size(tensor.shape),
+            chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.slices],
+        )
+        for fqn, tensor in tree.tensors.items()
+    }
+    described.update({fqn: BytesStorageMetadata() for fqn in tree.objects})
+    return Metadata(described)
+
+
+def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any], *, nested: bool) -> None:
+    """Fill *state_dict* with what the tree holds under its keys: tensors in place, other values replaced.
+
+    *nested* state dicts (optimizers') are flattened as they were at the save. Keys that the tree lacks stay as they
+    are: compare first (:func:`differences`). Needs no other rank. Raises :class:`CheckpointUnusable` naming the file.
+    """
+    planner = _Planner(nested=nested)
+    planner.set_up_planner(state_dict, metadata_of(tree))
+    plan = planner.create_local_plan()
+    pieces = {(piece.fqn, piece.offsets): piece for tensor in tree.tensors.values() for piece in tensor.slices}
+    with _Files(checkpoint) as files:
+        for item in sorted(plan.items, key=lambda item: _position(item, pieces, tree)):
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(files.read_blob(tree.objects[item.storage_index.fqn])))
+            else:
+                files.read_into(pieces[_index(item)], item, planner.resolve_tensor(item))
+
+
+def _index(item: ReadItem) -> tuple[str, tuple[int, ...]]:
+    return item.storage_index.fqn, tuple(item.storage_index.offset or ())
+
+
+def _position(item: ReadItem, pieces: Mapping[tuple[str, tuple[int, ...]], Slice], tree: Tree) -> tuple[str, int]:
+    """Disk order."""
+    place = tree.objects[item.storage_index.fqn] if item.type == LoadItemType.BYTE_IO else pieces[_index(item)]
+    return place.file, place.start
+
+
+class _Files:
+    """The files of a checkpoint, each opened once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def read_blob(self, blob: Blob) -> bytes:
+        data = bytearray(blob.nbytes)
+        self._read(blob.file, memoryview(data), blob.start)
+        return bytes(data)
+
+    def read_into(self, piece: Slice, item: ReadItem, target: torch.Tensor) -> None:
+        """Copy the part of a stored slice that *item* asks for into *target* (of that part's shape, on any device)."""
+        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        stored = Box((0,) * len(piece.sizes), piece.sizes)
+        target = target.detach()
+        in_place = (
+            target.device.type == "cpu" and target.is_contiguous() and DTYPE_CODES.get(target.dtype) == piece.dtype
+        )
+        buffer = target if in_place else torch.empty(wanted.sizes, dtype=DTYPES[piece.dtype])
+        memory = buffer.reshape(-1).view(torch.uint8).numpy().data
+        for run in overlap(stored, wanted, nbytes_of(piece.dtype, ())):
+            self._read(piece.file, memory[run.target : run.target + run.nbytes], piece.start + run.source)
+        if not in_place:
+            target.copy_(buffer)
+
+    def _read(self, file: str, memory: memoryview, start: int) -> None:
+        while memory:
+            count = os.preadv(self._descriptor(file), [memory], start)
+            if count == 0:
+                raise CheckpointUnusable(
+                    "a file is shorter than the manifest says", where=str(self._checkpoint / file), value=start,
+                    remedy=_REMEDY,
+                )  # fmt: skip
+            memory, start = memory[count:], start + count
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._open:
+            self._open[file] = os.open(self._checkpoint / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return self._open[file]
+
+
+def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
+    """What keeps a tree from being loaded into a (flat) state dict, a readable line each; empty where nothing does."""
+    here = dict(state_dict)
+    lines = [f"- {fqn}: saved, but not here" for fqn in _names(tree) if fqn not in here]
+    lines += [f"+ {fqn}: here, but not saved" for fqn in here if fqn not in tree.tensors and fqn not in tree.objects]
+    for fqn, tensor in tree.tensors.items():
+        if fqn in here and (now := _described(here[fqn])) != (saved := _stored(tensor)):
+            lines.append(f"~ {fqn}: saved as {saved}, here {now}")
+    return lines
+
+
+def _names(tree: Tree) -> Iterable[str]:
+    return [*tree.tensors, *tree.objects]
+
+
+def _stored(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPE_CODES.get(value.dtype, str(value.dtype))} {list(value.shape)}"
+    return f"a value of type {type(value).__name__}"

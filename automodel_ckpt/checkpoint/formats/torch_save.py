@@ -1,0 +1,107 @@
+"""PyTorch DCP's own format: ``__{rank}_0.distcp`` files and a ``.metadata`` that torch's ``FileSystemReader`` reads.
+
+We write it ourselves, because torch's writer fsyncs ``.metadata`` before it is flushed, keeps no digests, and publishes
+in place. Each item of a ``.distcp`` file is one ``torch.save`` archive: a zip whose record ``data/0`` holds the
+tensor's raw bytes, uncompressed. Where those stand goes into the manifest, so that our own reader needs neither the
+archive nor the pickle in ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.commit import DurableFile, write_file
+from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan
+from automodel_ckpt.checkpoint.manifest import Blob, DcpItem, Part, TreePart, digest_of
+
+NAME = "torch_save"
+_VERSION = "1.0.0"
+
+
+def write(plan: TreePlan, staging: Path, part: Part) -> None:
+    """Write this rank's share of a tree and enter it into *part*."""
+    written = part.trees[plan.name] = TreePart()
+    file = layout.distcp_file(plan.directory, part.rank)
+    with DurableFile(staging / file) as out:
+        for fqn, data in plan.values():
+            start = out.tell()
+            written.objects.append(Blob(fqn, file, start, out.write(data), digest_of(data)))
+            written.dcp_items.append(DcpItem(fqn, None, file, start, len(data)))
+        for share in plan.tensors():
+            _write_tensor(plan, share, out, file, written)
+    part.files[file] = out.close()
+
+
+def _write_tensor(plan: TreePlan, share: TensorShare, out: DurableFile, file: str, written: TreePart) -> None:
+    tensor = plan.tensor(share).to("cpu").contiguous()
+    if tensor.untyped_storage().nbytes() != share.nbytes:
+        tensor = tensor.clone()
+    start = out.tell()
+    torch.save(tensor, out)  # type: ignore[arg-type]  # streams into write(), no second copy in memory
+    nbytes = out.tell() - start
+    data_start = start + _raw_record(_Window(out, start, nbytes))
+    written.tensors.append(share.stored(file, data_start, digest_of(raw_bytes(tensor))))
+    written.dcp_items.append(DcpItem(share.fqn, share.offsets, file, start, nbytes))
+
+
+def _raw_record(archive: _Window) -> int:
+    """Where the raw bytes of the only tensor in a torch.save archive begin, relative to the archive."""
+    with zipfile.ZipFile(archive) as entries:
+        info = next(entry for entry in entries.infolist() if entry.filename.endswith("/data/0"))
+    archive.seek(info.header_offset)
+    local = archive.read(30)
+    # Local file header (source: PKWARE APPNOTE 4.3.7): 30 fixed bytes, then a name and an extra field of these lengths.
+    name, extra = int.from_bytes(local[26:28], "little"), int.from_bytes(local[28:30], "little")
+    return info.header_offset + 30 + name + extra
+
+
+class _Window(io.RawIOBase):
+    """A range of a file being written, as a file to read."""
+
+    def __init__(self, file: DurableFile, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._nbytes - self._at, 0)
+        data = self._file.read_back(self._start + self._at, left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def write_metadata(plan: TreePlan, staging: Path, parts: Sequence[Part]) -> None:
+    """Write a tree's ``.metadata`` for torch's reader (the leader, when all ranks have written) and enter its file."""
+    metadata: Metadata = plan.metadata
+    metadata.storage_data = {
+        MetadataIndex(item.fqn, item.offsets): _StorageInfo(Path(item.file).name, item.start, item.nbytes)
+        for part in parts
+        if plan.name in part.trees
+        for item in part.trees[plan.name].dcp_items
+    }
+    metadata.storage_meta = StorageMeta()
+    metadata.version = _VERSION
+    file = f"{plan.directory}/{layout.DCP_METADATA}"
+    parts[0].files[file] = write_file(staging / file, pickle.dumps(metadata))

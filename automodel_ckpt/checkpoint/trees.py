@@ -1,0 +1,89 @@
+"""State dicts of modules and optimizers under names that every strategy and world size shares (FQNs)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.errors import RecipeError
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside a ``DistributedDataParallel`` wrapper, or the module itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """A module's persistent state by FQN (tensors are the live ones), each memory once; and what was left out as tied.
+
+    Returns (state dict, {left-out name: kept name}). Of names that share a tensor the first in the module's own order
+    is kept, unless the module says otherwise (transformers' ``_tied_weights_keys``).
+    """
+    state = dict(get_model_state_dict(module))
+    tied = tied_names(unwrap(module), state)
+    return {fqn: value for fqn, value in state.items() if fqn not in tied}, tied
+
+
+def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
+    """{name: the name it is tied to} for all but one of the names under which the module holds the same tensor."""
+    names: dict[int, list[str]] = {}
+    present = set(state)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        if name in present:
+            names.setdefault(id(tensor), []).append(name)
+    declared = set(getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ())
+    tied: dict[str, str] = {}
+    for group in names.values():
+        kept = next((name for name in group if name not in declared), group[0])
+        tied.update({name: kept for name in group if name != kept})
+    return tied
+
+
+def set_module_state(module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool) -> None:
+    """Hand a loaded state (of :func:`module_state`'s form) to the module."""
+    whole = {**state, **{name: state[kept] for name, kept in tied.items() if kept in state}}
+    set_model_state_dict(module, whole, options=StateDictOptions(strict=strict))
+
+
+class Owners:
+    """The recipe's modules under one roof, so that an optimizer over several of them has unambiguous FQNs:
+    ``model.layers.0.weight`` of the attribute ``model`` is ``model.model.layers.0.weight`` here."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self.roof = nn.Module()
+        for item in items:
+            if item.kind == "module":
+                # Module names may not hold dots.
+                self.roof.add_module(item.name.replace(".", "%"), item.value)
+
+    def optimizer_state(self, item: Item) -> dict[str, Any]:
+        """``{"state": {fqn: {...}}, "param_groups": [...]}``; state that does not exist yet is created first."""
+        self._refuse_strangers(item)
+        return dict(get_optimizer_state_dict(self.roof, item.value))
+
+    def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
+        set_optimizer_state_dict(self.roof, item.value, dict(state))
+
+    def _refuse_strangers(self, item: Item) -> None:
+        known = {id(parameter) for parameter in self.roof.parameters()}
+        mine = [parameter for group in item.value.param_groups for parameter in group["params"]]
+        strangers = [tuple(parameter.shape) for parameter in mine if id(parameter) not in known]
+        if strangers:
+            raise RecipeError(
+                "an optimizer trains parameters of no module that the recipe keeps in an attribute",
+                where=f"recipe attribute {item.name!r}",
+                value=f"{len(strangers)} parameter(s), the first of shape {list(strangers[0])}",
+                remedy="keep their module in an attribute of the recipe, so that it is saved too",
+            )

@@ -1,0 +1,139 @@
+"""Whether the files of a checkpoint are those that its manifest names. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, digest_of
+from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.errors import Problem
+
+Level = Literal["none", "size", "digest"]
+
+_BLOCK_BYTES = 8 << 20
+_REMEDY = "use another checkpoint of this run, or a copy of the file"
+
+
+def verify(
+    checkpoint: Path, manifest: Manifest, level: Level = "digest", *, rank: int = 0, num_ranks: int = 1,
+    num_threads: int = 2,
+) -> list[Problem]:  # fmt: skip
+    """All that is wrong with a checkpoint's files, in the manifest's order; empty where nothing is.
+
+    ``size``: every file is there, regular and as long as it was. ``digest``: and holds the same bytes; a damaged file's
+    damaged tensors are named. Of several ranks each reads its share of the files. ``none`` looks at nothing.
+    """
+    if level == "none":
+        return []
+    problems = [p for path, record in manifest.files.items() if (p := _size_problem(checkpoint, path, record))]
+    if problems or level == "size":
+        return problems
+    mine = _share(manifest, rank, num_ranks)
+    with ThreadPoolExecutor(num_threads) as pool:
+        found = pool.map(lambda path: _digest_problem(checkpoint, manifest, path), mine)
+        return [problem for problem in found if problem]
+
+
+def _share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
+    """Files for this rank, so that all ranks read about as many bytes."""
+    loads, mine = [0] * num_ranks, []
+    for path, record in sorted(manifest.files.items(), key=lambda item: -item[1].size):
+        reader = loads.index(min(loads))
+        loads[reader] += record.size
+        if reader == rank:
+            mine.append(path)
+    return mine
+
+
+def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
+    where = checkpoint / path
+    if link := _link_on_the_way(checkpoint, path):
+        return Problem("a symbolic link stands in a checkpoint", str(checkpoint / link), path, _REMEDY)
+    try:
+        status = os.lstat(where)
+    except OSError as error:
+        return Problem("a file of the checkpoint is missing", str(where), error.strerror, _REMEDY)
+    if not stat.S_ISREG(status.st_mode):
+        return Problem(
+            "a file of the checkpoint is no regular file", str(where), stat.filemode(status.st_mode), _REMEDY
+        )
+    if status.st_size != record.size:
+        value = f"{status.st_size} bytes, {record.size} when it was saved"
+        return Problem("a file of the checkpoint has another size", str(where), value, _REMEDY)
+    return None
+
+
+def _link_on_the_way(checkpoint: Path, path: str) -> str | None:
+    parts = path.split("/")[:-1]
+    prefixes = ("/".join(parts[: count + 1]) for count in range(len(parts)))
+    return next((prefix for prefix in prefixes if (checkpoint / prefix).is_symlink()), None)
+
+
+def _digest_problem(checkpoint: Path, manifest: Manifest, path: str) -> Problem | None:
+    where = checkpoint / path
+    try:
+        with mapped(where) as data:
+            if _digest(data) == manifest.files[path].digest:
+                return None
+            damaged = [*_damaged(manifest, path, data)]
+    except OSError as error:
+        return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
+    value = "damaged: " + ", ".join(damaged) if damaged else "the damage is in no tensor"
+    return Problem("a file of the checkpoint is not what was saved: its digest differs", str(where), value, _REMEDY)
+
+
+def _damaged(manifest: Manifest, path: str, data: memoryview) -> Iterator[str]:
+    for tree in manifest.trees.values():
+        pieces: list[Slice] = [s for tensor in tree.tensors.values() for s in tensor.slices if s.file == path]
+        for piece in pieces:
+            if digest_of(data[piece.start : piece.start + piece.nbytes]) != piece.digest:
+                yield f"tensor {piece.fqn} (slice at {list(piece.offsets)})"
+        for blob in tree.objects.values():
+            if blob.file == path and digest_of(data[blob.start : blob.start + blob.nbytes]) != blob.digest:
+                yield f"value {blob.fqn}"
+
+
+@contextlib.contextmanager
+def mapped(path: Path) -> Iterator[memoryview]:
+    """A regular file's content as memory, without reading it into any."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        content = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
+    finally:
+        os.close(descriptor)
+    if content is None:
+        yield memoryview(b"")
+        return
+    with content:
+        content.madvise(mmap.MADV_SEQUENTIAL)
+        with memoryview(content) as view:
+            yield view
+
+
+def _digest(data: memoryview) -> str:
+    hashed = xxhash.xxh3_128()
+    for start in range(0, len(data), _BLOCK_BYTES):
+        hashed.update(data[start : start + _BLOCK_BYTES])
+    return "xxh3_128:" + hashed.hexdigest()
+
+
+def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
+    """Files in the checkpoint that the manifest does not name, itself and the export aside; relative, sorted."""
+    known = {*manifest.files, layout.MANIFEST}
+    found = (
+        os.path.relpath(os.path.join(directory, name), checkpoint)
+        for directory, _, names in os.walk(checkpoint)
+        for name in names
+    )
+    return sorted(path for path in found if path not in known and layout.CONSOLIDATED not in path.split("/"))

@@ -1,0 +1,191 @@
+"""Saving and loading on real ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from automodel_ckpt.checkpoint import Manifest, commit, discover
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from tests.support import ranks, tiny
+
+
+class PerRank(tiny.Counter):
+    """Declared to differ between ranks."""
+
+    def __init__(self, scope: str, value: Any = None) -> None:
+        super().__init__(value)
+        self.checkpoint_scope = scope
+
+
+class Model(torch.nn.Module):
+    """Uneven, tied and 0-dim tensors that FSDP2 shards; 5 rows do not divide by 2 or 4."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(5, 8)
+        self.first = torch.nn.Linear(8, 3)
+        self.second = torch.nn.Linear(3, 8, bias=False)
+        self.head = torch.nn.Linear(8, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(seed))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(torch.tanh(self.first(self.embed(ids))))).square().mean()
+
+
+def build(strategy: str, seed: int = 0, **more: Any) -> SimpleNamespace:
+    model: torch.nn.Module = Model(seed)
+    if strategy == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model.first, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif strategy == "ddp":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3])
+    made = SimpleNamespace(model=model, optimizer=optimizer, lr_scheduler=schedule, **more)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(5)).backward()
+        optimizer.step()
+        schedule.step()
+    return made
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_state(made: SimpleNamespace) -> dict[str, torch.Tensor]:
+    """All tensors in full, by names that every strategy shares."""
+    model = made.model.module if isinstance(made.model, DistributedDataParallel) else made.model
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        state |= {f"{name}/{k}": full(v) for k, v in made.optimizer.state[parameter].items()}
+    return state
+
+
+def saved(root: Path, strategy: str, model_save_format: str, seed: int) -> dict[str, torch.Tensor]:
+    made = build(strategy, seed)
+    tiny.save(root, made, model_save_format=model_save_format)
+    return whole_state(made)
+
+
+def loaded(root: Path, strategy: str) -> dict[str, torch.Tensor]:
+    made = build(strategy, seed=99)
+    assert tiny.checkpointer(root).load(discover(made)) is not None
+    assert made.lr_scheduler.last_epoch == 2
+    return whole_state(made)
+
+
+LAYOUTS = [("single", 1), ("fsdp2", 2), ("ddp", 2)]
+
+
+@pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])
+@pytest.mark.parametrize(("strategy", "size"), LAYOUTS)
+def test_what_one_layout_saves_every_other_loads_bit_for_bit(
+    tmp_path: Path, strategy: str, size: int, model_save_format: str
+) -> None:
+    expected = ranks.run(saved, size, tmp_path, strategy, model_save_format, 7)[0]
+    assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+    for other, other_size in LAYOUTS:
+        for result in ranks.run(loaded, other_size, tmp_path, other):
+            assert result.keys() == expected.keys()
+            assert [n for n in expected if not torch.equal(result[n], expected[n])] == [], (other, other_size)
+
+
+def saved_with_rank_state(root: Path) -> None:
+    rank = dist.get_rank()
+    made = build("fsdp2", rng=PerRank("rank_rng", rank), dataloader=PerRank("dp_rank", 17), alike=tiny.Counter(3),
+                 odd=tiny.Counter({"rank": rank}))  # fmt: skip
+    tiny.save(root, made)
+
+
+def loaded_with_rank_state(root: Path, allow: list[str]) -> dict[str, Any]:
+    made = build("fsdp2" if dist.get_world_size() > 1 else "single", rng=PerRank("rank_rng"),
+                 dataloader=PerRank("dp_rank"), alike=tiny.Counter(), odd=tiny.Counter())  # fmt: skip
+    made.rng.derive = lambda step: setattr(made.rng, "value", f"derived at {step}")
+    tiny.checkpointer(root, allow_missing_state=allow).load(discover(made))
+    return {name: getattr(made, name).value for name in ("rng", "dataloader", "alike", "odd")}
+
+
+def test_state_that_differs_between_ranks_is_kept_per_rank_declared_or_not(tmp_path: Path) -> None:
+    ranks.run(saved_with_rank_state, 2, tmp_path)
+    path = tmp_path / "epoch_0_step_20"
+    files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*.pt"))
+    assert files == ["alike.pt", "dataloader/dataloader_dp_rank_0.pt", "dataloader/dataloader_dp_rank_1.pt",
+                     "odd/odd_global_rank_0.pt", "odd/odd_global_rank_1.pt", "rng/rng_dp_rank_0.pt",
+                     "rng/rng_dp_rank_1.pt"]  # fmt: skip
+    for rank, values in enumerate(ranks.run(loaded_with_rank_state, 2, tmp_path, [])):
+        assert values == {"rng": rank, "dataloader": 17, "alike": 3, "odd": {"rank": rank}}
+
+
+def test_on_other_ranks_state_that_was_alike_comes_back_and_the_rest_is_refused_by_name(tmp_path: Path) -> None:
+    ranks.run(saved_with_rank_state, 2, tmp_path)
+    (refused,) = ranks.outcomes(loaded_with_rank_state, 1, tmp_path, [])
+    assert isinstance(refused.error, CheckpointUnusable) and "'odd' was saved by 2 ranks" in str(refused.error)
+    (values,) = ranks.run(loaded_with_rank_state, 1, tmp_path, ["odd"])
+    assert values == {"rng": "derived at 20", "dataloader": 17, "alike": 3, "odd": 0}
+
+
+def fails_on_rank_1(root: Path) -> tuple[str, float]:
+    made = build("fsdp2")
+    tiny.save(root, made, step=20)
+    if dist.get_rank() == 1:
+        write, calls = commit._write_all, []
+
+        def broken(descriptor: int, view: memoryview) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise OSError(28, os.strerror(28))
+            write(descriptor, view)
+
+        commit._write_all = broken
+    started = time.monotonic()
+    with pytest.raises(SaveFailed) as caught:
+        tiny.save(root, made, step=40)
+    commit._write_all = write if dist.get_rank() == 1 else commit._write_all
+    tiny.save(root, made, step=60)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(tmp_path: Path) -> None:
+    for message, seconds in ranks.run(fails_on_rank_1, 2, tmp_path):
+        assert "rank 1" in message and "ENOSPC" in message and "shard-00002" in message and seconds < 30
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["LATEST", "epoch_0_step_20", "epoch_0_step_60"]
+
+
+def resumed_step(root: Path) -> int | None:
+    resumed = tiny.checkpointer(root).load(discover(build("fsdp2")))
+    return resumed.step if resumed else None
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint_when_a_shard_is_damaged_or_foreign(tmp_path: Path) -> None:
+    def save_two(root: Path) -> None:
+        made = build("fsdp2")
+        tiny.save(root, made, step=20)
+        tiny.save(root, made, step=40)
+        made.model.count.add_(1)
+        tiny.save(root, made, step=60)
+
+    ranks.run(save_two, 2, tmp_path)
+    shard = "model/shard-00001-model-00001-of-00001.safetensors"
+    shutil.copy(tmp_path / "epoch_0_step_20" / shard, tmp_path / "epoch_0_step_60" / shard)
+    (tmp_path / "epoch_0_step_40" / shard).unlink()
+    assert ranks.run(resumed_step, 2, tmp_path) == [20, 20]

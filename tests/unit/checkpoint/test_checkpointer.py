@@ -1,0 +1,349 @@
+"""Saving and loading on one process: what is on disk, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from automodel_ckpt.checkpoint import Manifest, commit, discover
+from automodel_ckpt.checkpoint.verify import foreign_files, verify
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from tests.support import tiny
+
+FORMATS = ["safetensors", "torch_save"]
+
+
+def tree(root: Path) -> list[str]:
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir() or p.is_symlink())
+
+
+@pytest.mark.parametrize("model_save_format", FORMATS)
+def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: Any) -> None:
+    made = tiny.recipe(seed=1, tracker=tiny.Counter({"best": 1.5, "seen": [1, 2]}))
+    tiny.train(made)
+    tiny.save(tmp_path, made, model_save_format=model_save_format)
+    other = tiny.recipe(seed=2, tracker=tiny.Counter())
+    resumed = tiny.checkpointer(tmp_path).load(discover(other))
+    assert resumed is not None and (resumed.step, resumed.epoch, resumed.path.name) == (20, 0, "epoch_0_step_20")
+    tiny.assert_equal_state(made, other)
+    assert other.tracker.value == {"best": 1.5, "seen": [1, 2]}
+    assert other.model.head is other.model.embed
+    tiny.train(made), tiny.train(other)
+    tiny.assert_equal_state(made, other)
+
+
+def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter()))
+    assert tree(tmp_path) == sorted(["LATEST"] + [
+        f"epoch_0_step_20/{name}" for name in (
+            "MANIFEST.json", "config.yaml", "losses.json", "model/shard-00001-model-00001-of-00001.safetensors",
+            "optim/.metadata", "optim/__0_0.distcp", "tracker.pt")
+    ])  # fmt: skip
+    assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_20"
+    assert json.loads((tmp_path / "LATEST/losses.json").read_text()) == {"step": 20, "val_loss": None}
+
+
+def test_every_file_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        tiny.save(tmp_path, tiny.recipe())
+    finally:
+        os.umask(before)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_file()}
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:
+    path = tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter())).path
+    manifest = Manifest.read(path)
+    assert foreign_files(path, manifest) == [] and verify(path, manifest) == []
+    assert manifest.files.keys() | {"MANIFEST.json"} == set(tree(path))
+    assert manifest.trees["model"].tied == {"head": "embed"}
+    assert manifest.progress == {"consumed_samples": 20}
+
+
+@pytest.mark.parametrize("model_save_format", FORMATS)
+def test_the_slices_of_the_manifest_point_at_the_raw_bytes(tmp_path: Path, model_save_format: Any) -> None:
+    made = tiny.recipe(seed=3)
+    path = tiny.save(tmp_path, made, model_save_format=model_save_format).path
+    for fqn, tensor in Manifest.read(path).trees["model"].tensors.items():
+        (piece,) = tensor.slices
+        raw = (path / piece.file).read_bytes()[piece.start : piece.start + piece.nbytes]
+        value = made.model.state_dict()[fqn]
+        assert raw == value.reshape(-1).view(torch.uint8).numpy().tobytes(), fqn
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorchs_own_readers_read_our_files(tmp_path: Path) -> None:
+    made = tiny.recipe(seed=4)
+    tiny.train(made)
+    path = tiny.save(tmp_path, made).path
+    wanted = {k: v for k, v in made.model.state_dict().items() if k != "head"}
+    assert load_file(path / "model/shard-00001-model-00001-of-00001.safetensors").keys() == wanted.keys()
+    read = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path / "model")), no_dist=True)
+    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+    moments = made.optimizer.state[made.model.embed]["exp_avg"]
+    state = {"optimizer.state.model.embed.exp_avg": torch.zeros_like(moments)}
+    dcp.load(state, checkpoint_id=path / "optim", no_dist=True)
+    assert torch.equal(state["optimizer.state.model.embed.exp_avg"], moments)
+
+
+def test_a_value_head_under_the_same_optimizer_is_saved_like_the_model(tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        made = tiny.recipe(seed)
+        made.value_head = torch.nn.Linear(4, 1)
+        made.optimizer.add_param_group({"params": list(made.value_head.parameters()), "lr": 0.5})
+        made.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer)
+        return made
+
+    made, other = make(1), make(2)
+    for _ in range(2):
+        (made.model(torch.ones(2, 4)) + made.value_head(torch.ones(4)).sum()).backward()
+        made.optimizer.step()
+    path = tiny.save(tmp_path, made).path
+    assert (path / "value_head/shard-00001-model-00001-of-00001.safetensors").is_file()
+    tiny.checkpointer(tmp_path).load(discover(other))
+    tiny.assert_equal_state(made, other)
+    assert torch.equal(made.value_head.weight, other.value_head.weight)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [
+        group["lr"] for group in made.optimizer.param_groups
+    ]
+
+
+def test_an_optimizer_over_an_unsaved_module_is_refused(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    made.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    with pytest.raises(RecipeError, match="parameters of no module"):
+        tiny.save(tmp_path, made)
+    assert tree(tmp_path) == []
+
+
+def test_a_modules_extra_state_is_saved_too(tmp_path: Path) -> None:
+    class WithExtra(torch.nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.extra}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state["calls"]
+
+    for model_save_format in FORMATS:
+        made, other = tiny.recipe(), tiny.recipe()
+        made.model.part, other.model.part = WithExtra(2, 2), WithExtra(2, 2)
+        made.model.part.extra = [1, "two"]
+        tiny.save(tmp_path / model_save_format, made, model_save_format=model_save_format)
+        tiny.checkpointer(tmp_path / model_save_format).load(discover(other))
+        assert other.model.part.extra == [1, "two"]
+
+
+@pytest.mark.parametrize("change", ["shape", "missing", "extra", "dtype"])
+def test_a_changed_model_is_refused_with_a_readable_diff(tmp_path: Path, change: str) -> None:
+    tiny.save(tmp_path, tiny.recipe())
+    other = tiny.recipe()
+    if change == "shape":
+        other.model.one_row = torch.nn.Parameter(torch.zeros(2, 3))
+    elif change == "missing":
+        del other.model.one_row
+    elif change == "extra":
+        other.model.more = torch.nn.Parameter(torch.zeros(2))
+    else:
+        other.model.brief = torch.nn.Parameter(torch.zeros(3, 2))
+    expected = {
+        "shape": r"~ one_row: saved as F32 \[1, 3\], here F32 \[2, 3\]",
+        "missing": "- one_row: saved, but not here",
+        "extra": r"\+ more: here, but not saved",
+        "dtype": r"~ brief: saved as BF16 \[3, 2\], here F32 \[3, 2\]",
+    }[change]
+    with pytest.raises(CheckpointUnusable, match=expected):
+        tiny.checkpointer(tmp_path).load(discover(other))
+
+
+def test_state_on_one_side_only_stops_the_run_unless_allowed_by_name(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(old=tiny.Counter(1)))
+    with pytest.raises(CheckpointUnusable) as caught:
+        tiny.checkpointer(tmp_path).load(discover(tiny.recipe(new=tiny.Counter())))
+    assert "+ new: here, but not saved" in str(caught.value) and "- old: saved, but not here" in str(caught.value)
+    assert "--checkpoint.allow_missing_state '[new, old]'" in str(caught.value)
+    other = tiny.recipe(new=tiny.Counter(7))
+    assert tiny.checkpointer(tmp_path, allow_missing_state=["new", "old"]).load(discover(other)) is not None
+    assert other.new.value == 7
+
+
+def test_one_object_under_two_names_comes_back_under_both(tmp_path: Path) -> None:
+    made, other = tiny.recipe(a=tiny.Counter(5)), tiny.recipe(a=tiny.Counter())
+    made.b, other.b = made.a, other.a
+    path = tiny.save(tmp_path, made).path
+    assert (path / "a.pt").exists() and not (path / "b.pt").exists()
+    tiny.checkpointer(tmp_path).load(discover(other))
+    assert other.b.value == 5
+
+
+def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
+    path = tiny.save(tmp_path, tiny.recipe(), save_optimizer=False).path
+    assert not (path / "optim").exists()
+    with pytest.raises(CheckpointUnusable, match=r"\+ optimizer: here, but not saved"):
+        tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+    allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
+    assert allowed.load(discover(tiny.recipe())) is not None
+
+
+def test_unsafe_state_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="could not be read back safely"):
+        tiny.checkpointer(tmp_path).check(discover(tiny.recipe(bad=tiny.Counter(object()))))
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "hacked"),)
+
+    path = tiny.save(tmp_path / "run", tiny.recipe(tracker=tiny.Counter())).path
+    (path / "tracker.pt").write_bytes(pickle.dumps(Attack()))
+    unchecked = tiny.checkpointer(tmp_path / "run", verify="none")
+    with pytest.raises(CheckpointUnusable, match="not plain data"):
+        unchecked.load(discover(tiny.recipe(tracker=tiny.Counter())))
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("file", ["model/shard-00001-model-00001-of-00001.safetensors", "optim/__0_0.distcp"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path, made, step=20)
+    tiny.train(made)
+    path = tiny.save(tmp_path, made, step=40).path
+    tensor = next(
+        t
+        for tree_ in Manifest.read(path).trees.values()
+        for t in tree_.tensors.values()
+        if t.slices[0].file == file and t.nbytes
+    )
+    data = bytearray((path / file).read_bytes())
+    data[tensor.slices[0].start] ^= 1
+    (path / file).write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        resumed = tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+    assert resumed is not None and resumed.step == 20
+    assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
+
+
+def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    path = tiny.save(tmp_path, tiny.recipe(), step=40).path
+    (path / "config.yaml").unlink()
+    with pytest.raises(CheckpointUnusable, match="to restore from cannot be used") as caught:
+        tiny.checkpointer(tmp_path, restore_from="LATEST").load(discover(tiny.recipe()))
+    assert "config.yaml" in str(caught.value) and caught.value.exit_code == 3
+    (tmp_path / "epoch_0_step_20" / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointUnusable, match="no checkpoint can be used") as caught:
+        tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+    assert "step_20" in str(caught.value) and "step_40" in str(caught.value)
+
+
+def test_a_fresh_directory_is_a_fresh_run(tmp_path: Path) -> None:
+    assert tiny.checkpointer(tmp_path / "new").load(discover(tiny.recipe())) is None
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["LATEST", "LOWEST_VAL", "epoch_0_step_20", "{root}/epoch_0_step_20", "{root}/LATEST"])
+def test_restore_from_takes_every_form_of_name(tmp_path: Path, name: str) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20, losses={"val_loss": 1.0}, validated=True)
+    tiny.save(tmp_path, tiny.recipe(), step=40, losses={"val_loss": 2.0}, validated=True)
+    request = name.format(root=tmp_path)
+    resumed = tiny.checkpointer(tmp_path, restore_from=request).load(discover(tiny.recipe()))
+    assert resumed is not None and resumed.step == (40 if "LATEST" in name else 20)
+
+
+def test_restore_from_something_absent_names_what_is_there(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe())
+    with pytest.raises(CheckpointUnusable, match="epoch_0_step_20"):
+        tiny.checkpointer(tmp_path, restore_from="epoch_9_step_9").load(discover(tiny.recipe()))
+
+
+def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, list[str]]:
+    """Load, then save at *steps*, as one process of a run does; (step resumed from, names in the directory)."""
+    made = tiny.recipe()
+    saver = tiny.checkpointer(root, **options)
+    resumed = saver.load(discover(made))
+    for step in steps:
+        saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+    return (resumed.step if resumed else None), sorted(p.name for p in root.iterdir() if p.name.startswith("epoch"))
+
+
+def test_a_run_that_goes_back_sets_the_abandoned_checkpoints_aside_and_a_requeue_goes_on(tmp_path: Path) -> None:
+    run_from(tmp_path, [20, 40, 60])
+    step, names = run_from(tmp_path, [30, 40], restore_from="epoch_0_step_20")
+    assert step == 20
+    assert names == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40", "epoch_0_step_40.superseded-1",
+                     "epoch_0_step_60.superseded-1"]  # fmt: skip
+    assert run_from(tmp_path, [50], restore_from="epoch_0_step_20")[0] == 40
+    assert run_from(tmp_path, [60])[0] == 50
+
+
+def test_nothing_is_set_aside_before_the_first_new_checkpoint_stands(tmp_path: Path) -> None:
+    run_from(tmp_path, [20, 40])
+    assert run_from(tmp_path, [], restore_from="epoch_0_step_20") == (20, ["epoch_0_step_20", "epoch_0_step_40"])
+
+
+@pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, float("nan"), 5.0, None]])
+def test_lowest_val_moves_only_to_a_strictly_better_value(tmp_path: Path, values: list[float | None]) -> None:
+    pointed = []
+    for index, value in enumerate(values):
+        losses = {"val_loss": value}
+        tiny.save(tmp_path, tiny.recipe(), step=index + 1, losses=losses, validated=value is not None)
+        pointed.append(commit.pointed(tmp_path, "LOWEST_VAL"))
+    assert pointed == ["epoch_0_step_1"] + ["epoch_0_step_2"] * 5
+
+
+def test_without_validation_there_is_no_lowest_val(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(), losses={"val_loss": 1.0}, validated=False)
+    assert commit.pointed(tmp_path, "LOWEST_VAL") is None
+
+
+def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    tiny.save(tmp_path, tiny.recipe(), step=40)
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    staging = commit.reserve(tmp_path, "epoch_0_step_60")
+    (staging / "model").mkdir()
+    (tmp_path / ".staging-notes").write_text("the user's own")
+    tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+    assert not staging.exists() and (tmp_path / ".staging-notes").exists()
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
+
+
+def test_a_failed_save_leaves_the_one_before_and_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(commit, "_write_all", full)
+    with pytest.raises(SaveFailed, match=r"ENOSPC") as caught:
+        tiny.save(tmp_path, tiny.recipe(), step=40)
+    assert caught.value.exit_code == 4 and "epoch_0_step_40" in str(caught.value)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_the_two_log_lines_are_word_for_word(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO):
+        tiny.save(Path("checkpoints/"), tiny.recipe())
+        tiny.checkpointer(Path("checkpoints/")).load(discover(tiny.recipe()))
+    assert "Saving checkpoint to checkpoints/epoch_0_step_20" in caplog.messages
+    assert "Loading checkpoint from checkpoints/epoch_0_step_20" in caplog.messages

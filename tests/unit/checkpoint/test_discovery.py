@@ -1,0 +1,110 @@
+"""What a recipe's attributes hold, and how each is stored."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.discovery import classify, discover, refuse_unsafe
+from automodel_ckpt.errors import RecipeError
+
+
+class Duck:
+    """Nothing but the two methods."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def recipe(**attributes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**attributes)
+
+
+def stored(state: dict[str, Any]) -> dict[str, str]:
+    return {item.name: item.path for item in classify(state)}
+
+
+def test_no_name_is_special() -> None:
+    names = ["value_head", "latest_eval", "best_loss", "val_tracker", "_private", "config"]
+    found = discover(recipe(**{name: Duck() for name in names}, number=3, text="x", duck_class=Duck))
+    assert list(found) == names
+
+
+def test_the_kind_comes_from_the_type_and_the_place_from_the_attribute() -> None:
+    model, value_head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *value_head.parameters()], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    state = discover(recipe(schedule=schedule, model=model, value_head=value_head, optimizer=optimizer, best=Duck()))
+    assert stored(state) == {
+        "schedule": "optim/", "model": "model/", "value_head": "value_head/", "optimizer": "optim/", "best": "best.pt",
+    }  # fmt: skip
+
+
+def test_lists_and_dicts_of_state_are_found_with_escaped_keys() -> None:
+    nested = [{"a.b/../c": Duck(), "plain": [Duck()]}, Duck()]
+    assert list(discover(recipe(nested=nested))) == ["nested.0.a%2Eb%2F%2E%2E%2Fc", "nested.0.plain.0", "nested.1"]
+
+
+def test_a_list_that_holds_itself_is_no_endless_search() -> None:
+    loop: list[Any] = [Duck()]
+    loop.append(loop)
+    assert list(discover(recipe(loop=loop))) == ["loop.0"]
+
+
+def test_one_object_under_two_names_is_stored_once_under_the_first() -> None:
+    duck = Duck()
+    (item,) = classify(discover(recipe(first=duck, second=duck)))
+    assert (item.name, item.aliases) == ("first", ("second",))
+
+
+def test_untracked_names_are_left_out() -> None:
+    assert list(discover(recipe(kept=Duck(), left=Duck(), untracked={"left"}))) == ["kept"]
+
+
+def test_two_attributes_for_one_place_are_refused_by_name() -> None:
+    model = torch.nn.Linear(1, 1)
+    state = discover(recipe(optim=model, optimizer=torch.optim.SGD(model.parameters(), lr=1)))
+    with pytest.raises(RecipeError, match=r"same place, optim/\n.*'optim' and 'optimizer'"):
+        classify(state)
+
+
+def test_a_schedule_without_its_optimizer_is_refused() -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)
+    state = discover(recipe(schedule=torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    with pytest.raises(RecipeError, match="drives an optimizer that is not part"):
+        classify(state)
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "kind"),
+    [
+        (np.arange(3), "value", "numpy.ndarray"),
+        ({"deep": [1, deque([1])]}, "value.deep[1]", "collections.deque"),
+        (lambda: None, "value", "builtins.function"),
+        ([np.float64(1.0)], "value[0]", "numpy.float64"),
+        ({Duck: 1}, "the key", "builtins.type"),
+    ],
+)
+def test_state_that_needs_code_to_load_is_refused_by_attribute_and_key(value: Any, key: str, kind: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        refuse_unsafe("tracker", Duck(value).state_dict())
+    message = str(caught.value)
+    assert "'tracker'" in message and key in message and kind in message and "untracked" in message
+
+
+def test_plain_state_is_accepted_and_its_digest_tells_values_apart() -> None:
+    plain = {"t": torch.ones(2), "n": None, "c": Counter("aab"), "l": [1, 2.5, True, "x", b"y", (1,), {3}]}
+    assert refuse_unsafe("x", plain) == refuse_unsafe("x", {**plain, "t": torch.ones(2)})
+    for changed in ({"t": torch.zeros(2)}, {"t": torch.ones(2, dtype=torch.float64)}, {"l": [1, 2.5, 1, "x"]}):
+        assert refuse_unsafe("x", plain) != refuse_unsafe("x", {**plain, **changed})
