@@ -1,0 +1,263 @@
+"""From the shards of a checkpoint to the files that Hugging Face's loaders read: checked, cast, staged, published.
+
+    report = consolidate("checkpoints/epoch_0_step_20")        # or its model/, or a bare directory of shards
+    report.output                                              # .../model/consolidated
+
+The order is: open and check the source, plan (pure), write everything beside the target, make it durable, give it its
+name. Until the last step nothing that was there is touched. Imports no torch, and numpy only for casts and interleaved
+slices.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
+from automodel_ckpt.checkpoint.copy_engine import Workers, create_output, digest_file, gather, move
+from automodel_ckpt.checkpoint.export_plan import (
+    INDEX,
+    ExportTensor,
+    Gather,
+    Move,
+    Plan,
+    make_plan,
+    parse_cast_dtype,
+    quantized_in_base,
+)
+from automodel_ckpt.checkpoint.export_publish import EXPORT_MANIFEST, Log, check_target, staged
+from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps, Source, open_source, read_maps
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
+
+__all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
+
+log_default = logging.getLogger("automodel_ckpt")
+
+_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class ConsolidationReport:
+    """An export that was published: where, how many files and bytes of weights, and how many tensors were cast by
+    (from, to) dtype. *checked* says whether the source's digests were known, and so compared."""
+
+    output: Path
+    num_files: int
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    casts: Mapping[tuple[str, str], int]
+    warnings: tuple[str, ...]
+
+
+def consolidate(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    cast_dtype: str | None = None,
+    num_threads: int = 5,
+    num_procs: int = 1,
+    log: Log = log_default.info,
+) -> ConsolidationReport:
+    """Export the model in *source* (checkpoint, its ``model/``, or a bare directory of shards) as Hugging Face files.
+
+    *output* defaults to ``consolidated`` in the model's directory; *cast_dtype* is one of bf16, fp16, fp32, fp64 or a
+    long name. *num_procs* greater than 1 forks: only for a process without threads of its own.
+
+    Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
+    :class:`SaveFailed` where the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
+    nothing was written, and an earlier export stands as it was.
+    """
+    started = time.monotonic()
+    workers = _workers(num_procs, num_threads)
+    cast_code = parse_cast_dtype(cast_dtype)
+    opened = open_source(Path(source))
+    target = Path(os.path.realpath(output if output is not None else opened.model_directory / layout.CONSOLIDATED))
+    check_target(target)
+    _check_source(opened, workers)
+    maps = read_maps(opened.metadata_directory)
+    plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory))
+    side_files, more = _side_files(opened, plan, maps)
+    warnings = (*opened.notes, *plan.warnings, *more)
+    for text in [*(f"warning: {text}" for text in warnings), *_cast_lines(plan)]:
+        log(text)
+    with staged(target, log) as staging:
+        _write(plan, opened, staging, workers)
+        _write_side_files(side_files, staging)
+        _write_manifest(plan, opened, staging, workers)
+    return ConsolidationReport(
+        target, len(plan.files), sum(len(file.tensors) for file in plan.files), plan.nbytes,
+        time.monotonic() - started, opened.manifest is not None, plan.casts, warnings,
+    )  # fmt: skip
+
+
+def _workers(num_procs: int, num_threads: int) -> Workers:
+    for name, value in (("--nproc (NPROC_PER_NODE)", num_procs), ("--num-threads (NUM_THREADS)", num_threads)):
+        if value < 1:
+            raise RecipeError("not a number of workers", where=name, value=value, remedy="give 1 or more")
+    return Workers(num_procs, num_threads)
+
+
+def _check_source(source: Source, workers: Workers) -> None:
+    """Every file that the export reads is the one that was saved; all that are not are named."""
+    if source.manifest is None:
+        return
+    num_threads = workers.num_procs * workers.num_threads
+    if problems := verify(source.root, source.manifest, "digest", num_threads=num_threads):
+        raise CheckpointUnusable.all_of(problems)
+
+
+def _cast_lines(plan: Plan) -> list[str]:
+    return [f"cast {count} tensors from {a} to {b}" for (a, b), count in sorted(plan.casts.items())]
+
+
+def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> None:
+    descriptors: list[int] = []
+    try:
+        for file in plan.files:
+            descriptors.append(create_output(staging / file.name, file.header, file.nbytes))
+        tasks: list[Move | Gather] = sorted((*plan.moves, *plan.gathers), key=_place)
+        workers.run(partial(_carry_out, source.root, staging), tasks)
+        # Through descriptors open since before the first write: a failed write-back is reported here in any case.
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _place(task: Move | Gather) -> tuple[str, int, int]:
+    return task.target, task.target_start, task.first if isinstance(task, Gather) else 0
+
+
+def _carry_out(root: Path, staging: Path, task: Move | Gather) -> None:
+    try:
+        if isinstance(task, Move):
+            move(root, staging, task)
+        else:
+            gather(root, staging, task)
+    except OSError as error:
+        error.filename = error.filename or str(staging / task.target)
+        raise
+
+
+def _side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
+    """The content of every other file of the export, and what the user should know about them."""
+    directory = source.metadata_directory
+    if directory is None:
+        return {INDEX: plan.index()}, ["there is no .hf_metadata: the export has no config.json and no tokenizer"]
+    try:
+        files = {name: (directory / name).read_bytes() for name in _regular_files(directory) if name not in MAPS}
+    except OSError as error:
+        problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
+        raise CheckpointUnusable.all_of([problem]) from None
+    warnings = []
+    if clash := sorted(name for name in files if name == INDEX or name.endswith(".safetensors")):
+        warnings.append(f"left out, since the export writes such files itself: {', '.join(map(repr, clash))}")
+    kept = {name: data for name, data in files.items() if name not in clash and name != EXPORT_MANIFEST}
+    if "config.json" in kept:
+        kept["config.json"], more = agreeing_config(kept["config.json"], plan, maps, directory / "config.json")
+        warnings += more
+    return {**kept, INDEX: plan.index()}, warnings
+
+
+def _regular_files(directory: Path) -> Iterable[str]:
+    """Files below *directory*, relative; links are not followed, as they may lead anywhere."""
+    for parent, _, names in os.walk(directory):
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.is_file() and not path.is_symlink():
+                yield path.relative_to(directory).as_posix()
+
+
+def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple[bytes, list[str]]:
+    """config.json with the dtype that most of the weights have, and without a quantization that none of them has.
+
+    Returned unchanged, byte for byte, where it agrees already.
+    """
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointUnusable(
+            "config.json is not a JSON mapping", where=str(path), value="", remedy="restore the file from another copy"
+        )
+    before = json.dumps(config)
+    tensors = [tensor for file in plan.files for tensor in file.tensors]
+    if (code := _main_dtype(tensors)) is not None:
+        _set_dtype(config, _TORCH_NAMES[code])
+    warnings = _drop_quantization(config, tensors, maps)
+    unchanged = json.dumps(config) == before
+    return (raw if unchanged else json.dumps(config, indent=2).encode() + b"\n"), warnings
+
+
+def _main_dtype(tensors: Iterable[ExportTensor]) -> str | None:
+    """The ordinary float dtype of most elements; None where there is none."""
+    numels: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in ORDINARY_FLOATS:
+            numels[tensor.dtype] += tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype]
+    return max(numels, key=lambda code: numels[code], default=None)
+
+
+def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
+    """State the dtype where the config states one (``dtype``, ``torch_dtype`` before transformers 5), nested too."""
+    stated = [key for key in _DTYPE_KEYS if config.get(key) is not None]
+    for key in stated or (["dtype"] if top else []):
+        config[key] = name
+    for key, value in config.items():
+        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            _set_dtype(value, name, top=False)
+
+
+def _drop_quantization(config: dict[str, Any], tensors: list[ExportTensor], maps: BaseMaps) -> list[str]:
+    floated = {tensor.fqn for tensor in quantized_in_base(tensors, maps)}
+    if "quantization_config" not in config or not floated:
+        return []
+    originals = maps.dtype or {}
+    still = [t.fqn for t in tensors if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS and t.fqn not in floated]
+    if still:
+        return [f"config.json keeps its quantization_config: {len(still)} tensors are still quantized, some are float"]
+    del config["quantization_config"]
+    return ["config.json loses its quantization_config: the weights are float now"]
+
+
+def _write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
+    for name, data in sorted(files.items()):
+        path = staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        commit.write_file(path, data)
+
+
+def _write_manifest(plan: Plan, source: Source, staging: Path, workers: Workers) -> None:
+    names = sorted(_regular_files(staging))
+    with ThreadPoolExecutor(workers.num_threads, "consolidate") as executor:
+        records = dict(zip(names, executor.map(lambda name: digest_file(staging / name), names), strict=True))
+    manifest = source.manifest
+    document = {
+        "format": "automodel_ckpt.export",
+        "format_version": 1,
+        "created": time.time(),
+        "step": manifest.step if manifest else None,
+        "epoch": manifest.epoch if manifest else None,
+        "checkpoint": source.root.name,
+        "checked": manifest is not None,
+        "casts": {f"{a}->{b}": count for (a, b), count in sorted(plan.casts.items())},
+        "files": {name: {"size": record.size, "digest": record.digest} for name, record in records.items()},
+    }
+    commit.write_file(staging / EXPORT_MANIFEST, json.dumps(document, indent=2).encode() + b"\n")

@@ -1,0 +1,117 @@
+"""The text of ``consolidate.sh``, which stands in the model's directory of a checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+
+# Written for bash and parseable by every POSIX shell, so that a shell that cannot run it can say so: no arrays, no [[.
+# Sourced, all work is done by a child: nothing can be left behind in the caller's shell, and nothing can end it. Names
+# may hold anything, a final newline too: $(...) strips those, hence the "x" behind each captured path.
+_SCRIPT = r"""#!/usr/bin/env bash
+# Export this checkpoint's model as Hugging Face files, into consolidated/ beside this script.
+#   bash consolidate.sh          from anywhere, after a move or copy too; `source consolidate.sh` does the same
+#   sbatch --cpus-per-task=20 --wrap='NPROC_PER_NODE=4 NUM_THREADS=5 bash /path/to/consolidate.sh'
+# Environment: NPROC_PER_NODE (1) processes with NUM_THREADS (5) threads each; CAST_DTYPE (none; bf16, fp16, fp32 or
+# fp64); PYTHON, the interpreter; CONSOLIDATION_TOOL, the path of an offline_hf_consolidation.py.
+if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
+  echo "consolidate.sh: this is a bash script; run it as: bash consolidate.sh" >&2
+  (exit 2)
+elif [ -n "${ZSH_VERSION-}" ]; then
+  command bash -- "$0"
+elif [ "${BASH_SOURCE-}" != "$0" ]; then
+  command bash -- "${BASH_SOURCE-}"
+else
+
+fail() {
+  printf 'consolidate.sh: %s\n' "$@" >&2
+  exit 1
+}
+
+is_count() {
+  case $1 in '' | *[!0-9]* | 0*) return 1 ;; esac
+}
+
+# What this job may use: Slurm's number where it gives one, never more than the affinity mask allows.
+cpu_allocation() {
+  cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null) || cpus=
+  for limit in "${SLURM_CPUS_PER_TASK-}" "${SLURM_CPUS_ON_NODE-}"; do
+    if is_count "$limit"; then
+      if ! is_count "$cpus" || [ "$limit" -lt "$cpus" ]; then cpus=$limit; fi
+      break
+    fi
+  done
+  printf '%s' "$cpus"
+}
+
+self=$(readlink -f -- "$0" && printf x) || fail "cannot find this script's own place: $0"
+self=${self%x}
+self=${self%?}
+model_dir=${self%/*}
+output_dir=$model_dir/consolidated
+if [ ! -d "$model_dir/.hf_metadata" ]; then
+  hint="Run it where it was written, in the model directory of a checkpoint."
+  if [ -n "${SLURM_JOB_ID-}" ]; then
+    hint="Slurm runs a spooled copy that lost its place. Use: sbatch --wrap='bash /path/to/model/consolidate.sh'"
+  fi
+  fail "there is no checkpoint beside this script, in $model_dir (no .hf_metadata)." "$hint"
+fi
+
+num_procs=${NPROC_PER_NODE:-1}
+num_threads=${NUM_THREADS:-5}
+is_count "$num_procs" || fail "NPROC_PER_NODE is not a number of processes: $num_procs"
+is_count "$num_threads" || fail "NUM_THREADS is not a number of threads: $num_threads"
+cpus=$(cpu_allocation)
+if is_count "$cpus" && [ $((num_procs * num_threads)) -gt "$cpus" ]; then
+  echo "consolidate.sh: warning: NPROC_PER_NODE * NUM_THREADS = $((num_procs * num_threads))" \
+    "exceeds the $cpus CPUs of this allocation" >&2
+fi
+
+python=${PYTHON-}
+if [ -z "$python" ]; then
+  python=@INTERPRETER@
+  [ -x "$python" ] || python=python3
+fi
+command -v -- "$python" >/dev/null 2>&1 || fail "cannot run the Python interpreter: $python" \
+  "Set PYTHON to one that has automodel_ckpt installed."
+
+set -- --model-name "$model_dir/.hf_metadata" --input-dir "$model_dir" --output-dir "$output_dir" \
+  --num-threads "$num_threads" --backend gloo
+if [ -n "${CAST_DTYPE-}" ]; then
+  set -- "$@" --cast-dtype "$CAST_DTYPE"
+fi
+
+tool=${CONSOLIDATION_TOOL-}
+if [ -n "$tool" ]; then
+  [ -f "$tool" ] || fail "there is no tool at CONSOLIDATION_TOOL: $tool"
+elif [ -f tools/offline_hf_consolidation.py ]; then
+  tool=tools/offline_hf_consolidation.py
+fi
+case $tool in '' | /*) ;; *) tool=./$tool ;; esac
+export NPROC_PER_NODE="$num_procs"
+if [ -z "$tool" ]; then
+  # Safe path: a file named like a module, in the directory where this happens to run, must not be imported.
+  PYTHONSAFEPATH=1 "$python" -m automodel_ckpt.consolidate "$@" >&2
+elif [ "$num_procs" -gt 1 ] && ! grep -q NPROC_PER_NODE -- "$tool"; then
+  # A tool that does not read the variable itself (NeMo AutoModel's) expects its processes from torchrun.
+  "$python" -m torch.distributed.run --nproc-per-node="$num_procs" "$tool" "$@" >&2
+else
+  "$python" "$tool" "$@" >&2
+fi
+status=$?
+if [ "$status" -ne 0 ]; then
+  if [ -z "$tool" ] && ! PYTHONSAFEPATH=1 "$python" -c 'import automodel_ckpt' >/dev/null 2>&1; then
+    echo "consolidate.sh: $python has no package automodel_ckpt: set PYTHON to one that has it, or" \
+      "CONSOLIDATION_TOOL to an offline_hf_consolidation.py" >&2
+  fi
+  echo "consolidate.sh: nothing was exported (the tool ended with status $status)" >&2
+  exit "$status"
+fi
+printf '%s\n' "$output_dir"
+
+fi
+"""
+
+
+def consolidate_script(interpreter: str) -> str:
+    """``consolidate.sh`` for a checkpoint that the Python at the path *interpreter* wrote."""
+    return _SCRIPT.replace("@INTERPRETER@", shlex.quote(interpreter))

@@ -1,0 +1,368 @@
+"""From slices to the byte ranges of Hugging Face files: pure, no file is touched.
+
+The plan fixes what an export holds (names, dtypes, files, headers) and, for every byte of its data sections, where it
+comes from: a :class:`Move` where the bytes lie in one piece on both sides, a :class:`Gather` where a tensor's slices
+interleave in it or its dtype changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.safetensors_header import build_header
+from automodel_ckpt.checkpoint.slices import (
+    DTYPE_BITS,
+    ORDINARY_FLOATS,
+    Box,
+    Tensor,
+    intersection,
+    nbytes_of,
+    overlap,
+)
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5_000_000_000
+MOVE_BYTES = 32 << 20
+# Elements of one block of a gather: its buffers stay in the processor's cache.
+BLOCK_ELEMENTS = 256 << 10
+_CAST_NAMES = {
+    "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "half": "F16",
+    "fp32": "F32", "float32": "F32", "float": "F32", "fp64": "F64", "float64": "F64", "double": "F64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensor:
+    """A tensor of the export: its name there, the stored tensor it is made from, and its dtype there."""
+
+    fqn: str
+    stored: Tensor
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.stored.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of the export: its header and its size in bytes."""
+
+    name: str
+    header: bytes
+    nbytes: int
+    tensors: tuple[ExportTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """*nbytes* bytes at *start* of a source file go to *target_start* of the output file *target*, unchanged."""
+
+    file: str
+    start: int
+    target: str
+    target_start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Blocks ``first .. last`` (see :func:`blocks`) of a tensor, put together from its slices and cast to *dtype*."""
+
+    tensor: Tensor
+    dtype: str
+    target: str
+    target_start: int
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        size = DTYPE_BITS[self.dtype] // 8
+        return min(self.tensor.nbytes, (self.last - self.first) * BLOCK_ELEMENTS * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All there is to do: *casts* counts tensors by (from, to); *warnings* are for the user."""
+
+    files: tuple[OutputFile, ...]
+    moves: tuple[Move, ...]
+    gathers: tuple[Gather, ...]
+    casts: Mapping[tuple[str, str], int]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all output files, headers included."""
+        return sum(file.nbytes for file in self.files)
+
+    def index(self) -> bytes:
+        """The content of ``model.safetensors.index.json``."""
+        weight_map = {tensor.fqn: file.name for file in self.files for tensor in file.tensors}
+        total = sum(tensor.nbytes for file in self.files for tensor in file.tensors)
+        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def parse_cast_dtype(name: str | None) -> str | None:
+    """The safetensors code of ``bf16``, ``fp16``, ``fp32``, ``fp64`` or a long name; None and "" mean no cast."""
+    if not name:
+        return None
+    code = _CAST_NAMES.get(name.lower().removeprefix("torch."))
+    if code is None:
+        raise RecipeError(
+            "unknown dtype to cast to",
+            where="--cast-dtype (CAST_DTYPE)",
+            value=name,
+            remedy="one of bf16, fp16, fp32, fp64, bfloat16, float16, float32, float64",
+        )
+    return code
+
+
+def make_plan(
+    tensors: Mapping[str, Tensor],
+    tied: Mapping[str, str],
+    maps: BaseMaps,
+    *,
+    cast_dtype: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    where: str = "",
+) -> Plan:
+    """The plan of an export. *tied* maps names that were not stored to stored ones; *where* is for messages.
+
+    Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
+    """
+    warnings: list[str] = []
+    stored = export_names(tensors, tied, maps, where, warnings)
+    exported = [ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype)) for fqn, tensor in stored.items()]
+    warnings += _quantized_warnings(exported, maps)
+    files = tuple(_output_files(_group(exported, maps, max_file_bytes)))
+    moves, gathers = _ranges(files)
+    casts = Counter((t.stored.dtype, t.dtype) for t in exported if t.stored.dtype != t.dtype)
+    return Plan(files, tuple(moves), tuple(gathers), dict(casts), tuple(warnings))
+
+
+def export_names(
+    tensors: Mapping[str, Tensor], tied: Mapping[str, str], maps: BaseMaps, where: str, warnings: list[str]
+) -> dict[str, Tensor]:
+    """The stored tensor of each name that the export holds: those of the base where it is known, tied as it is."""
+    if maps.names is None:
+        return dict(tensors)
+    groups = _tie_groups(tied)
+    result, missing = {}, []
+    for fqn in sorted(maps.names):
+        holder = next((name for name in groups.get(fqn, (fqn,)) if name in tensors), None)
+        if holder is not None:
+            result[fqn] = tensors[holder]
+        elif maps.shape is None and maps.tie_word_embeddings and fqn.endswith("lm_head.weight"):
+            warnings.append(f"{fqn} is left out: the shards lack it, and config.json ties it to the embedding")
+        else:
+            missing.append(fqn)
+    extra = [fqn for fqn in tensors if not maps.names & {fqn, *groups.get(fqn, ())}]
+    if missing or extra:
+        _refuse_names(missing, extra, where)
+    for fqn, shape in (maps.shape or {}).items():
+        if result[fqn].shape != shape:
+            _refuse(f"the tensor {fqn!r} has another shape than it should", where, f"{result[fqn].shape}, not {shape}")
+    return result
+
+
+def _tie_groups(tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each name that is tied at all, every name of its group, the stored one first."""
+    members: dict[str, list[str]] = {}
+    for alias, kept in tied.items():
+        members.setdefault(kept, [kept]).append(alias)
+    return {name: tuple(group) for group in members.values() for name in group}
+
+
+def _refuse_names(missing: Sequence[str], extra: Sequence[str], where: str) -> NoReturn:
+    parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("not in the base", extra)) if names]
+    _refuse("the tensors are not those that the base model has", where, "; ".join(parts))
+
+
+def _refuse(what: str, where: str, value: object) -> NoReturn:
+    raise CheckpointUnusable(
+        what,
+        where=where,
+        value=value,
+        remedy="use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
+    )
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    shown = ", ".join(map(repr, names[:limit]))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _dtype(fqn: str, tensor: Tensor, maps: BaseMaps, cast_dtype: str | None) -> str:
+    """The dtype of an exported tensor: only ordinary floats ever change theirs, and only into another one."""
+    original = (maps.dtype or {}).get(fqn, tensor.dtype)
+    if tensor.dtype not in ORDINARY_FLOATS:
+        return tensor.dtype
+    if cast_dtype is not None:
+        return cast_dtype
+    return original if original in ORDINARY_FLOATS else tensor.dtype
+
+
+def quantized_in_base(exported: Iterable[ExportTensor], maps: BaseMaps) -> list[ExportTensor]:
+    """Tensors that the base holds quantized or packed, and the checkpoint as ordinary floats."""
+    originals = maps.dtype or {}
+    return [
+        tensor
+        for tensor in exported
+        if tensor.dtype in ORDINARY_FLOATS and originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
+    ]
+
+
+def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> list[str]:
+    found = quantized_in_base(exported, maps)
+    if not found:
+        return []
+    names = _some([tensor.fqn for tensor in found], 3)
+    return [f"{len(found)} tensors are quantized in the base and float here; they stay float: {names}"]
+
+
+def _group(exported: Sequence[ExportTensor], maps: BaseMaps, limit: int) -> list[list[ExportTensor]]:
+    """The tensors of each output file: as in the base's index where it is known, else at most *limit* bytes."""
+    if maps.file_index is not None:
+        last = max(maps.file_index.values(), default=1)
+        by_number: dict[int, list[ExportTensor]] = {}
+        for tensor in exported:
+            by_number.setdefault(maps.file_index.get(tensor.fqn, last), []).append(tensor)
+        return [by_number[number] for number in sorted(by_number)]
+    groups: list[list[ExportTensor]] = [[]]
+    nbytes = 0
+    for tensor in exported:
+        if groups[-1] and nbytes + tensor.nbytes > limit:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return groups
+
+
+def _output_files(groups: Sequence[Sequence[ExportTensor]]) -> Iterator[OutputFile]:
+    for number, group in enumerate(groups, start=1):
+        # Wide elements first: then every tensor is aligned to its own element, as readers that map the file want it.
+        ordered = tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
+        header, _ = build_header([(t.fqn, t.dtype, t.stored.shape) for t in ordered], {"format": "pt"})
+        nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
+        yield OutputFile(f"model-{number:05}-of-{len(groups):05}.safetensors", header, nbytes, ordered)
+
+
+def _ranges(files: Sequence[OutputFile]) -> tuple[list[Move], list[Gather]]:
+    moves: list[Move] = []
+    gathers: list[Gather] = []
+    for file in files:
+        at = len(file.header)
+        for tensor in file.tensors:
+            found = _moves(tensor, file.name, at)
+            if found is None:
+                gathers += _gathers(tensor, file.name, at)
+            else:
+                moves += found
+            at += tensor.nbytes
+    return list(_split(_joined(moves))), gathers
+
+
+def _moves(tensor: ExportTensor, target: str, at: int) -> list[Move] | None:
+    """A move per slice, in the order of the target; None where a slice is not in one piece or the dtype changes."""
+    if tensor.dtype != tensor.stored.dtype:
+        return None
+    shape = tensor.stored.shape
+    whole, itemsize = Box((0,) * len(shape), shape), DTYPE_BITS[tensor.dtype] // 8
+    moves = []
+    for piece in tensor.stored.slices:
+        for run in overlap(piece.box, whole, itemsize):
+            if run.nbytes != piece.nbytes:
+                return None
+            moves.append(Move(piece.file, piece.start + run.source, target, at + run.target, run.nbytes))
+    return sorted(moves, key=lambda move: move.target_start)
+
+
+def _joined(moves: Iterable[Move]) -> Iterator[Move]:
+    """Neighbours in both files become one move."""
+    held: Move | None = None
+    for move in moves:
+        if held is None:
+            held = move
+        elif (held.file, held.target, held.start + held.nbytes, held.target_start + held.nbytes) == (
+            move.file, move.target, move.start, move.target_start,
+        ):  # fmt: skip
+            held = Move(held.file, held.start, held.target, held.target_start, held.nbytes + move.nbytes)
+        else:
+            yield held
+            held = move
+    if held is not None:
+        yield held
+
+
+def _split(moves: Iterable[Move]) -> Iterator[Move]:
+    for move in moves:
+        for done in range(0, move.nbytes, MOVE_BYTES):
+            nbytes = min(MOVE_BYTES, move.nbytes - done)
+            yield Move(move.file, move.start + done, move.target, move.target_start + done, nbytes)
+
+
+def _gathers(tensor: ExportTensor, target: str, at: int) -> Iterator[Gather]:
+    shape = tensor.stored.shape
+    count = num_blocks(shape)
+    step = max(1, MOVE_BYTES // (BLOCK_ELEMENTS * DTYPE_BITS[tensor.dtype] // 8))
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        part = _part(tensor.stored, (block(shape, first), block(shape, last - 1)))
+        yield Gather(part, tensor.dtype, target, at, first, last)
+
+
+def _part(tensor: Tensor, ends: tuple[Box, Box]) -> Tensor:
+    """The tensor with those of its slices only that can touch the blocks between the two *ends*."""
+    if not tensor.shape:
+        return tensor
+    begin, stop = ends[0].offsets[0], ends[1].offsets[0] + ends[1].sizes[0]
+    rows = Box((begin, *(0 for _ in tensor.shape[1:])), (stop - begin, *tensor.shape[1:]))
+    slices = tuple(piece for piece in tensor.slices if intersection(piece.box, rows) is not None)
+    return Tensor(tensor.fqn, tensor.dtype, tensor.shape, slices)
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The dimension that blocks cut, and by how many of its elements; dimensions after it stay whole."""
+    inner, cut = 1, len(shape) - 1
+    while cut > 0 and inner * shape[cut] <= BLOCK_ELEMENTS:
+        inner *= shape[cut]
+        cut -= 1
+    return cut, max(1, BLOCK_ELEMENTS // inner)
+
+
+def num_blocks(shape: tuple[int, ...]) -> int:
+    """How many blocks a tensor of that shape has; none where it is empty."""
+    if not shape or not math.prod(shape):
+        return math.prod(shape)
+    cut, step = _cut(shape)
+    return math.prod(shape[:cut]) * -(-shape[cut] // step)
+
+
+def block(shape: tuple[int, ...], index: int) -> Box:
+    """Block number *index* of a tensor, in row-major order: at most BLOCK_ELEMENTS, without gaps in the target."""
+    if not shape:
+        return Box((), ())
+    cut, step = _cut(shape)
+    outer, within = divmod(index, -(-shape[cut] // step))
+    offsets = [0] * len(shape)
+    offsets[cut] = within * step
+    for dimension in range(cut - 1, -1, -1):
+        outer, offsets[dimension] = divmod(outer, shape[dimension])
+    sizes = [1] * cut + [min(step, shape[cut] - offsets[cut]), *shape[cut + 1 :]]
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def blocks(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """Blocks ``first .. last`` in row-major order: one after the other they fill the target without gaps."""
+    return (block(shape, index) for index in range(first, last))

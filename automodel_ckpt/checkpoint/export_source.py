@@ -1,0 +1,256 @@
+"""What a consolidation reads: the slices of a checkpoint's model, and the side files that describe its base.
+
+A checkpoint of ours says all in its manifest. A bare directory of safetensors shards (PyTorch's
+HuggingFaceStorageWriter, NeMo AutoModel, a model/ copied alone) says in each header's ``DCP_SHARDING_INFO`` where its
+slices belong, and keeps no digests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Slice, Tensor, tiling_fault
+from automodel_ckpt.errors import CheckpointUnusable
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+MODEL = "model"
+FILE_INDEX_MAP = "fqn_to_file_index_mapping.json"
+DTYPE_MAP = "fqn_to_dtype_mapping.json"
+EXPECTED_TENSORS = "expected_tensors.json"
+MAPS = frozenset({FILE_INDEX_MAP, DTYPE_MAP, EXPECTED_TENSORS})
+_SHARD_SUFFIXES = (".safetensors", ".distcp")
+_MAX_MAP_BYTES = 256 << 20
+_TORCH_NAMES = {
+    "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",
+    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8",
+    "int16": "I16", "int32": "I32", "int64": "I64", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Slices to export: their files are relative to *root*.
+
+    *manifest*, where there is one, names no other files than those that the export reads.
+    """
+
+    root: Path
+    model_directory: Path
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def metadata_directory(self) -> Path | None:
+        """``.hf_metadata``, where the source has one."""
+        path = self.model_directory / layout.HF_METADATA
+        return path if path.is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMaps:
+    """What is known of the base model: per tensor its file (from 1), its dtype, and its shape; None where unknown."""
+
+    file_index: Mapping[str, int] | None = None
+    dtype: Mapping[str, str] | None = None
+    shape: Mapping[str, tuple[int, ...]] | None = None
+    tie_word_embeddings: bool = False
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The names an export must hold, exactly; None where nothing is known of the base."""
+        known = self.shape if self.shape is not None else self.file_index
+        return None if known is None else frozenset(known)
+
+
+def open_source(path: Path) -> Source:
+    """The model to export: *path* is a checkpoint, its ``model/`` (or another module's directory), or a bare directory
+    of shards.
+
+    Raises :class:`CheckpointUnusable` where there is none, or where what is there contradicts itself.
+    """
+    path = Path(os.path.realpath(path))
+    if not path.is_dir():
+        raise _unusable("there is no such checkpoint directory", path, "not a directory")
+    if os.path.lexists(path / layout.MANIFEST):
+        return _from_manifest(path, path / MODEL)
+    if os.path.lexists(path.parent / layout.MANIFEST):
+        return _from_manifest(path.parent, path)
+    if layout.is_staging(path.name) or layout.is_staging(path.parent.name):
+        raise _unusable("this checkpoint was never finished", path, f"it has no {layout.MANIFEST}")
+    inner = path / MODEL
+    return _from_headers(inner if inner.is_dir() and not _shards(path) else path)
+
+
+def read_maps(directory: Path | None) -> BaseMaps:
+    """The base's maps in ``.hf_metadata``. Raises :class:`CheckpointUnusable` for a map of another form."""
+    if directory is None:
+        return BaseMaps()
+    index, dtype = _read_map(directory / FILE_INDEX_MAP), _read_map(directory / DTYPE_MAP)
+    expected, config = _read_map(directory / EXPECTED_TENSORS), _read_map(directory / "config.json") or {}
+    return BaseMaps(
+        None if index is None else _file_numbers(index, directory / FILE_INDEX_MAP),
+        None if dtype is None else {fqn: dtype_code(str(name)) for fqn, name in dtype.items()},
+        None if expected is None else _shapes(expected, directory / EXPECTED_TENSORS),
+        bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def dtype_code(name: str) -> str:
+    """The safetensors code of a dtype's name, itself a code or torch's (``torch.bfloat16``); others pass through."""
+    return name if name in DTYPE_BITS else _TORCH_NAMES.get(name.removeprefix("torch."), name)
+
+
+def _from_manifest(checkpoint: Path, directory: Path) -> Source:
+    manifest = Manifest.read(checkpoint)
+    modules = {layout.state_directory(name): name for name, r in manifest.state.items() if r.kind == "module"}
+    name = modules.get(directory.name)
+    if name is None or name not in manifest.trees:
+        raise _unusable("this checkpoint holds no such model", directory, f"it holds {sorted(modules)}")
+    tree, prefix = manifest.trees[name], f"{directory.name}/"
+    if f"{prefix}adapter_config.json" in manifest.files:
+        raise CheckpointUnusable(
+            "an adapter checkpoint needs no consolidation",
+            where=str(directory),
+            value="adapter_model.safetensors",
+            remedy="load the directory with peft as it is",
+        )
+    _refuse_foreign_shards(directory, {path.removeprefix(prefix) for path in manifest.files})
+    used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
+    side = f"{prefix}{layout.HF_METADATA}/"
+    read = {path: record for path, record in manifest.files.items() if path in used or path.startswith(side)}
+    notes = [f"{len(tree.objects)} values that are no tensors are left out"] if tree.objects else []
+    restricted = dataclasses.replace(manifest, files=read, trees={name: tree})
+    return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, tuple(notes))
+
+
+def _refuse_foreign_shards(directory: Path, known: set[str]) -> None:
+    for name in _shards(directory):
+        if name not in known:
+            raise _unusable("a shard stands here that the manifest does not know", directory / name, name)
+
+
+def _shards(directory: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(directory) if name.endswith(_SHARD_SUFFIXES))
+    except OSError as error:
+        raise _unusable("the directory of the shards cannot be read", directory, error.strerror) from error
+
+
+def _from_headers(directory: Path) -> Source:
+    names = _shards(directory)
+    if any(name.endswith(".distcp") for name in names):
+        raise _unusable("these .distcp shards have no MANIFEST.json beside them", directory, names[0])
+    if not names:
+        raise _unusable("there are no shards here", directory, "no *.safetensors file")
+    pieces: dict[str, list[Slice]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        header = read_header(directory / name)
+        info = _sharding_info(header, directory / name)
+        for fqn in header.tensors:
+            piece, shape = _slice(fqn, header, info, directory / name)
+            pieces.setdefault(fqn, []).append(piece)
+            if shape is not None and shapes.setdefault(fqn, shape) != shape:
+                raise _unusable(f"shards disagree on the shape of {fqn!r}", directory / name, list(shape))
+    tensors = {fqn: _whole(fqn, found, shapes.get(fqn), directory) for fqn, found in pieces.items()}
+    notes = ["the shards are unchecked: there is no manifest with their digests"]
+    if len(shapes) < len(pieces):
+        notes.append("the headers do not state global shapes: they are taken from the shards that are here")
+    return Source(directory, directory, tensors, notes=tuple(notes))
+
+
+def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
+    text = header.metadata.get(SHARDING_INFO)
+    if text is None:
+        raise CheckpointUnusable(
+            "this file is no shard: its header does not say where its slices belong",
+            where=str(path),
+            value=f"no {SHARDING_INFO}",
+            remedy="whole Hugging Face files need no consolidation; a file that strayed in here must go",
+        )
+    try:
+        info = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unusable(f"{SHARDING_INFO} is not JSON", path, repr(error)) from None
+    if not isinstance(info, dict):
+        raise _unusable(f"{SHARDING_INFO} is not a mapping", path, type(info).__name__)
+    return info
+
+
+def _slice(fqn: str, header: Header, info: Mapping[str, Any], path: Path) -> tuple[Slice, tuple[int, ...] | None]:
+    entry, stated = header.tensors[fqn], info.get(fqn)
+    offsets = _counts(stated.get("saved_offsets") if isinstance(stated, dict) else None)
+    shape = _counts(stated.get("global_shape")) if isinstance(stated, dict) and "global_shape" in stated else None
+    if offsets is None or len(offsets) != len(entry.shape):
+        raise _unusable(f"the header does not say where its slice of {fqn!r} belongs", path, repr(stated)[:200])
+    piece = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, entry.end - entry.start)
+    return piece, shape
+
+
+def _counts(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+        return None
+    return tuple(value)
+
+
+def _whole(fqn: str, pieces: list[Slice], shape: tuple[int, ...] | None, directory: Path) -> Tensor:
+    dtypes, ranks = {piece.dtype for piece in pieces}, {len(piece.sizes) for piece in pieces}
+    where = directory / pieces[-1].file
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise _unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
+    if shape is None:
+        ends = [[o + n for o, n in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
+        shape = tuple(map(max, zip(*ends, strict=True)))
+    if fault := tiling_fault([piece.box for piece in pieces], shape):
+        files = ", ".join(sorted({piece.file for piece in pieces}))
+        raise _unusable(f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}")
+    return Tensor(fqn, pieces[0].dtype, shape, tuple(pieces))
+
+
+def _read_map(path: Path) -> dict[str, Any] | None:
+    try:
+        if path.stat().st_size > _MAX_MAP_BYTES:
+            raise _unusable("this map is larger than any model needs", path, f"{path.stat().st_size} bytes")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable("this side file cannot be read", path, repr(error)) from None
+    if not isinstance(value, dict):
+        raise _unusable("this side file is not a JSON mapping", path, type(value).__name__)
+    return value
+
+
+def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """File numbers as they stand; the base's file names (``weight_map``) are numbered in their order."""
+    if all(isinstance(value, str) for value in raw.values()):
+        number = {name: index for index, name in enumerate(sorted(set(raw.values())), start=1)}
+        return {fqn: number[name] for fqn, name in raw.items()}
+    if not all(type(value) is int and value > 0 for value in raw.values()):
+        raise _unusable("this map does not give file numbers from 1", path, "see the map")
+    return dict(raw)
+
+
+def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
+    shapes = {fqn: _counts(entry.get("shape") if isinstance(entry, dict) else None) for fqn, entry in raw.items()}
+    for fqn, shape in shapes.items():
+        if shape is None:
+            raise _unusable(f"this map gives no shape for {fqn!r}", path, repr(raw[fqn])[:200])
+    return {fqn: shape for fqn, shape in shapes.items() if shape is not None}
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=str(where), value=value, remedy="take the files from another copy, or use another checkpoint"
+    )

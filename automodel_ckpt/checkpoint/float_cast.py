@@ -1,0 +1,44 @@
+"""Casts between the four ordinary float dtypes, bit for bit as torch does them on a CPU, without torch.
+
+Rounding is to nearest, ties to even; what overflows becomes infinite; NaN stays NaN (its payload is not kept). As in
+torch, a double reaches half and bfloat16 by way of single precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+# How numpy holds the elements of a safetensors dtype: floats that it lacks, and all else, as raw bits.
+_STORAGE_BY_BITS = {8: "<u1", 16: "<u2", 32: "<u4", 64: "<u8", 128: "<c16"}
+_STORAGE = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+
+
+def storage_dtype(dtype: str, bits: int) -> np.dtype[Any]:
+    """The numpy dtype that holds *dtype*'s elements of *bits* bits without changing them."""
+    return np.dtype(_STORAGE.get(dtype, _STORAGE_BY_BITS[bits]))
+
+
+def cast(values: Array, source: str, target: str) -> Array:
+    """*values* of the safetensors dtype *source*, held as in :func:`storage_dtype`, as *target*; the shape stays."""
+    if source == target:
+        return values
+    wide = _single_from_bfloat16(values) if source == "BF16" else values
+    with np.errstate(over="ignore", invalid="ignore"):
+        if target in ("BF16", "F16"):
+            wide = wide.astype(np.float32, copy=False)
+        return _bfloat16_from_single(wide) if target == "BF16" else wide.astype(_STORAGE[target], copy=False)
+
+
+def _single_from_bfloat16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _bfloat16_from_single(values: Array) -> Array:
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,0 +1,256 @@
+"""The side files of an export, kept in each checkpoint so that it exports anywhere, without the base model at hand.
+
+``.hf_metadata/`` holds config.json, the generation config, the tokenizer's or processor's files and custom code (the
+base's own bytes where there is a base and nothing was changed), the base's maps under the field's names
+(``fqn_to_file_index_mapping.json``, ``fqn_to_dtype_mapping.json``: safetensors codes), and ``expected_tensors.json``:
+the name and shape of every tensor that an export must hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from automodel_ckpt.checkpoint.export_plan import INDEX, MAX_FILE_BYTES
+from automodel_ckpt.checkpoint.export_source import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, dtype_code
+from automodel_ckpt.checkpoint.safetensors_header import TensorEntry, read_header
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, nbytes_of
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "*processor_config.json",
+)  # fmt: skip
+_MODEL_FILES = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_GENERATION_CONFIG = "generation_config.json"
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of the model: safetensors dtype code and global shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class HFAssets:
+    """What an export needs beside the weights.
+
+    *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
+    *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
+    maps each other name to the stored one it shares its memory with.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        generation_config: Any = None,
+        tokenizer: Any = None,
+        base_dir: Path | str | None = None,
+        architecture: str | None = None,
+        tensors: Mapping[str, TensorSpec] | None = None,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config, self._generation_config, self._tokenizer = config, generation_config, tokenizer
+        self._base_dir = Path(base_dir) if base_dir is not None else None
+        self._architecture = architecture
+        self._tensors, self._tied = dict(tensors or {}), dict(tied or {})
+
+    @classmethod
+    def from_model(cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None) -> HFAssets:
+        """The assets of a transformers model, sharded already or not; *base_dir* None: not from a local directory."""
+        from torch import Tensor
+
+        from automodel_ckpt.checkpoint.trees import module_state, unwrap
+
+        inner = unwrap(model)
+        state, tied = module_state(inner)
+        tensors = {
+            fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
+            for fqn, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        return cls(
+            inner.config,
+            generation_config=getattr(inner, "generation_config", None) if inner.can_generate() else None,
+            tokenizer=tokenizer,
+            base_dir=base_dir,
+            architecture=type(inner).__name__.removeprefix("FSDP"),
+            tensors=tensors,
+            tied=tied,
+        )
+
+    def validate(self) -> None:
+        """Make every side file once, in memory: what would fail at the first save raises :class:`RecipeError` now."""
+        try:
+            _ = self._files
+        except (ValueError, OSError) as error:
+            raise RecipeError(
+                "the side files of an export cannot be made (config, generation config or tokenizer)",
+                where=str(self._base_dir or "the model of this recipe"),
+                value=str(error).strip(),
+                remedy="correct the model's generation config, or its tokenizer",
+            ) from error
+
+    @functools.cached_property
+    def file_index_mapping(self) -> Mapping[str, int]:
+        """For each tensor the number (from 1) of its file in an export: as in the base, else 5 GB a file at most."""
+        if self._base_files:
+            numbers = {name: index for index, name in enumerate(sorted(set(self._base_files.values())), start=1)}
+            last = len(numbers)
+            return {fqn: numbers.get(self._base_files.get(fqn, ""), last) for fqn in self._exported}
+        return _split_by_size(self._exported)
+
+    def write(self, directory: Path) -> None:
+        """Write all side files to *directory*, which is made where it is missing. Raises OSError."""
+        for name, data in self._files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    @functools.cached_property
+    def _files(self) -> dict[str, bytes]:
+        files = self._generated() | self._copied()
+        files["config.json"] = self._config_json()
+        if self._tensors:
+            files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
+            files[EXPECTED_TENSORS] = _json_bytes({f: {"shape": list(s.shape)} for f, s in self._exported.items()})
+        if self._base_tensors:
+            files[DTYPE_MAP] = _json_bytes({fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())})
+            self._tell_differences()
+        return files
+
+    def _config_json(self) -> bytes:
+        config = copy.deepcopy(self._config)
+        if self._architecture is not None:
+            config.architectures = [self._architecture]
+        if getattr(config, "dtype", None) is None and self._tensors:
+            config.dtype = _main_dtype(self._tensors.values())
+        return str(config.to_json_string()).encode()
+
+    def _generated(self) -> dict[str, bytes]:
+        """What transformers writes of the generation config and the tokenizer, except where the base's own is used."""
+        with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+            if self._generation_config is not None and _GENERATION_CONFIG not in self._copied():
+                self._generation_config.save_pretrained(directory)
+            if self._tokenizer is not None and self._tokenizer_directory is None:
+                self._tokenizer.save_pretrained(directory)
+            return _read(Path(directory), ("*", "additional_chat_templates/*"))
+
+    def _copied(self) -> dict[str, bytes]:
+        files = _read(self._base_dir, (*_MODEL_FILES, _GENERATION_CONFIG)) if self._base_dir else {}
+        if self._tokenizer_directory is not None:
+            files |= _read(self._tokenizer_directory, _TOKENIZER_FILES)
+        return files
+
+    @functools.cached_property
+    def _tokenizer_directory(self) -> Path | None:
+        """Where the tokenizer's own files lie, if they do and the tokenizer is still the one that they describe."""
+        origin = Path(getattr(self._tokenizer, "name_or_path", "") or self._base_dir or "")
+        if self._tokenizer is None or not str(origin) or not origin.is_dir():
+            return None
+        return origin if _read(origin, _TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin) else None
+
+    @functools.cached_property
+    def _exported(self) -> dict[str, TensorSpec]:
+        """The tensors that an export holds: of names tied together those that the base has, else the stored one."""
+        groups: dict[str, list[str]] = {fqn: [fqn] for fqn in self._tensors}
+        for alias, kept in self._tied.items():
+            groups[kept].append(alias)
+        base = self._base_tensors or {}
+        return {
+            name: self._tensors[kept]
+            for kept, names in groups.items()
+            for name in ([name for name in names if name in base] or [kept])
+        }
+
+    @functools.cached_property
+    def _base_files(self) -> dict[str, str]:
+        """The base's file of each of its tensors; empty where there is no base in safetensors format."""
+        if self._base_dir is None:
+            return {}
+        index = self._base_dir / INDEX
+        if index.is_file():
+            return {str(fqn): str(name) for fqn, name in json.loads(index.read_bytes())["weight_map"].items()}
+        single = self._base_dir / "model.safetensors"
+        return dict.fromkeys(read_header(single).tensors, single.name) if single.is_file() else {}
+
+    @functools.cached_property
+    def _base_tensors(self) -> dict[str, TensorEntry]:
+        tensors: dict[str, TensorEntry] = {}
+        if self._base_dir is not None:
+            for name in sorted(set(self._base_files.values())):
+                try:
+                    tensors |= read_header(self._base_dir / name).tensors
+                except (OSError, CheckpointUnusable) as error:
+                    raise RecipeError(
+                        "a file of the base model cannot be read", where=str(self._base_dir / name),
+                        value=str(error), remedy="load the base model again",
+                    ) from error  # fmt: skip
+        return tensors
+
+    def _tell_differences(self) -> None:
+        base = self._base_tensors
+        kinds = {
+            "not in the base": [fqn for fqn in self._exported if fqn not in base],
+            "in the base only": [fqn for fqn in base if fqn not in self._exported],
+            "of another shape than in the base": [
+                fqn for fqn, spec in self._exported.items() if fqn in base and base[fqn].shape != spec.shape
+            ],
+        }
+        for kind, names in kinds.items():
+            if names:
+                log.warning("Exports will differ from the base: %d tensors %s: %s", len(names), kind, names[:5])
+
+
+def _main_dtype(specs: Iterable[TensorSpec]) -> str:
+    """Torch's name of the dtype of most elements."""
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+    numels = dict.fromkeys(names, 0)
+    for spec in specs:
+        if spec.dtype in names:
+            numels[spec.dtype] += nbytes_of(spec.dtype, spec.shape) * 8 // DTYPE_BITS[spec.dtype]
+    return names[max(numels, key=lambda code: numels[code])]
+
+
+def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
+    number, nbytes, result = 1, 0, {}
+    for fqn, spec in tensors.items():
+        size = nbytes_of(spec.dtype, spec.shape)
+        if nbytes and nbytes + size > MAX_FILE_BYTES:
+            number, nbytes = number + 1, 0
+        result[fqn] = number
+        nbytes += size
+    return result
+
+
+def _read(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
+    """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
+    wanted = tuple(patterns)
+    candidates = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    names = {path.relative_to(directory).as_posix(): path for path in sorted(candidates) if path.is_file()}
+    return {name: path.read_bytes() for name, path in names.items() if any(fnmatch(name, p) for p in wanted)}
+
+
+def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
+    """Whether the files in *directory* still give this tokenizer: same vocabulary, same chat template."""
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    try:
+        fresh = type(inner).from_pretrained(directory)
+        same: bool = fresh.get_vocab() == inner.get_vocab() and fresh.chat_template == inner.chat_template
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+    return same
+
+
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(value), indent=1).encode() + b"\n"

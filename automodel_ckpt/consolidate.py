@@ -1,0 +1,86 @@
+"""``python -m automodel_ckpt.consolidate``: what ``consolidate.sh`` and tools/offline_hf_consolidation.py run.
+
+Takes the arguments of NeMo AutoModel's offline tool, so that either tool can stand in for the other. Started by
+torchrun with several processes, the first one does the work with as many processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from automodel_ckpt.checkpoint.consolidate import ConsolidationReport, consolidate
+from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe
+
+
+def parser() -> argparse.ArgumentParser:
+    """The tool's command line."""
+    result = argparse.ArgumentParser(
+        prog="offline_hf_consolidation",
+        description="Export a sharded checkpoint as Hugging Face files.",
+        epilog="Environment: NPROC_PER_NODE, the default of --nproc.",
+    )
+    result.add_argument("-m", "--model-name", help="the base model, for messages; the maps come from .hf_metadata")
+    result.add_argument("-i", "--input-dir", required=True, help="a checkpoint, its model/, or a directory of shards")
+    result.add_argument("-o", "--output-dir", help="default: consolidated/ in the model's directory")
+    result.add_argument("--num-threads", type=int, default=5, help="threads of each process (default: 5)")
+    result.add_argument("--nproc", type=int, help="processes (default: NPROC_PER_NODE, or 1)")
+    result.add_argument("--cast-dtype", metavar="DTYPE", help="bf16, fp16, fp32 or fp64: cast every ordinary float")
+    result.add_argument(
+        "--backend",
+        choices=("auto", "gloo", "nccl"),
+        default="auto",
+        help="for other tools' sake; nothing depends on it",
+    )
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code. The directory it wrote is the only line on standard output."""
+    arguments = parser().parse_args(argv)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return EXIT_DONE
+    try:
+        return run(arguments.input_dir, arguments.output_dir, arguments.cast_dtype,
+                   arguments.nproc or _processes(), arguments.num_threads)  # fmt: skip
+    except (AutomodelError, KeyboardInterrupt) as error:
+        code, message = describe(error)
+        print(message, file=sys.stderr)
+        return code
+
+
+def run(source: str, output: str | None, cast_dtype: str | None, num_procs: int, num_threads: int) -> int:
+    """Consolidate with progress on standard error. Raises what :func:`consolidate` raises."""
+    report = consolidate(source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=_say)
+    _say(summary(report))
+    print(report.output)
+    return EXIT_DONE
+
+
+def summary(report: ConsolidationReport) -> str:
+    """One line on what was written."""
+    files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
+    checked = "digests checked" if report.checked else "source unchecked"
+    size = f"{report.nbytes / 1e9:.2f} GB" if report.nbytes >= 1e8 else f"{report.nbytes / 1e6:.2f} MB"
+    return f"wrote {report.num_tensors} tensors in {files}, {size}, {report.seconds:.1f} s ({checked})"
+
+
+def _processes() -> int:
+    text = os.environ.get("WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or "1"
+    try:
+        return int(text)
+    except ValueError:
+        raise RecipeError(
+            "not a number of processes", where="NPROC_PER_NODE", value=text, remedy="give 1 or more"
+        ) from None
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
