@@ -1,0 +1,176 @@
+"""The commit protocol's single steps on a real file system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from automodel_ckpt.checkpoint import commit
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The persisting system calls, in order, each with the name of what it touches."""
+    seen: list[tuple[str, str]] = []
+
+    def name_of(argument: Any) -> str:
+        path = os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else os.fspath(argument)
+        return Path(path).name.split(".staging-")[0].split(".trash-")[0]
+
+    for call in ("fsync", "rename", "mkdir", "symlink"):
+
+        def record(*arguments: Any, _call: str = call, _real: Any = getattr(os, call), **more: Any) -> Any:
+            seen.append((_call, name_of(arguments[1] if _call in ("rename", "symlink") else arguments[0])))
+            return _real(*arguments, **more)
+
+        monkeypatch.setattr(os, call, record)
+    return seen
+
+
+def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(tmp_path: Path, calls: list[Any]) -> None:
+    data = os.urandom(3 * commit._BLOCK_BYTES + 17)
+    with commit.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+        for start in range(0, len(data), 5_000_011):
+            file.write(memoryview(data)[start : start + 5_000_011])
+    record = file.close()
+    assert (tmp_path / "file").read_bytes() == data
+    assert (record.size, record.digest) == (len(data), "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
+    assert calls == [("fsync", "file")]
+
+
+def test_a_file_that_exists_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(FileExistsError):
+        commit.DurableFile(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_space_reserved_too_much_is_given_back(tmp_path: Path) -> None:
+    with commit.DurableFile(tmp_path / "file", nbytes=1 << 20) as file:
+        file.write(b"short")
+    assert file.close().size == (tmp_path / "file").stat().st_size == 5
+
+
+def test_an_error_of_a_system_call_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error.*the-file"):
+        commit.write_file(tmp_path / "the-file", b"x")
+
+
+def test_the_steps_of_a_publication_come_in_the_order_that_survives_a_power_cut(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    staging = commit.reserve(tmp_path, "epoch_0_step_20")
+    (staging / "model").mkdir()
+    commit.write_file(staging / "model" / "shard", b"weights")
+    commit.seal(staging, b"{}")
+    commit.publish(staging, "epoch_0_step_20")
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    steps = [call for call in calls if call[0] != "mkdir"]
+    manifest = next(name for _, name in steps if name.startswith(".MANIFEST.json."))
+    assert steps == [
+        ("fsync", "shard"), ("fsync", "model"), ("fsync", ".epoch_0_step_20"), ("fsync", manifest),
+        ("rename", "MANIFEST.json"), ("fsync", ".epoch_0_step_20"), ("rename", "epoch_0_step_20"),
+        ("fsync", tmp_path.name), ("symlink", steps[-3][1]), ("rename", "LATEST"), ("fsync", tmp_path.name),
+    ]  # fmt: skip
+
+
+def test_what_a_checkpoint_is_published_over_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    with pytest.raises(FileExistsError):
+        commit.publish(commit.reserve(tmp_path, "epoch_0_step_20"), "epoch_0_step_20")
+
+
+def test_a_pointer_is_swapped_and_never_absent(tmp_path: Path) -> None:
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    commit.point(tmp_path, "LATEST", "epoch_0_step_40")
+    assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_40"
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
+    assert [path.name for path in tmp_path.iterdir()] == ["LATEST"]
+
+
+def test_where_links_cannot_be_made_a_text_file_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, os.strerror(1))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    assert (tmp_path / "LATEST.txt").read_text() == "epoch_0_step_20\n"
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_20"
+    monkeypatch.undo()
+    commit.point(tmp_path, "LATEST", "epoch_0_step_40")
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40" and not (tmp_path / "LATEST.txt").exists()
+
+
+@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "notes", "epoch_0_step_20/model", ""])
+def test_a_pointer_to_anything_but_a_checkpoint_points_nowhere(tmp_path: Path, target: str) -> None:
+    (tmp_path / "LATEST.txt").write_text(target)
+    assert commit.pointed(tmp_path, "LATEST") is None
+    if target:
+        (tmp_path / "LATEST").symlink_to(target)
+        assert commit.pointed(tmp_path, "LATEST") is None
+
+
+def test_a_retired_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "epoch_0_step_20"
+    path.mkdir()
+    (path / "file").write_text("x")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        commit.retire(path)
+    (leftover,) = tmp_path.iterdir()
+    assert commit._is_leftover(leftover.name) and (leftover / "file").exists()
+    monkeypatch.undo()
+    assert commit.recover(tmp_path) == [leftover.name]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recovery_removes_its_own_leftovers_and_nothing_else(tmp_path: Path) -> None:
+    mine = [".epoch_0_step_20.staging-" + "0" * 32, ".trash-" + "1" * 32, ".LATEST." + "2" * 32]
+    foreign = ["epoch_0_step_20", ".git", ".cache.staging-x", ".LATEST.txt", "notes", ".trash-cans", ".env." + "3" * 32]
+    for name in mine[:2] + foreign:
+        (tmp_path / name).mkdir()
+    (tmp_path / mine[2]).symlink_to("epoch_0_step_20")
+    assert sorted(commit.recover(tmp_path)) == sorted(mine)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(foreign)
+
+
+def test_a_link_named_like_a_leftover_is_removed_but_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / (".trash-" + "0" * 32)).symlink_to(outside)
+    commit.recover(run)
+    assert (outside / "precious").exists() and list(run.iterdir()) == []
+
+
+def test_abandoned_checkpoints_take_the_next_free_name(tmp_path: Path) -> None:
+    for expected in ("epoch_0_step_40.superseded-1", "epoch_0_step_40.superseded-2"):
+        (tmp_path / "epoch_0_step_40").mkdir()
+        assert commit.supersede(tmp_path, "epoch_0_step_40") == expected
+
+
+def test_what_a_library_wrote_gets_our_mode_digest_and_fsync(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    directory = tmp_path / "side" / "nested"
+    directory.mkdir(parents=True)
+    (directory / "file").write_bytes(b"abc")
+    (directory / "file").chmod(0o600)
+    calls.clear()
+    before = os.umask(0o022)
+    records = commit.adopt(tmp_path, "side")
+    os.umask(before)
+    assert records["side/nested/file"].digest == "xxh3_128:" + xxhash.xxh3_128_hexdigest(b"abc")
+    assert (directory / "file").stat().st_mode & 0o777 == 0o644 and calls == [("fsync", "file")]
