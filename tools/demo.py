@@ -100,8 +100,6 @@ def train_command(directory: Path) -> list[str]:
     return [
         *(program("ckpt-train"), "--nproc-per-node=2", RECIPE),
         *("--checkpoint.checkpoint_dir", str(directory)),
-        *("--step_scheduler.max_steps", str(NUM_STEPS)),
-        *("--step_scheduler.ckpt_every_steps", str(CKPT_EVERY_STEPS)),
     ]
 
 
