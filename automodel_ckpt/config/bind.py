@@ -1,0 +1,217 @@
+"""From a recipe's text to typed values: sections, lists and plug-ins, with every mistake noted on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from automodel_ckpt.config.convert import choices, describe, find, is_open, is_text_only, members, section_type, typed
+from automodel_ckpt.config.nodes import DEFAULT, Node, node_of, read_text
+from automodel_ckpt.config.references import ReferenceFailed, is_reference, resolve
+from automodel_ckpt.config.schema import MISSING, Relation, Target
+from automodel_ckpt.errors import Problem
+
+_LISTS = (list, tuple, set, Sequence, Iterable)
+_MAPPINGS = (dict, Mapping)
+_INVALID = object()
+
+
+def annotation_at(schema: type[Any], key: str) -> Any:
+    """The type of the field at a dotted key: Any inside plug-ins, mappings and lists, None where no such key can be."""
+    annotation: Any = schema
+    for part in key.split("."):
+        alternatives = members(annotation)
+        section = section_type(alternatives)
+        hints = typing.get_type_hints(section) if section else {}
+        if part in hints:
+            annotation = hints[part]
+        elif Target in alternatives or (section is None and not is_text_only(annotation)):
+            return Any
+        else:
+            return None
+    return annotation
+
+
+def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, sections included."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        yield prefix + field.name
+        if section := section_type(members(hints[field.name])):
+            yield from keys_of(section, f"{prefix}{field.name}.")
+
+
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that was probably meant."""
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)
+    return matches[0] if matches else None
+
+
+def join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+class Binder:
+    """Gives nodes their types; mistakes are collected in ``problems``."""
+
+    def __init__(self, schema: type[Any], problems: list[Problem], *, open_top: bool = False) -> None:
+        """``open_top`` leaves unknown top-level sections to a custom recipe that is not imported yet."""
+        self.schema, self.problems, self.open_top = schema, problems, open_top
+
+    def section(self, cls: type[Any], node: Node, key: str) -> Any:
+        """An instance of a section's dataclass; the node gets the defaults of what it does not say."""
+        assert isinstance(node.value, dict)
+        given, before = node.value, len(self.problems)
+        hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
+        for name in [name for name in given if name not in hints]:
+            self._unknown(cls, name, given[name], key)
+        values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
+        rest = {name: child for name, child in given.items() if name not in hints}
+        node.value = {field.name: given.get(field.name) or node_of(_default(field)) for field in fields} | rest
+        for relation in getattr(cls, "relations", ()):
+            self._relate(relation, values, node, key)
+        return self._construct(cls, values, node, key) if len(self.problems) == before else _INVALID
+
+    def value(self, annotation: Any, node: Node, key: str) -> Any:
+        """A node as a type; ``_INVALID`` after noting why that cannot be."""
+        alternatives = members(annotation)
+        self._expand(annotation, node)
+        if isinstance(node.value, str) and node.value == "" and not node.quoted and section_type(alternatives):
+            node.value = {}
+        if isinstance(node.value, dict):
+            return self._mapping(alternatives, node, key)
+        if isinstance(node.value, list):
+            return self._list(alternatives, node, key)
+        return self._scalar(alternatives, node, key)
+
+    def _expand(self, annotation: Any, node: Node) -> None:
+        """A flag's ``[1, 2]`` or ``{a: b}`` is YAML where a list or section may stand."""
+        text = node.value
+        if isinstance(text, str) and node.is_flag and text[:1] in ("[", "{") and not is_text_only(annotation):
+            node.value = read_text(text, node.origin, self.problems).value
+
+    def _field(self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str) -> Any:
+        assert isinstance(section.value, dict)
+        full_key, default = join(key, field.name), _default(field)
+        node = section.value.get(field.name)
+        if node is None:
+            if default == MISSING or getattr(default, "_target_", "") == MISSING:
+                self._note(f"{full_key} is missing", section, "", f"add {full_key}: {describe(members(annotation))}")
+                return _INVALID
+            node = section.value[field.name] = node_of(default)
+        elif isinstance(default, list | tuple):
+            _patch(node, node_of(default))
+        value = self.value(annotation, node, full_key)
+        for rule in field.metadata.get("rules", ()):
+            if value is not _INVALID and value is not None and not rule.holds(value):
+                self._refuse(full_key, node, rule.says)
+        return value
+
+    def _mapping(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
+        if find(alternatives, *_LISTS):
+            _patch(node, Node([], DEFAULT))
+        if isinstance(node.value, list):
+            return self._list(alternatives, node, key)
+        assert isinstance(node.value, dict)
+        anything = any(is_open(member) for member in alternatives)
+        if "_target_" in node.value and (anything or Target in alternatives or find(alternatives, *_MAPPINGS)):
+            return self._target(node, key)
+        if section := section_type(alternatives):
+            return self.section(section, node, key)
+        if (kind := find(alternatives, *_MAPPINGS)) or anything:
+            inner = (typing.get_args(kind) or (Any, Any))[1]
+            values = {name: self.value(inner, child, join(key, name)) for name, child in node.value.items()}
+            return _INVALID if _INVALID in values.values() else values
+        return self._refuse(key, node, describe(alternatives))
+
+    def _target(self, node: Node, key: str) -> Any:
+        assert isinstance(node.value, dict)
+        name = self.value(str, node.value["_target_"], join(key, "_target_"))
+        kwargs = {k: self.value(Any, v, join(key, k)) for k, v in node.value.items() if k != "_target_"}
+        return _INVALID if _INVALID in (name, *kwargs.values()) else Target(name, kwargs)
+
+    def _list(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
+        kind = find(alternatives, *_LISTS)
+        if kind is None and not any(is_open(member) for member in alternatives):
+            return self._refuse(key, node, describe(alternatives))
+        container = (find((kind,), tuple, set) and (typing.get_origin(kind) or kind)) or list
+        inner = typing.get_args(kind) or (Any,)
+        if container is not tuple or inner[-1] is ...:
+            inner = inner[:1] * len(node.value)
+        if len(inner) != len(node.value):
+            return self._refuse(key, node, f"a list of {len(inner)}")
+        pairs = enumerate(zip(inner, node.value, strict=True))
+        values = [self.value(item, child, f"{key}.{index}") for index, (item, child) in pairs]
+        return _INVALID if _INVALID in values else container(values)
+
+    def _scalar(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
+        assert isinstance(node.value, str)
+        try:
+            text = resolve(node.value)
+            return typed("null" if text is None else text, alternatives, quoted=node.quoted and text is not None)
+        except ReferenceFailed as error:
+            self._note(f"{key}: {error}", node, node, error.remedy)
+        except ValueError:
+            self._refuse(key, node, describe(alternatives), choices(alternatives))
+        return _INVALID
+
+    def _construct(self, cls: type[Any], values: dict[str, Any], node: Node, key: str) -> Any:
+        try:
+            return cls(**values)
+        except ValueError as error:  # a custom recipe's section may check itself in __post_init__
+            self._note(f"{key}: {error}", node, "", "correct the section")
+            return _INVALID
+
+    def _relate(self, relation: Relation, values: dict[str, Any], section: Node, key: str) -> None:
+        if _INVALID in (values[name.partition(".")[0]] for name in relation.keys):
+            return
+        if relation.holds(types.SimpleNamespace(**values)):
+            return
+        nodes = {name: section.at(name) for name in relation.keys}
+        given = [node for node in nodes.values() if node is not None and node.origin != DEFAULT]
+        value = ", ".join(f"{name}: {node}" for name, node in nodes.items())
+        what = f"{key}: {relation.says}" if key else relation.says
+        self._note(what, given[0] if given else section, value, relation.remedy)
+
+    def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
+        if self.open_top and not key:
+            return
+        beside = closest(name, typing.get_type_hints(cls))
+        elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
+        meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
+        remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists every key"
+        self._note(f"unknown key {join(key, name)}", node, node, remedy)
+
+    def _refuse(self, key: str, node: Node, expected: str, listed: Iterable[str] = ()) -> Any:
+        meant = closest(str(node.value), listed)
+        remedy = f"did you mean {meant}?" if meant else "change it, or remove the key for its default"
+        self._note(f"{key} must be {expected}", node, node, remedy)
+        return _INVALID
+
+    def _note(self, what: str, node: Node, value: object, remedy: str) -> None:
+        hidden = isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
+        shown = f"{value} (resolved, not shown)" if hidden else str(value)
+        self.problems.append(Problem(what, node.origin, shown, remedy))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else MISSING
+
+
+def _patch(node: Node, default: Node) -> None:
+    """``--key.0 value`` on a list that only the schema gives: the default list with that item replaced."""
+    assert isinstance(default.value, list)
+    if not isinstance(node.value, dict) or not node.value or not all(part.isdecimal() for part in node.value):
+        return
+    items = list(default.value)
+    for part, child in sorted(node.value.items(), key=lambda item: int(item[0])):
+        if int(part) > len(items):
+            return
+        items[int(part) : int(part) + 1] = [child]
+    node.value = items

@@ -1,0 +1,149 @@
+"""From text to a typed scalar: one rule for files, the command line and keyword arguments of plug-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from automodel_ckpt.config.nodes import NULL_WORDS
+from automodel_ckpt.config.schema import Target
+
+TRUE_WORDS = frozenset({"true", "yes", "on", "y", "1"})
+FALSE_WORDS = frozenset({"false", "no", "off", "n", "0"})
+# YAML 1.2's core schema, except that a leading zero makes no number: an identifier such as 017 stays as it is.
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a type: Optional and Union taken apart, Annotated unwrapped."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return tuple(part for member in typing.get_args(annotation) for part in members(member))
+    if origin is typing.Annotated:
+        return members(typing.get_args(annotation)[0])
+    return (type(None) if annotation is None else annotation,)
+
+
+def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
+    """The first alternative of one of these kinds, with its type arguments; None if there is none."""
+    return next((member for member in alternatives if (typing.get_origin(member) or member) in kinds), None)
+
+
+def section_type(alternatives: Iterable[Any]) -> type[Any] | None:
+    """The alternative that is a section of keys."""
+    for kind in alternatives:
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Target:
+            return kind
+    return None
+
+
+def is_text_only(annotation: Any) -> bool:
+    """Whether every alternative is written as one word, so that brackets in it are only characters."""
+    return all(_parser(member) is not None or member is type(None) for member in members(annotation))
+
+
+def untyped(text: str, *, quoted: bool = False) -> Any:
+    """The value of text whose type nobody declared: YAML 1.2, with ``1e-5`` a float, ``017`` and ``on`` text."""
+    if quoted:
+        return text
+    if text in NULL_WORDS - {"None"}:
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    if _INTEGER.fullmatch(text):
+        return int(text, 0)
+    if _FLOAT.fullmatch(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> Any:
+    """Text as the first fitting type: what YAML would make of it, else any other, text last.
+
+    Raises ValueError where nothing fits, null without Optional included. A type that cannot be written as text (a
+    callable, a class of a library) takes the untyped value.
+    """
+    guess, opened = untyped(text, quoted=quoted), any(is_open(member) for member in alternatives)
+    if not quoted and text in NULL_WORDS and (type(None) in alternatives or not opened):
+        if type(None) not in alternatives:
+            raise ValueError(text)
+        return None
+    if type(guess) in alternatives:
+        return guess
+    parsers = [_parser(member) for member in sorted(alternatives, key=lambda member: member is str)]
+    for parse in parsers:
+        try:
+            if parse is not None:
+                return parse(text)
+        except (ValueError, KeyError):
+            continue
+    if opened:
+        return guess
+    raise ValueError(text)
+
+
+def is_open(member: Any) -> bool:
+    """Whether a type says nothing about text: Any, a callable, a class of a library, but not a tensor."""
+    known = (type(None), Target, dict, list, tuple, set, *_PARSERS)
+    if (typing.get_origin(member) or member) in (*known, Literal) or dataclasses.is_dataclass(member):
+        return False
+    return not (isinstance(member, type) and (issubclass(member, enum.Enum) or member.__name__ == "Tensor"))
+
+
+def describe(alternatives: tuple[Any, ...]) -> str:
+    """What may be written for a type, in words."""
+    words = [_word(member) for member in alternatives if member is not type(None)]
+    if type(None) in alternatives:
+        words.append("null")
+    return " or ".join(dict.fromkeys(words))
+
+
+def choices(alternatives: tuple[Any, ...]) -> list[str]:
+    """The values that are listed by the type itself."""
+    literal = find(alternatives, Literal)
+    return [str(choice) for choice in typing.get_args(literal)] if literal else []
+
+
+def _word(member: Any) -> str:
+    if typing.get_origin(member) is Literal:
+        return ", ".join(choices((member,)))
+    if isinstance(member, type) and issubclass(member, enum.Enum):
+        return ", ".join(str(choice.value) for choice in member)
+    if find((member,), list, tuple, set):
+        return "a list"
+    if member is Target:
+        return "a section with _target_"
+    if find((member,), dict) or dataclasses.is_dataclass(member):
+        return "a section"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+    return names.get(member, getattr(member, "__name__", str(member)))
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in TRUE_WORDS | FALSE_WORDS:
+        raise ValueError(text)
+    return text.lower() in TRUE_WORDS
+
+
+def _number(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _parser(member: Any) -> Callable[[str], Any] | None:
+    if typing.get_origin(member) is Literal:
+        return {str(choice): choice for choice in typing.get_args(member)}.__getitem__
+    if isinstance(member, type) and issubclass(member, enum.Enum):
+        return {str(choice.value): choice for choice in member}.__getitem__
+    return _PARSERS.get(member)
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {bool: _boolean, int: int, float: _number, str: str, Path: Path}

@@ -1,0 +1,106 @@
+"""``load_recipe``: file and overrides in, typed configuration out, or every mistake at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.config.bind import Binder, closest
+from automodel_ckpt.config.nodes import Node, lines, read_file
+from automodel_ckpt.config.overrides import Override, graft
+from automodel_ckpt.config.references import is_reference
+from automodel_ckpt.config.registry import is_name, registered
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import Problem, RecipeError
+
+
+@dataclass
+class LoadedRecipe:
+    """A recipe whose every key and value was checked.
+
+    ``config`` holds resolved references; ``tree`` holds what was written, defaults included, and may be shown.
+    """
+
+    config: Any
+    path: Path
+    tree: Node
+    overrides: tuple[Override, ...] = ()
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Dotted key of each value -> ``default``, ``file:line`` or the flag."""
+        return dict(_origins(self.tree, ""))
+
+    def to_yaml(self) -> str:
+        """The recipe as run: overrides and defaults in, references unresolved; loads to the same configuration."""
+        return "\n".join(text for text, _ in lines(self.tree)) + "\n"
+
+    def explain(self) -> str:
+        """The same with each value's origin in a comment."""
+        rows = list(lines(self.tree))
+        width = min(60, max(len(text) for text, _ in rows))
+        return "\n".join(f"{text:{width}}  # {origin}" if origin else text for text, origin in rows) + "\n"
+
+
+def load_recipe(
+    path: str | Path,
+    overrides: Sequence[Override] = (),
+    *,
+    schema: type[RecipeConfig] | None = None,
+    problems: Sequence[Problem] = (),
+) -> LoadedRecipe:
+    """Read, override and check a recipe; no torch is imported and no code of the recipe runs.
+
+    Without a ``schema`` the top-level sections of a custom recipe are left to :func:`targets.prepare`, which knows its
+    dataclass. ``problems`` found before are reported together with those found here.
+
+    Raises:
+        RecipeError: with all problems of file and overrides.
+    """
+    found, path = list(problems), Path(path)
+    if not path.is_file():
+        raise RecipeError.all_of([*found, _missing_file(path)])
+    root = read_file(path, found)
+    for override in overrides:
+        graft(root, override, found)
+    is_custom = _check_recipe_name(root, found)
+    binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
+    config = binder.section(binder.schema, root, "")
+    if found:
+        raise RecipeError.all_of(found)
+    return LoadedRecipe(config, path, root, tuple(overrides))
+
+
+def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
+    """Whether the recipe is code of somebody else; a misspelt registered name is noted."""
+    node = root.at("recipe")
+    if node is None or not isinstance(node.value, str) or is_reference(node.value) or node.is_null:
+        return False
+    names = registered()
+    if is_name(node.value) and node.value not in names:
+        meant = closest(node.value, names)
+        remedy = (
+            f"did you mean {meant}?" if meant else f"known: {', '.join(names)}; or package.module.Class, file.py:Class"
+        )
+        problems.append(Problem("no recipe has this name", node.origin, node.value, remedy))
+    return not names.get(node.value, "").startswith("automodel_ckpt.")
+
+
+def _missing_file(path: Path) -> Problem:
+    what = "the recipe is a directory" if path.is_dir() else "there is no such recipe file"
+    folder = path if path.is_dir() else path.parent
+    recipes = [str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
+    near = recipes if path.is_dir() else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
+    remedy = f"did you mean {', '.join(near[:5])}?" if near else "ckpt-train --list shows the recipes that come with it"
+    return Problem(what, str(path.absolute()), "", remedy)
+
+
+def _origins(node: Node, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node.value, dict) and node.value:
+        for name, child in node.value.items():
+            yield from _origins(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, node.origin

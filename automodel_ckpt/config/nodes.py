@@ -1,0 +1,187 @@
+"""A recipe before it has types: scalars as the text that was written, each with the place it was written at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from automodel_ckpt.errors import Problem
+
+DEFAULT = "default"
+MAX_FILE_BYTES = 256 * 1024
+MAX_DEPTH = 40
+MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
+NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "None"})
+_RESOLVER = yaml.SafeLoader("")
+UNREADABLE = "write plain YAML: keys, text, numbers, lists and mappings"
+
+
+@dataclass
+class Node:
+    """A scalar's text, a list or a mapping; ``origin`` is ``file:line``, a flag as typed, or ``default``."""
+
+    value: str | list[Node] | dict[str, Node]
+    origin: str
+    quoted: bool = False
+
+    @property
+    def is_null(self) -> bool:
+        return not self.quoted and isinstance(self.value, str) and self.value in NULL_WORDS
+
+    @property
+    def is_flag(self) -> bool:
+        return self.origin.startswith("-")
+
+    def __str__(self) -> str:
+        """The value in one line of YAML, references to the environment unresolved."""
+        document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
+        return str(document).removesuffix("\n...\n").rstrip("\n")
+
+    def at(self, key: str) -> Node | None:
+        """The node below at a dotted key."""
+        node: Node | None = self
+        for part in key.split("."):
+            node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+        return node
+
+
+def node_of(value: Any, origin: str = DEFAULT) -> Node:
+    """The node that reads back as a Python value of a schema default."""
+    if dataclasses.is_dataclass(value):
+        return Node({f.name: node_of(getattr(value, f.name), origin) for f in dataclasses.fields(value)}, origin)
+    if isinstance(value, dict):
+        return Node({str(key): node_of(item, origin) for key, item in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return Node([node_of(item, origin) for item in value], origin)
+    if isinstance(value, str):
+        return Node(value, origin, quoted=value in NULL_WORDS)
+    return Node("null" if value is None else str(value).lower() if isinstance(value, bool) else str(value), origin)
+
+
+def read_file(path: Path, problems: list[Problem]) -> Node:
+    """The mapping in a YAML file; whatever cannot be read of it is added to ``problems``."""
+    empty = Node({}, str(path))
+    try:
+        text = path.read_bytes()[: MAX_FILE_BYTES + 1].decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problems.append(Problem("the recipe is no UTF-8 text", f"{path}, byte {error.start}", "", "save it as UTF-8"))
+        return empty
+    if len(text.encode()) > MAX_FILE_BYTES:
+        problems.append(Problem("the recipe is too large", str(path), f"over {MAX_FILE_BYTES} bytes", "shorten it"))
+        return empty
+    root = read_text(text, str(path), problems, lines=True)
+    if isinstance(root.value, dict) or problems:
+        return root if isinstance(root.value, dict) else empty
+    problems.append(Problem("a recipe is a mapping of sections", str(path), str(root), "see examples/ for recipes"))
+    return empty
+
+
+def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = False) -> Node:
+    """YAML text as a node; ``lines`` adds line numbers to the origin."""
+    reader = _Reader(text, origin, problems, lines=lines)
+    try:
+        tree = reader.get_single_node()
+        return Node("", origin) if tree is None else reader.node(tree, origin)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = f"this is no valid YAML: {error.problem or error.context}"
+        problems.append(Problem(what, reader.place(mark) if mark else origin, "", UNREADABLE))
+    except yaml.YAMLError as error:
+        problems.append(Problem(f"this is no valid YAML: {str(error).splitlines()[0]}", origin, "", UNREADABLE))
+    return Node("", origin)
+
+
+def lines(node: Node, indent: int = 0) -> Iterator[tuple[str, str]]:
+    """(line of YAML, origin) of a mapping: sections as blocks, lists in one line."""
+    assert isinstance(node.value, dict)
+    for key, child in node.value.items():
+        name = " " * indent + str(Node(key, child.origin, quoted=key == ""))
+        if isinstance(child.value, dict) and child.value:
+            yield f"{name}:", ""
+            yield from lines(child, indent + 2)
+        else:
+            yield f"{name}: {child}", _origin(child)
+
+
+def _origin(node: Node) -> str:
+    """A list's own origin, or those of its items where overrides replaced some."""
+    items = node.value if isinstance(node.value, list) else []
+    return ", ".join(dict.fromkeys([node.origin, *(item.origin for item in items if item.is_flag)]))
+
+
+def _to_yaml(node: Node) -> yaml.Node:
+    if isinstance(node.value, dict):
+        pairs = [(_to_yaml(Node(key, "", quoted=key == "")), _to_yaml(child)) for key, child in node.value.items()]
+        return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=True)
+    if isinstance(node.value, list):
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", [_to_yaml(item) for item in node.value], flow_style=True)
+    text = "null" if node.is_null else node.value
+    if "\n" in text or not text.isprintable():
+        return yaml.ScalarNode("tag:yaml.org,2002:str", text, style='"')
+    if node.quoted:
+        return yaml.ScalarNode("tag:yaml.org,2002:str", text, style="'")
+    resolver: Any = _RESOLVER
+    return yaml.ScalarNode(resolver.resolve(yaml.ScalarNode, text, (True, False)), text)
+
+
+class _Reader(yaml.SafeLoader):
+    """Composes YAML without constructing anything; notes tags, duplicate keys and bombs as problems."""
+
+    def __init__(self, text: str, origin: str, problems: list[Problem], *, lines: bool) -> None:
+        self.origin, self.problems, self.lines = origin, problems, lines
+        self.depth = self.num_nodes = 0
+        super().__init__(text)
+
+    def place(self, mark: yaml.Mark) -> str:
+        return f"{self.origin}:{mark.line + 1}" if self.lines else self.origin
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self._peek()
+        if getattr(event, "tag", None):
+            remedy = "remove the tag; a value's type comes from its key"
+            self.problems.append(Problem("YAML tags are not allowed", self.place(event.start_mark), event.tag, remedy))
+        self.depth += 1
+        self._limit(self.depth, event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def _peek(self) -> Any:
+        peek: Any = self.peek_event
+        return peek()
+
+    def node(self, tree: yaml.Node, origin: str, depth: int = 0) -> Node:
+        """The tree with aliases expanded, so that an override of one place changes no other."""
+        self.num_nodes += 1
+        self._limit(depth, tree.start_mark)
+        if isinstance(tree, yaml.MappingNode):
+            return Node(self._mapping(tree, depth), origin)
+        if isinstance(tree, yaml.SequenceNode):
+            return Node([self.node(item, self.place(item.start_mark), depth + 1) for item in tree.value], origin)
+        assert isinstance(tree, yaml.ScalarNode)
+        return Node(tree.value, origin, quoted=tree.style is not None)
+
+    def _mapping(self, tree: yaml.MappingNode, depth: int) -> dict[str, Node]:
+        mapping: dict[str, Node] = {}
+        for key, value in tree.value:
+            where = self.place(key.start_mark)
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                what = "a key is a single word; merge keys (<<) are not read"
+                self.problems.append(Problem(what, where, "", "write the keys out"))
+            elif key.value in mapping:
+                first = mapping[key.value].origin
+                self.problems.append(Problem(f"key {key.value} stands twice", where, f"first at {first}", "remove one"))
+            else:
+                mapping[key.value] = self.node(value, where, depth + 1)
+        return mapping
+
+    def _limit(self, depth: int, mark: yaml.Mark) -> None:
+        if depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=mark)
+        if self.num_nodes > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} values", problem_mark=mark)

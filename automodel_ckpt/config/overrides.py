@@ -1,0 +1,191 @@
+"""The command line of ``ckpt-train``: launch flags, one recipe file, and overrides of its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_ckpt.config.bind import Binder, annotation_at, closest
+from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.nodes import NULL_WORDS, Node, read_text
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import Problem
+
+MODES = {"help": 0, "version": 0, "print_config": 0, "dry_run": 0, "list": 0, "copy": 2}  # name -> arguments
+_LAUNCH = typing.get_type_hints(LaunchFlags)
+
+
+@dataclass(frozen=True)
+class Override:
+    """A dotted key and the value that the command line gives it."""
+
+    key: str
+    node: Node
+
+
+@dataclass
+class CommandLine:
+    """A command line taken apart; what could not be understood is in ``problems``."""
+
+    recipes: list[str] = field(default_factory=list)
+    overrides: list[Override] = field(default_factory=list)
+    flags: LaunchFlags = field(default_factory=LaunchFlags)
+    modes: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -> CommandLine:
+    """Takes a command line apart; the order of its parts is free."""
+    parser = _Parser(schema)
+    words = list(arguments)
+    while words:
+        parser.take(words)
+    return parser.finish()
+
+
+class _Parser:
+    def __init__(self, schema: type[RecipeConfig]) -> None:
+        self.schema = schema
+        self.line = CommandLine()
+        self.launch: dict[str, Node] = {}
+
+    def take(self, words: list[str]) -> None:
+        """Removes the first argument, with its value, from the front of ``words``."""
+        word = words.pop(0)
+        if word == "-h":
+            self.line.modes["help"] = []
+        elif not word.startswith("-") or word == "-":
+            self.line.recipes.append(word)
+        elif not word.startswith("--") or word == "--":
+            self._refuse(word, f"unknown argument {word}", "ckpt-train --help shows what can be said")
+        else:
+            flag, equals, value = word.partition("=")
+            self._option(flag, value if equals else None, words)
+
+    def finish(self) -> CommandLine:
+        self._give_back_recipe()
+        tree = Node(dict(self.launch), "command line")
+        flags = Binder(LaunchFlags, self.line.problems).section(LaunchFlags, tree, "")
+        self.line.flags = flags if isinstance(flags, LaunchFlags) else LaunchFlags()
+        return self.line
+
+    def _option(self, flag: str, value: str | None, words: list[str]) -> None:
+        name = flag[2:].replace("-", "_")
+        if name in MODES:
+            self._mode(flag, name, value, words)
+        elif name in _LAUNCH:
+            self._launch(flag, name, value, words)
+        elif "." not in name and (meant := self._meant_flag(name)):
+            self._refuse(flag, f"unknown option {flag}", f"did you mean {meant}?")
+        else:
+            self._override(flag, value, words)
+
+    def _mode(self, flag: str, name: str, value: str | None, words: list[str]) -> None:
+        count = MODES[name]
+        given, words[:count] = words[:count], []
+        if value is not None or len(given) < count:
+            self._refuse(flag, f"{flag} takes {'NAME DIR' if count else 'no value'}", "see ckpt-train --help")
+        self.line.modes[name] = given
+
+    def _launch(self, flag: str, name: str, value: str | None, words: list[str]) -> None:
+        if value is None:
+            value = self._next(flag, words)
+        if value is None:
+            return
+        node = Node(value, flag, quoted=True)
+        if name == "trust":
+            items = self.launch.setdefault(name, Node([], flag)).value
+            assert isinstance(items, list)
+            items.append(node)
+        else:
+            self.launch[name] = node
+
+    def _override(self, flag: str, value: str | None, words: list[str]) -> None:
+        kind = members(annotation_at(self.schema, flag[2:]) or Any)
+        if value is None and bool in kind and set(kind) <= {bool, type(None)}:
+            takes = bool(words) and _reads_as_boolean(words[0], optional=type(None) in kind)
+            value = words.pop(0) if takes else "true"
+        elif value is None and Any in kind and (not words or words[0].startswith("--")):
+            value = "true"
+        elif value is None:
+            value = self._next(flag, words)
+        if value is not None:
+            self.line.overrides.append(Override(flag[2:], Node(value, flag, quoted=value == "")))
+
+    def _next(self, flag: str, words: list[str]) -> str | None:
+        if words and not words[0].startswith("--"):
+            return words.pop(0)
+        self._refuse(flag, f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
+        return None
+
+    def _give_back_recipe(self) -> None:
+        """``--dataset.streaming recipe.yaml``: a bare plug-in keyword before the only recipe file."""
+        for index, (key, node) in enumerate((o.key, o.node) for o in self.line.overrides):
+            is_free = annotation_at(self.schema, key) in (Any, None)
+            if not self.line.recipes and is_free and str(node.value).endswith((".yaml", ".yml")):
+                self.line.recipes.append(str(node.value))
+                self.line.overrides[index] = Override(key, Node("true", node.origin))
+
+    def _meant_flag(self, name: str) -> str | None:
+        if name in typing.get_type_hints(self.schema):
+            return None
+        meant = closest(name, [*_LAUNCH, *MODES])
+        return f"--{meant.replace('_', '-')}" if meant else None
+
+    def _refuse(self, flag: str, what: str, remedy: str) -> None:
+        self.line.problems.append(Problem(what, flag, "", remedy))
+
+
+def _reads_as_boolean(word: str, *, optional: bool) -> bool:
+    return word.lower() in TRUE_WORDS | FALSE_WORDS or (optional and word in NULL_WORDS)
+
+
+def graft(root: Node, override: Override, problems: list[Problem]) -> None:
+    """Puts an override's value into the tree, making the sections on the way."""
+    origin = override.node.origin
+    *parents, last = override.key.split(".")
+    node = root
+    try:
+        for part in parents:
+            node = _child(_container(node, origin, problems), part, origin)
+        _put(_container(node, origin, problems), last, override.node)
+    except LookupError as error:
+        what = f"{override.key} cannot be set: {error.args[0]}"
+        problems.append(Problem(what, origin, str(override.node), "ckpt-train --print-config shows what is there"))
+
+
+def _container(node: Node, origin: str, problems: list[Problem]) -> Node:
+    if isinstance(node.value, str):
+        if node.is_flag and node.value[:1] in ("[", "{"):
+            node.value = read_text(node.value, node.origin, problems).value
+        elif node.is_null:
+            node.value, node.origin = {}, origin
+        else:
+            raise LookupError(f"the value {node} of {node.origin} has no keys")
+    return node
+
+
+def _child(node: Node, part: str, origin: str) -> Node:
+    if isinstance(node.value, list):
+        return node.value[_index(node.value, part, len(node.value) - 1)]
+    assert isinstance(node.value, dict)
+    return node.value.setdefault(part, Node({}, origin))
+
+
+def _put(node: Node, part: str, value: Node) -> None:
+    value = dataclasses.replace(value)
+    if isinstance(node.value, list):
+        index = _index(node.value, part, len(node.value))
+        node.value[index : index + 1] = [value]
+    elif isinstance(node.value, dict):
+        node.value[part] = value
+
+
+def _index(items: list[Node], part: str, last: int) -> int:
+    if not part.isdecimal() or int(part) > last:
+        raise LookupError(f"the list has {len(items)} items, counted from 0, and no {part}")
+    return int(part)

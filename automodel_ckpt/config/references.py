@@ -1,0 +1,50 @@
+"""References to environment variables: ``${oc.env:NAME}`` and ``${oc.env:NAME,default}``, the only interpolations.
+
+Resolved values go into the typed configuration alone; whatever is printed or saved shows the reference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+ALLOWED = "the only interpolations are ${oc.env:NAME} and ${oc.env:NAME,default}; \\${ is a literal ${"
+_OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_ENVIRONMENT = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:")
+_VARIABLE = re.compile(r"\$\{oc\.env:([^,${}]*)\}")
+
+
+class ReferenceFailed(Exception):
+    """A reference is malformed, or its variable is not set; neither message nor remedy shows a value."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+def is_reference(text: str) -> bool:
+    return _OPENING.search(text) is not None
+
+
+def resolve(text: str) -> str | None:
+    """Text with its references replaced; None when it is one reference whose default is null."""
+    if "${" not in text:
+        return text
+    if len(_OPENING.findall(text)) != len(_ENVIRONMENT.findall(text)):
+        raise ReferenceFailed("this interpolation is not allowed", ALLOWED)
+    unset = [name for name in _VARIABLE.findall(text) if name not in os.environ]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        value = OmegaConf.create({"value": text})["value"]
+    except OmegaConfBaseException:
+        raise _failure(unset) from None
+    return None if value is None else str(value)
+
+
+def _failure(unset: list[str]) -> ReferenceFailed:
+    if not unset:
+        return ReferenceFailed("this interpolation cannot be read", ALLOWED)
+    remedy = f"set it, or write ${{oc.env:{unset[0]},default}}"
+    return ReferenceFailed(f"environment variable {', '.join(unset)} is not set", remedy)

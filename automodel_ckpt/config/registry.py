@@ -1,0 +1,19 @@
+"""The names that ``recipe:`` knows without a module path."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+GROUP = "automodel_ckpt.recipes"
+# Known without the package's metadata too, as when it is run from a source tree.
+_OWN = {"llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune"}
+
+
+def registered() -> dict[str, str]:
+    """Recipe name -> ``module:Class``; nothing is imported."""
+    return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _OWN
+
+
+def is_name(recipe: str) -> bool:
+    """Whether ``recipe:`` is meant as a registered name, not as a module or a file."""
+    return recipe.replace("-", "_").isidentifier()
