@@ -32,12 +32,13 @@ def write(plan: TreePlan, staging: Path, part: Part) -> None:
     """Write this rank's share of a tree and enter it into *part*."""
     written = part.trees[plan.name] = TreePart()
     file = layout.distcp_file(plan.directory, part.rank)
-    with DurableFile(staging / file) as out:
+    shares = plan.tensors()
+    with DurableFile(staging / file, nbytes=sum(share.nbytes for share in shares)) as out:
         for fqn, data in plan.values():
             start = out.tell()
             written.objects.append(Blob(fqn, file, start, out.write(data), digest_of(data)))
             written.dcp_items.append(DcpItem(fqn, None, file, start, len(data)))
-        for share in plan.tensors():
+        for share in shares:
             _write_tensor(plan, share, out, file, written)
     part.files[file] = out.close()
 
