@@ -66,11 +66,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside a DDP wrapper, or the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
     """Whether the forward and backward inside reduce gradients over the ranks: only an accumulation's last does."""
     if isinstance(model, DistributedDataParallel) and not enabled:
@@ -78,6 +73,12 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Non
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
     return nullcontext()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward left gathered (fsdp2)."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
@@ -49,15 +49,17 @@ def current_rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def follow_schedule(schedule: LRScheduler) -> None:
+def follow_schedule(schedule: LambdaLR) -> None:
     """Set the learning rates to what *schedule* says for its present step.
 
     A loaded state holds the rates of the schedule it was saved under; needed when that was another one.
     """
-    rates = schedule.get_lr()
+    rates = [
+        base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    schedule._last_lr = list(rates)
+    schedule._last_lr = rates
 
 
 def _refuse_unused(name: str, settings: Mapping[str, Any]) -> None:

@@ -21,7 +21,12 @@ class StatefulRNG:
     checkpoint_scope = "rank_rng"
 
     def __init__(self, seed: int, rank: int = 0) -> None:
+        self._place = (seed, rank)
         seed_everything(_mixed(seed, rank))
+
+    def derive(self, step: int) -> None:
+        """Seed anew for a run that goes on after *step* on another number of ranks, whose states do not fit."""
+        seed_everything(_mixed(*self._place, step))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -56,9 +61,10 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _mixed(seed: int, rank: int) -> int:
+def _mixed(seed: int, *parts: int) -> int:
     """A seed per rank that neighbouring seeds and ranks do not share (``SeedSequence`` spreads the bits)."""
-    return int(numpy.random.SeedSequence([seed % 2**64, rank]).generate_state(1, numpy.uint64)[0]) % 2**63
+    sequence = numpy.random.SeedSequence([seed % 2**64, *parts])
+    return int(sequence.generate_state(1, numpy.uint64)[0]) % 2**63
 
 
 def _python_state() -> dict[str, Any]:

@@ -5,7 +5,6 @@ Steps are optimizer steps and count from 1; epochs count from 0. A step that end
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ class Cadence:
     val_every_steps: int | None = None
     max_time_seconds: float | None = None
     has_validation: bool = False
-    best_metric_key: str = "val_loss"
-    best_mode: str = "min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +41,18 @@ def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
     return by_steps or (cadence.num_epochs is not None and epochs_done >= cadence.num_epochs)
 
 
-def due_after(cadence: Cadence, step: int, epochs_done: int, *, epoch_ended: bool) -> Due:
+def due_after(
+    cadence: Cadence,
+    step: int,
+    epochs_done: int,
+    *,
+    epoch_ended: bool,
+    save_is_wanted: bool = False,
+    time_is_up: bool = False,
+) -> Due:
     """What is due after *step*, *epochs_done* counting the epoch that it ended; a step that is saved is validated."""
-    last = run_is_over(cadence, step, epochs_done)
-    save = last or _divides(cadence.ckpt_every_steps, step)
+    last = time_is_up or run_is_over(cadence, step, epochs_done)
+    save = last or save_is_wanted or _divides(cadence.ckpt_every_steps, step)
     save = save or (epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done))
     validate = cadence.has_validation and (save or _divides(cadence.val_every_steps, step))
     return Due(validate, save, last)
@@ -61,15 +66,6 @@ def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
     if cadence.num_epochs is not None and steps_per_epoch is not None:
         limits.append(cadence.num_epochs * steps_per_epoch)
     return min(limits, default=None)
-
-
-def is_better(value: float | None, best: float | None, mode: str) -> bool:
-    """Whether *value* beats *best* in *mode* ``min`` or ``max``; a tie, NaN or a missing value never does."""
-    if value is None or math.isnan(value):
-        return False
-    if best is None:
-        return True
-    return value < best if mode == "min" else value > best
 
 
 def _divides(every: int | None, count: int) -> bool:
@@ -88,6 +84,7 @@ class StepScheduler:
     ) -> None:
         self.cadence = cadence
         self.planned_steps = planned_steps
+        self.planned_before = planned_steps
         self.step = 0
         self.epoch = 0
         self.epochs_done = 0
@@ -124,11 +121,19 @@ class StepScheduler:
         self._step_start = self._clock()
 
     def finish_step(
-        self, *, epoch: int, epochs_done: int, num_samples: int, num_tokens: int, elapsed_seconds: float
+        self,
+        *,
+        epoch: int,
+        epochs_done: int,
+        num_samples: int,
+        num_tokens: int,
+        elapsed_seconds: float,
+        save_is_wanted: bool = False,
+        time_is_up: bool = False,
     ) -> Due:
         """Count one optimizer step, made on a global batch of *epoch*, and say what is due.
 
-        *epochs_done* counts the whole epochs, *elapsed_seconds* is the time all ranks agreed on.
+        *epochs_done* counts the whole epochs. The last three are the leader's clock, as all ranks agreed on it.
         """
         epoch_ended = epochs_done > self.epochs_done
         self.step += 1
@@ -137,15 +142,28 @@ class StepScheduler:
         self.consumed_samples += num_samples
         self.consumed_tokens += num_tokens
         self.elapsed_seconds = elapsed_seconds
+        self.ended_early = time_is_up
         if self._step_start is not None:
             self._longest_step_seconds = max(self._longest_step_seconds, self._clock() - self._step_start)
-        return due_after(self.cadence, self.step, self.epochs_done, epoch_ended=epoch_ended)
+        return due_after(
+            self.cadence,
+            self.step,
+            self.epochs_done,
+            epoch_ended=epoch_ended,
+            save_is_wanted=save_is_wanted,
+            time_is_up=time_is_up,
+        )
 
-    def note_validation(self, losses: Mapping[str, Any]) -> bool:
-        """Take in the *losses* of a validation; True when they ask for a save: ``ckpt_on_best`` and the best so far."""
-        value = losses.get(self.cadence.best_metric_key)
-        if not is_better(value, self.best, self.cadence.best_mode):
-            return False
+    def is_beyond_last_epoch(self, epoch: int) -> bool:
+        """Whether a batch of *epoch* is no longer asked for."""
+        return self.cadence.num_epochs is not None and epoch >= self.cadence.num_epochs
+
+    def end_early(self) -> None:
+        """Make the present step the last one: the data ended unannounced."""
+        self.ended_early = True
+
+    def note_best(self, value: float) -> bool:
+        """Record the best metric so far; True when that asks for a save (``ckpt_on_best``)."""
         self.best = value
         return self.cadence.ckpt_on_best
 
@@ -158,23 +176,15 @@ class StepScheduler:
     def save_is_wanted(self) -> bool:
         """Whether ``ckpt_every_minutes`` have passed since the last save, by this rank's clock."""
         minutes = self.cadence.ckpt_every_minutes
-        return minutes is not None and self.unsaved and self._clock() - self._last_save_time >= 60 * minutes
+        return minutes is not None and self._clock() - self._last_save_time >= 60 * minutes
 
     def time_is_up(self) -> bool:
-        """Whether one more step and a save might not fit into ``max_time``, by this rank's clock."""
+        """Whether one more step and the saves of both might not fit into ``max_time``, by this rank's clock."""
         limit = self.cadence.max_time_seconds
         if limit is None:
             return False
-        ahead = self._longest_step_seconds + self._longest_save_seconds
+        ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
         return self._clock() - self._session_start + ahead >= limit
-
-    def is_beyond_last_epoch(self, epoch: int) -> bool:
-        """Whether a batch of *epoch* is no longer asked for."""
-        return self.cadence.num_epochs is not None and epoch >= self.cadence.num_epochs
-
-    def end_early(self) -> None:
-        """Make the present step the last one (``max_time``, or data that ended unannounced)."""
-        self.ended_early = True
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -190,6 +200,7 @@ class StepScheduler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint; ``planned_steps`` stays that of this run."""
+        self.planned_before = state["planned_steps"]
         self.step = state["step"]
         self.epoch = state["epoch"]
         self.epochs_done = state["epochs_done"]

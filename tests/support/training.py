@@ -1,0 +1,152 @@
+"""A tiny training run on real text, started, killed and started again; what it leaves behind, to be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.recipes.base import Control
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.training.step_scheduler import Due
+
+RECIPE = """
+seed: 7
+model:
+  from_config:
+    model_type: llama
+    hidden_size: 32
+    intermediate_size: 48
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    max_position_embeddings: 32
+    attention_dropout: 0.2
+    initializer_range: 0.3
+    tie_word_embeddings: true
+tokenizer:
+  _target_: automodel_ckpt.data.python_docs.train_tokenizer
+  vocab_size: 300
+dataset:
+  _target_: automodel_ckpt.data.python_docs.language_modeling
+  seq_length: 16
+  max_samples: 44
+optimizer:
+  lr: 1e-2
+lr_scheduler:
+  name: cosine
+  warmup_steps: 2
+step_scheduler:
+  global_batch_size: 8
+  local_batch_size: 2
+  num_epochs: 2
+  ckpt_every_steps: 5
+  ckpt_every_epochs: null
+logging:
+  sample_ids: true
+"""
+"""44 samples in global batches of 8: 6 steps an epoch, the last of 4 samples; saves at 5, 10 and the end, 12."""
+
+VALIDATION = """
+validation_dataset:
+  _target_: automodel_ckpt.data.python_docs.language_modeling
+  seq_length: 16
+  max_samples: 11
+  split: validation
+"""
+
+
+class Recipe(LLMFinetune):
+    """The recipe itself; it kills its process right after the steps in ``kill_after``."""
+
+    kill_after: frozenset[int] = frozenset()
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        if self.step_scheduler.step in self.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return due
+
+
+def write_recipe(directory: Path, text: str = RECIPE) -> Path:
+    path = directory / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def build(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> LLMFinetune:
+    """The recipe object of a file and command-line overrides, not set up."""
+    line = parse([str(recipe_file), *overrides])
+    loaded = load_recipe(line.recipes[0], line.overrides, problems=line.problems)
+    return recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+
+
+def train(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> dict[str, str]:
+    """Set up, run and close in this process, as the rank that RANK says; the digests of the state at the end."""
+    recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
+    try:
+        recipe.setup()
+        recipe.run()
+        return digests(recipe)
+    finally:
+        recipe.close()
+
+
+def killed_after(*steps: int) -> type[LLMFinetune]:
+    return type("Killed", (Recipe,), {"kill_after": frozenset(steps)})
+
+
+def digests(recipe: LLMFinetune) -> dict[str, str]:
+    """A digest of this rank's weights, optimizer, schedule, random state and counters."""
+    counters = {k: v for k, v in recipe.step_scheduler.state_dict().items() if k != "elapsed_seconds"}
+    states: dict[str, Any] = {
+        "weights": dict(recipe.model.state_dict()),
+        "optimizer": recipe.optimizer.state_dict(),
+        "lr_scheduler": recipe.lr_scheduler.state_dict() if recipe.lr_scheduler else {},
+        "rng": recipe.rng.state_dict(),
+        "dataloader": recipe.dataloader.state_dict(),
+        "step_scheduler": counters,
+    }
+    return {name: digest(state) for name, state in states.items()}
+
+
+def digest(state: Any) -> str:
+    content = hashlib.blake2b()
+    for key, value in sorted(_leaves("", state)):
+        content.update(f"{key}={value}\n".encode())
+    return content.hexdigest()
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, element in value.items():
+            yield from _leaves(f"{key}.{name}", element)
+    elif isinstance(value, list | tuple):
+        for index, element in enumerate(value):
+            yield from _leaves(f"{key}[{index}]", element)
+    elif isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        raw = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield key, f"{local.dtype} {tuple(local.shape)} {hashlib.blake2b(raw).hexdigest()}"
+    else:
+        yield key, value.hex() if isinstance(value, float) else repr(value)
+
+
+def steps_of(run_directory: Path) -> list[dict[str, Any]]:
+    """The step records of training.jsonl, floats as hex; without what depends on the clock or the machine."""
+    records = [json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()]
+    ignored = {"timestamp", "tps", "mem"}
+    return [
+        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if k not in ignored}
+        for record in records
+        if "event" not in record
+    ]

@@ -1,0 +1,188 @@
+"""Cadence: what is validated and saved when, and that the last step is saved exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, due_after, run_is_over, total_steps
+
+counts = st.none() | st.integers(1, 12)
+
+
+@st.composite
+def cadences(draw: st.DrawFn) -> Cadence:
+    """Any cadence that ends by itself."""
+    cadence = Cadence(
+        max_steps=draw(st.none() | st.integers(1, 40)),
+        num_epochs=draw(st.none() | st.integers(1, 5)),
+        ckpt_every_steps=draw(counts),
+        ckpt_every_epochs=draw(counts),
+        ckpt_every_minutes=draw(st.none() | st.floats(0.01, 1.0)),
+        ckpt_on_best=draw(st.booleans()),
+        val_every_steps=draw(counts),
+        max_time_seconds=draw(st.none() | st.floats(1.0, 200.0)),
+        has_validation=draw(st.booleans()),
+    )
+    if (cadence.max_steps, cadence.num_epochs, cadence.max_time_seconds) == (None, None, None):
+        return replace(cadence, max_steps=7)
+    return cadence
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drive(
+    scheduler: StepScheduler, clock: Clock, steps_per_epoch: int, *, step_seconds: float = 5.0
+) -> dict[str, list[int]]:
+    """Run to the end as a recipe does; the steps that were validated and saved."""
+    done: dict[str, list[int]] = {"validated": [], "saved": []}
+    while not scheduler.finished:
+        scheduler.start_step()
+        clock.now += step_seconds
+        epoch, index = divmod(scheduler.step, steps_per_epoch)
+        due = scheduler.finish_step(
+            epoch=epoch,
+            epochs_done=epoch + (index == steps_per_epoch - 1),
+            num_samples=4,
+            num_tokens=100,
+            elapsed_seconds=scheduler.measured_seconds(),
+            save_is_wanted=scheduler.save_is_wanted(),
+            time_is_up=scheduler.time_is_up(),
+        )
+        if due.validate:
+            done["validated"].append(scheduler.step)
+        if due.save:
+            clock.now += 1.0
+            scheduler.note_save(1.0)
+            done["saved"].append(scheduler.step)
+        assert due.last == scheduler.finished
+    return done
+
+
+@given(cadences(), st.integers(1, 15))
+def test_the_last_step_is_saved_exactly_once_and_no_step_twice(cadence: Cadence, steps_per_epoch: int) -> None:
+    clock = Clock()
+    scheduler = StepScheduler(cadence, clock=clock)
+    saved = drive(scheduler, clock, steps_per_epoch)["saved"]
+    assert saved[-1] == scheduler.step
+    assert saved == sorted(set(saved))
+    assert not scheduler.unsaved
+
+
+@given(cadences(), st.integers(1, 15))
+def test_every_cadence_is_honoured_and_every_save_is_validated(cadence: Cadence, steps_per_epoch: int) -> None:
+    clock = Clock()
+    scheduler = StepScheduler(cadence, clock=clock)
+    done = drive(scheduler, clock, steps_per_epoch)
+    steps = range(1, scheduler.step + 1)
+    if cadence.ckpt_every_steps:
+        assert set(steps[cadence.ckpt_every_steps - 1 :: cadence.ckpt_every_steps]) <= set(done["saved"])
+    if cadence.ckpt_every_epochs:
+        every = cadence.ckpt_every_epochs * steps_per_epoch
+        assert set(steps[every - 1 :: every]) <= set(done["saved"])
+    if cadence.val_every_steps and cadence.has_validation:
+        assert set(steps[cadence.val_every_steps - 1 :: cadence.val_every_steps]) <= set(done["validated"])
+    assert set(done["validated"]) >= set(done["saved"]) if cadence.has_validation else not done["validated"]
+    by_minutes_only = (cadence.ckpt_every_steps, cadence.ckpt_every_epochs, cadence.ckpt_every_minutes) == (None,) * 3
+    if by_minutes_only:
+        assert done["saved"] == [scheduler.step]
+
+
+@given(cadences(), st.integers(1, 15), st.integers(1, 30))
+def test_an_interrupted_run_ends_at_the_same_step_as_an_uninterrupted_one(
+    cadence: Cadence, steps_per_epoch: int, max_steps: int
+) -> None:
+    cadence = replace(cadence, max_steps=max_steps, max_time_seconds=None, ckpt_every_minutes=None)
+    clock = Clock()
+    whole = StepScheduler(cadence, clock=clock)
+    saved = drive(whole, clock, steps_per_epoch)["saved"]
+
+    first = StepScheduler(replace(cadence, max_steps=max(1, max_steps // 2)), clock=clock)
+    before = drive(first, clock, steps_per_epoch)["saved"]
+    second = StepScheduler(cadence, clock=clock)
+    second.load_state_dict(first.state_dict())
+    after = drive(second, clock, steps_per_epoch)["saved"]
+    assert second.step == whole.step
+    assert second.epoch == whole.epoch
+    assert set(saved) <= set(before) | set(after)
+    assert not set(before) & set(after)
+
+
+def test_a_finished_run_continues_with_a_larger_max_steps() -> None:
+    clock = Clock()
+    first = StepScheduler(Cadence(max_steps=6), clock=clock)
+    drive(first, clock, 100)
+    same = StepScheduler(Cadence(max_steps=6), clock=clock)
+    same.load_state_dict(first.state_dict())
+    longer = StepScheduler(Cadence(max_steps=9), clock=clock)
+    longer.load_state_dict(first.state_dict())
+    assert same.finished
+    assert drive(longer, clock, 100)["saved"] == [9]
+
+
+def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
+    saved = drive(scheduler, clock, 1000)["saved"]
+    assert saved == [scheduler.step]
+    assert 85.0 <= clock.now <= 100.0
+
+
+def test_minutes_count_from_the_last_save_whatever_caused_it() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=20, ckpt_every_steps=8, ckpt_every_minutes=0.5), clock=clock)
+    assert drive(scheduler, clock, 1000)["saved"] == [6, 8, 14, 16, 20]
+
+
+def test_an_epoch_that_the_data_cut_short_ends_the_run_with_a_save() -> None:
+    cadence = Cadence(max_steps=100, num_epochs=1)
+    assert due_after(cadence, 7, 1, epoch_ended=True).save
+    assert due_after(cadence, 7, 1, epoch_ended=True).last
+    assert not due_after(cadence, 7, 0, epoch_ended=False).last
+
+
+def test_best_asks_for_a_save_only_when_told_to() -> None:
+    assert not StepScheduler(Cadence()).note_best(1.0)
+    scheduler = StepScheduler(Cadence(ckpt_on_best=True))
+    assert scheduler.note_best(1.0)
+    assert scheduler.state_dict()["best"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cadence", "steps_per_epoch", "expected"),
+    [
+        (Cadence(max_steps=5, num_epochs=2), 10, 5),
+        (Cadence(num_epochs=2), 10, 20),
+        (Cadence(num_epochs=2), None, None),
+        (Cadence(max_steps=5), None, 5),
+        (Cadence(max_time_seconds=1.0), 10, None),
+    ],
+)
+def test_the_planned_steps_are_the_nearest_limit(cadence: Cadence, steps_per_epoch: int | None, expected: int) -> None:
+    assert total_steps(cadence, steps_per_epoch) == expected
+
+
+def test_elapsed_seconds_go_on_after_a_resume() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
+    drive(scheduler, clock, 10)
+    clock.now += 1000.0
+    resumed = StepScheduler(Cadence(max_steps=3), clock=clock)
+    resumed.load_state_dict(scheduler.state_dict())
+    clock.now += 4.0
+    assert resumed.measured_seconds() == pytest.approx(scheduler.elapsed_seconds + 4.0)
+
+
+def test_a_run_without_limits_is_never_over() -> None:
+    assert not run_is_over(Cadence(), 10**9, 10**6)
