@@ -1,0 +1,69 @@
+"""A directory of prepared data, built once even when several processes ask for it at the same time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from automodel_ckpt.errors import RecipeError, os_problem
+
+
+def cache_directory() -> Path:
+    """``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``."""
+    return Path(os.environ.get("AUTOMODEL_CKPT_CACHE") or "~/.cache/automodel_ckpt").expanduser()
+
+
+def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) -> Path:
+    """The directory that *build* filled for *key*; built now unless it is there.
+
+    *key* holds all that the content depends on (its repr is hashed). The directory gets its name only when complete and
+    on disk; whoever asks meanwhile waits. Raises :class:`RecipeError` when the cache cannot be written.
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
+    final = cache_directory() / f"{name}-{digest}"
+    if final.is_dir():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final.with_name(f".{final.name}.lock")):
+            if not final.is_dir():
+                _build(final, build)
+    except OSError as error:
+        remedy = "set the environment variable AUTOMODEL_CKPT_CACHE to a directory with room that can be written"
+        raise RecipeError.all_of([os_problem(error, "prepared data cannot be stored", remedy=remedy)]) from error
+    return final
+
+
+def _build(final: Path, build: Callable[[Path], None]) -> None:
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        build(partial)
+        for path in partial.iterdir():
+            _fsync(path)
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock ends with the process that holds it, so a killed one blocks nobody."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

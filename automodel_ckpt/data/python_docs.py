@@ -1,0 +1,211 @@
+"""Real text that every Python brings along, and a tokenizer trained from it: nothing is downloaded.
+
+:func:`language_modeling` is the language reference as shown by ``help()``; :func:`docstring_pairs` asks for the
+docstring of a function or class of the standard library. Both depend on the version of the interpreter. About a tenth
+of the documents (topics of the reference, modules of the library), chosen by a hash of their names, is the validation
+split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from automodel_ckpt.data.cache import cached
+from automodel_ckpt.data.encode import Encoder, Truncation, blocks, prepared, require_choice
+from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
+_SMALLEST_VOCABULARY = 256 + len((_PAD, _BOS, _EOS))
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"})
+
+
+def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained from the text of :func:`language_modeling`, with bos, eos and pad tokens.
+
+    Trained once per interpreter and library version. Raises :class:`RecipeError` below 259 entries (256 bytes and the
+    three special tokens).
+    """
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise RecipeError(
+            "the vocabulary is too small for a byte-level tokenizer",
+            where="tokenizer.vocab_size",
+            value=vocab_size,
+            remedy=f"give at least {_SMALLEST_VOCABULARY}: 256 bytes and 3 special tokens",
+        )
+
+    def build(directory: Path) -> None:
+        log.info("training a tokenizer of %d entries from the Python documentation", vocab_size)
+        _train(vocab_size).save_pretrained(directory)
+
+    key = (_FORMAT, _topics_digest(), vocab_size, tokenizers.__version__)
+    directory = cached("python_docs-tokenizer", key, build)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory)
+    return tokenizer
+
+
+def language_modeling(
+    tokenizer: PreTrainedTokenizerBase, seq_length: int = 128, split: str = "train", max_samples: int | None = None
+) -> TokenizedDataset:
+    """The Python language reference (``pydoc_data.topics``) in blocks of *seq_length* tokens, every token a label.
+
+    The documents stand one after another, each ended by the end-of-sequence token; the last block may be shorter.
+    Some paragraphs of the reference occur under several topics, so validation is not free of text seen in training.
+    """
+    truncation = Truncation("right", seq_length)
+
+    def build() -> TokenizedDataset:
+        topics = _load_topics()
+        names = _of_split(sorted(topics), split)
+        return TokenizedDataset.of(blocks(Encoder(tokenizer).documents([topics[name] for name in names]), seq_length))
+
+    require_choice("split", split, ("train", "validation"))
+    key = (_topics_digest(), truncation.seq_length, split)
+    return prepared("python_docs-language_modeling", key, tokenizer, build).first(max_samples)
+
+
+def docstring_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int = 256,
+    split: str = "train",
+    truncation: str = "right",
+    max_samples: int | None = None,
+) -> TokenizedDataset:
+    """Prompt: the signature of a function or class of the standard library. Completion, with labels: its docstring.
+
+    *truncation* says what happens to samples of more than *seq_length* tokens: ``right`` cuts them, and leaves out
+    those whose prompt alone is as long, with the counts in the log; ``error`` refuses them.
+    """
+    policy = Truncation(truncation, seq_length)
+
+    def build() -> TokenizedDataset:
+        pairs = list(_library_pairs(split))
+        samples = Encoder(tokenizer).pairs([pair.prompt for pair in pairs], [pair.docstring for pair in pairs])
+        return policy.apply_to_all(samples, lambda number: pairs[number].where)
+
+    require_choice("split", split, ("train", "validation"))
+    key = (_library_digest(), seq_length, split, truncation)
+    dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build)
+    dataset.tell_truncation(f"docstring_pairs ({split})", seq_length)
+    return dataset.first(max_samples)
+
+
+def _train(vocab_size: int) -> PreTrainedTokenizerFast:
+    topics = _load_topics()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_PAD, _BOS, _EOS],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)], trainer)
+    special = {"bos_token": _BOS, "eos_token": _EOS, "pad_token": _PAD}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[no-untyped-call]
+
+
+def _load_topics() -> dict[str, str]:
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return topics
+
+
+def _topics_digest() -> str:
+    """Of the file, so that prepared data is found without importing half a megabyte of text."""
+    path = _library_directory() / "pydoc_data" / "topics.py"
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    except FileNotFoundError as error:
+        raise RecipeError(
+            "this Python comes without its documentation",
+            where=str(path),
+            value="no such file",
+            remedy="install the whole standard library (Debian: libpython3-stdlib), or use another data set",
+        ) from error
+
+
+def _of_split(names: Iterable[str], split: str) -> list[str]:
+    return [name for name in names if (_bucket(name) == 0) == (split == "validation")]
+
+
+def _bucket(name: str) -> int:
+    return hashlib.blake2b(name.encode(), digest_size=1).digest()[0] % 10
+
+
+class _Pair(NamedTuple):
+    where: str
+    prompt: str
+    docstring: str
+
+
+def _library_pairs(split: str) -> Iterator[_Pair]:
+    root = _library_directory()
+    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in _library_files(root)}
+    seen: set[tuple[str, str]] = set()
+    for module in _of_split(modules, split):
+        for pair in _module_pairs(module, modules[module]):
+            if (pair.prompt, pair.docstring) not in seen:
+                seen.add((pair.prompt, pair.docstring))
+                yield pair
+
+
+def _module_pairs(module: str, path: Path) -> Iterator[_Pair]:
+    """Found by parsing alone: importing some modules of the library has effects."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for name, node in _definitions(tree, module):
+        docstring = ast.get_docstring(node)
+        if docstring:
+            yield _Pair(f"{path}:{node.lineno}", f"{_signature(name, node)}\n", docstring)
+
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, _Definition):
+            name = f"{prefix}.{node.name}"
+            yield name, node
+            yield from _definitions(node, name)
+        elif not isinstance(node, ast.expr):
+            yield from _definitions(node, prefix)
+
+
+def _signature(name: str, node: _Definition) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        return f"class {name}({bases}):" if bases else f"class {name}:"
+    keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{keyword} {name}({ast.unparse(node.args)}){returns}:"
+
+
+def _library_directory() -> Path:
+    return Path(os.__file__).parent
+
+
+def _library_files(root: Path) -> list[Path]:
+    return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)]
+
+
+def _library_digest() -> str:
+    """Of the interpreter and its library's place: reading twelve megabytes at each start would cost too much."""
+    return f"{sys.version} {_library_directory()}"

@@ -1,0 +1,89 @@
+"""Tokenized samples in three flat arrays: quick to store, mapped into memory when loaded, shared by all processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_FILES = ("tokens", "ends", "num_prompt_tokens", "counts")
+
+
+class TokenizedSample(NamedTuple):
+    """All tokens of a sample, of which the first *num_prompt_tokens* carry no label."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+
+
+class TokenizedDataset:
+    """Map-style: ``dataset[i]`` is ``{"input_ids": list[int], "labels": list[int]}``, prompt tokens labelled -100."""
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        ends: npt.NDArray[np.int64],
+        num_prompt_tokens: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+    ) -> None:
+        self.tokens = tokens
+        self.ends = ends
+        self.num_prompt_tokens = num_prompt_tokens
+        self.counts = counts
+
+    @classmethod
+    def of(cls, samples: Sequence[TokenizedSample], num_cut: int = 0, num_left_out: int = 0) -> TokenizedDataset:
+        """The data set of *samples*; the counts say how many of them were cut, and how many more left out."""
+        tokens = np.fromiter((token for sample in samples for token in sample.tokens), dtype=np.int32)
+        ends = np.fromiter(accumulate(len(sample.tokens) for sample in samples), dtype=np.int64)
+        prompts = np.fromiter((sample.num_prompt_tokens for sample in samples), dtype=np.int64)
+        return cls(tokens, ends, prompts, np.array([num_cut, num_left_out], dtype=np.int64))
+
+    @classmethod
+    def load(cls, directory: Path) -> TokenizedDataset:
+        """What :meth:`save` wrote, mapped into memory rather than read."""
+        return cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in _FILES))
+
+    def save(self, directory: Path) -> None:
+        """Write the arrays as ``.npy`` files into an existing directory."""
+        for name in _FILES:
+            np.save(directory / f"{name}.npy", getattr(self, name))
+
+    def first(self, max_samples: int | None) -> TokenizedDataset:
+        """The same data set, of at most *max_samples* samples."""
+        if max_samples is None:
+            return self
+        if max_samples < 1:
+            what = "max_samples must be at least 1"
+            raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="leave it out for all")
+        return TokenizedDataset(self.tokens, self.ends[:max_samples], self.num_prompt_tokens[:max_samples], self.counts)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if not 0 <= index < len(self.ends):
+            raise IndexError(index)
+        start = int(self.ends[index - 1]) if index else 0
+        input_ids: list[int] = self.tokens[start : int(self.ends[index])].tolist()
+        masked = int(self.num_prompt_tokens[index])
+        return {"input_ids": input_ids, "labels": [IGNORE_INDEX] * masked + input_ids[masked:]}
+
+    def tell_truncation(self, what: str, seq_length: int) -> None:
+        """Log how many samples were cut or left out, if any."""
+        cut, left_out = (int(count) for count in self.counts)
+        if cut or left_out:
+            log.warning(
+                "%s: %d of %d samples were cut to seq_length %d, %d more left out because their prompt alone fills it",
+                *(what, cut, len(self), seq_length, left_out),
+            )

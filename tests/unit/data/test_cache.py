@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.data.cache import cache_directory, cached
+from automodel_ckpt.errors import RecipeError
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
+
+
+def write(directory: Path) -> None:
+    (directory / "data").write_text("complete")
+
+
+def test_it_is_built_once_per_key() -> None:
+    built: list[Path] = []
+
+    def build(directory: Path) -> None:
+        built.append(directory)
+        write(directory)
+
+    paths = [cached("samples", ("key", number), build) for number in (1, 1, 2)]
+    assert paths[0] == paths[1] != paths[2]
+    assert len(built) == 2
+    assert (paths[0] / "data").read_text() == "complete"
+
+
+def test_a_failed_or_killed_build_leaves_nothing_that_is_taken_for_complete() -> None:
+    def fail(directory: Path) -> None:
+        write(directory)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached("samples", (), fail)
+    assert [path.name for path in cache_directory().iterdir() if not path.name.endswith(".lock")] == []
+    lock = next(cache_directory().iterdir())
+    (cache_directory() / lock.name.replace(".lock", ".partial")).mkdir()
+    assert (cached("samples", (), write) / "data").read_text() == "complete"
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable() -> None:
+    cache_directory().parent.mkdir(exist_ok=True)
+    cache_directory().write_text("a file")
+    with pytest.raises(RecipeError, match="AUTOMODEL_CKPT_CACHE"):
+        cached("samples", (), write)
+
+
+def test_without_the_variable_it_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOMODEL_CKPT_CACHE")
+    assert cache_directory() == Path(os.path.expanduser("~/.cache/automodel_ckpt"))

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.text import prompt_completion, text
+from automodel_ckpt.errors import RecipeError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(_cache: None) -> Any:
+    return train_tokenizer(400)
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+PAIRS = ({"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "A", "completion": "B" * 30})
+
+
+def test_only_completion_and_end_carry_labels(tokenizer: Any, tmp_path: Path) -> None:
+    dataset = prompt_completion(tokenizer, jsonl(tmp_path / "a.jsonl", *PAIRS))
+    assert len(dataset) == 2
+    sample = dataset[0]
+    masked = sample["labels"].count(-100)
+    assert tokenizer.decode(sample["input_ids"]) == "2 + 2 = 4</s>"
+    assert tokenizer.decode(sample["labels"][masked:]) == " 4</s>"
+    assert sample["labels"][masked:] == sample["input_ids"][masked:]
+
+
+def test_a_tokenizer_that_begins_with_bos_does_so_here(tokenizer: Any, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    beginning = train_tokenizer(400)
+    beginning.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    path = jsonl(tmp_path / "a.jsonl", *PAIRS)
+    with_bos, without = prompt_completion(beginning, path)[0], prompt_completion(tokenizer, path)[0]
+    assert with_bos == {"input_ids": [1, *without["input_ids"]], "labels": [-100, *without["labels"]]}
+
+
+def test_documents_are_learnt_whole(tokenizer: Any, tmp_path: Path) -> None:
+    dataset = text(tokenizer, jsonl(tmp_path / "a.jsonl", {"body": "first"}, "", {"body": "second"}), field="body")
+    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(2)] == ["first</s>", "second</s>"]
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet", "txt"])
+def test_other_kinds_of_files_are_read(tokenizer: Any, tmp_path: Path, suffix: str) -> None:
+    import pandas
+
+    path = tmp_path / f"a.{suffix}"
+    frame = pandas.DataFrame({"text": ["first", "second"]})
+    {
+        "json": lambda: path.write_text(frame.to_json(orient="records")),
+        "csv": lambda: frame.to_csv(path),
+        "parquet": lambda: frame.to_parquet(path),
+        "txt": lambda: path.write_text("first\nsecond\n"),
+    }[suffix]()
+    dataset = text(tokenizer, str(path))
+    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == ["first</s>", "second</s>"]
+
+
+def test_a_long_sample_is_refused_with_file_and_line(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", PAIRS[0], "", PAIRS[1])
+    with pytest.raises(RecipeError, match=r"a\.jsonl:3\n.*tokens, seq_length 12"):
+        prompt_completion(tokenizer, path, seq_length=12)
+
+
+def test_a_long_sample_is_cut_or_left_out_with_the_counts(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *PAIRS, {"prompt": "C" * 40, "completion": "D"})
+    for _ in ("prepared now", "from the cache"):
+        caplog.clear()
+        dataset = prompt_completion(tokenizer, path, seq_length=12, truncation="right")
+        assert [len(dataset[i]["input_ids"]) for i in range(len(dataset))][1:] == [12]
+        assert "1 of 2 samples were cut to seq_length 12, 1 more left out" in caplog.text
+
+
+def test_a_changed_file_is_prepared_anew(tokenizer: Any, tmp_path: Path) -> None:
+    first = text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "first"}))[0]
+    assert text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "other"}))[0] != first
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"\n', r"a line is not JSON\n  where:  .*a\.jsonl:3\n"),
+        ('{"prompt": "a"}\n', r"no field completion\n.*a\.jsonl\n.*its fields are prompt\n"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"completion of a sample is missing\n.*jsonl:2\n"),
+        ('\n{"prompt": "a", "completion": 4}\n', r"completion of a sample is not a text\n.*jsonl:2\n.*value:  4\n"),
+        ("", r"the data file is empty\n.*a\.jsonl\n"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_line(tokenizer: Any, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        prompt_completion(tokenizer, str(tmp_path / "a.jsonl"))
+
+
+def test_a_mixture_of_types_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a"}, {"text": {"b": 1}})
+    with pytest.raises(RecipeError, match=r"a\.jsonl"):
+        text(tokenizer, path)
+
+
+def test_a_missing_or_unknown_file_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"(?s)none\.jsonl.*ENOENT.*working directory"):
+        text(tokenizer, str(tmp_path / "none.jsonl"))
+    with pytest.raises(RecipeError, match=r"use a file named \*\.jsonl"):
+        text(tokenizer, str(tmp_path / "a.docx"))
+    with pytest.raises(RecipeError, match="truncation is not one of its choices"):
+        text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "a"}), truncation="left")
+
+
+def test_a_tokenizer_without_end_token_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    endless = train_tokenizer(401)
+    endless.eos_token = None
+    with pytest.raises(RecipeError, match="no end-of-sequence token"):
+        text(endless, jsonl(tmp_path / "a.jsonl", {"text": "a"}))
+
+
+def test_reading_leaves_nothing_in_the_cache_of_datasets(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    code = f"""
+import os; os.environ.update(HF_HOME={str(tmp_path / "hf")!r}, AUTOMODEL_CKPT_CACHE={str(tmp_path / "cache")!r})
+from automodel_ckpt.data.python_docs import train_tokenizer; from automodel_ckpt.data.text import text
+text(train_tokenizer(300), {path!r})"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list((tmp_path / "hf").rglob("*.arrow"))
