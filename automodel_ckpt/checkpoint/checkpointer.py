@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, safe_load
+from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Tree, merge_files, merge_tree
 from automodel_ckpt.checkpoint.trees import Owners, module_state, set_module_state
 from automodel_ckpt.checkpoint.verify import Level, verify
@@ -121,6 +123,10 @@ class Checkpointer:
         save_optimizer: bool = True,
         best_metric_key: str = "val_loss",
         best_mode: policy.Mode = "min",
+        keep_last: int | None = None,
+        keep_best: int = 0,
+        keep_every_steps: int | None = None,
+        keep_steps: Iterable[int] = (),
         verify: Level = "digest",
         allow_missing_state: Iterable[str] = (),
     ) -> None:
@@ -132,6 +138,9 @@ class Checkpointer:
         self._restore_from = restore_from
         self._save_optimizer = save_optimizer
         self._metric_key, self._mode = best_metric_key, best_mode
+        self._keep = policy.KeepPolicy(keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode)
+        self._lease: Lease | None = None
+        self._removals: list[threading.Thread] = []
         self._verify: Level = verify
         self._allow_missing = frozenset(allow_missing_state)
         self._resumed_step: int | None = None
@@ -194,8 +203,9 @@ class Checkpointer:
         if self.is_leader and manifest is not None:
             self._point(manifest, validated)
         self._tell_once(snapshot.items)
+        pruned = self._prune(str(name)) if self.is_leader else ()
         export = self._export(name) if self._exports(last) else None
-        return self._report(name, started, published, manifest, export)
+        return self._report(name, started, published, manifest, pruned, export)
 
     def _snapshot(self, state: Mapping[str, Any]) -> _Snapshot:
         snapshot = _Snapshot(classify(state))
@@ -217,7 +227,7 @@ class Checkpointer:
         digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
         staging = None
         if self.is_leader:
-            commit.make_run_directory(self.directory.absolute())
+            self._hold()
             path = commit.reserve(self.directory.absolute(), str(name))
             for tree in snapshot.trees.values():
                 (path / tree.directory).mkdir()
@@ -336,6 +346,24 @@ class Checkpointer:
             return policy.metric_of(Manifest.read(root / name).losses, self._metric_key)
         return None
 
+    def _prune(self, just_saved: str) -> tuple[str, ...]:
+        """Remove what the keep policy lets go, in the background: a slow or failed removal never stops training."""
+        root = self.directory.absolute()
+        if self._keep.last is None:
+            return ()
+        try:
+            protected = resume.protected_names(root) | {just_saved}
+            removable = self._keep.removable([*resume.records(root, self._metric_key)], protected)
+        except OSError as error:
+            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=_RETRY))
+            return ()
+        withdrawn = {record.name: trash for record in removable if (trash := _withdraw(root / record.name))}
+        if withdrawn:
+            thread = threading.Thread(target=_discard, args=(withdrawn.values(),), name="prune", daemon=True)
+            thread.start()
+            self._removals = [t for t in self._removals if t.is_alive()] + [thread]
+        return tuple(withdrawn)
+
     def _exports(self, last: bool) -> bool:
         return bool(self._assets) and (self._export_when == "every" or (self._export_when == "final" and last))
 
@@ -357,6 +385,7 @@ class Checkpointer:
         started: float,
         published: float,
         manifest: Manifest | None,
+        pruned: tuple[str, ...],
         export: Path | None,
     ) -> SaveReport:
         now = time.monotonic()
@@ -367,6 +396,7 @@ class Checkpointer:
             total_seconds=published - started,
             nbytes=manifest.nbytes if manifest else 0,
             free_bytes=_free_bytes(self.directory),
+            pruned=pruned,
             export=export,
         )
 
@@ -404,9 +434,16 @@ class Checkpointer:
         self._resumed_step, self._resumed_from = manifest.step, path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
 
+    def _hold(self) -> None:
+        """Be the only run that writes here."""
+        commit.make_run_directory(self.directory.absolute())
+        if self._lease is None:
+            self._lease = Lease(self.directory.absolute())
+
     def _look(self) -> resume.Request:
         root = self.directory.absolute()
         if root.is_dir():
+            self._hold()
             for name in commit.recover(root):
                 log.info("Removed the leftover of an unfinished save: %s", self.directory / name)
             self._repoint(root)
@@ -461,11 +498,17 @@ class Checkpointer:
     # ---------------------------------------------------------------- both
 
     def wait(self) -> None:
-        """Return when no save is under way (saves are synchronous: at once)."""
+        """Return when nothing is under way any more: saves are synchronous, removals may still run."""
+        for thread in self._removals:
+            thread.join()
+        self._removals = []
 
     def close(self) -> None:
-        """Wait, then let go of everything."""
+        """Wait, then let the next run have the directory."""
         self.wait()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
     @contextlib.contextmanager
     def _failing_together(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> Iterator[None]:
@@ -635,6 +678,19 @@ class _Loader:
             return mine if mine in record.files else None
         alike = len({self._manifest.files[file].digest for file in record.files}) == 1
         return record.files[0] if alike and scope != "rank_rng" else None
+
+
+def _withdraw(path: Path) -> Path | None:
+    try:
+        return commit.withdraw(path)
+    except OSError as error:
+        log.warning("%s", os_problem(error, f"could not remove {path.name}", remedy="it is tried again after a save"))
+        return None
+
+
+def _discard(paths: Iterable[Path]) -> None:
+    for path in paths:
+        commit.discard(path)
 
 
 def _saved_name(record: StateRecord) -> str:

@@ -11,8 +11,8 @@ The protocol, in its order (``Atomicity: staged directory, manifest last, one re
 5. :func:`point` swaps the links ``LATEST`` and ``LOWEST_VAL`` by rename.
 
 Killed before 4, the staging directory is a leftover, which :func:`recover` removes at the next start; killed between 4
-and 5, :func:`recover` points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint (:func:`retire`) takes
-the way back: renamed to a trash name, parent fsynced, then deleted file by file. An abandoned one is set aside under
+and 5, :func:`recover` points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint takes the
+way back: :func:`withdraw` renames it to a trash name and fsyncs the parent, :func:`discard` deletes its files. An abandoned one is set aside under
 another name (:func:`supersede`); a published checkpoint's content never changes.
 """
 
@@ -249,12 +249,12 @@ def supersede(root: Path, name: str) -> str:
     return aside
 
 
-def retire(path: Path) -> None:
-    """Remove a checkpoint: it loses its name durably before its files go. Raises :class:`OSError`."""
+def withdraw(path: Path) -> Path:
+    """Take a checkpoint's name away, durably; returns the trash directory that is left to :func:`discard`."""
     trash = path.with_name(layout.trash_name(uuid.uuid4().hex))
     os.rename(path, trash)
     fsync_directory(path.parent)
-    discard(trash)
+    return trash
 
 
 def discard(path: Path) -> None:

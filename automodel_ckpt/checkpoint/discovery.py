@@ -40,8 +40,9 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One stateful attribute: its *name* (``heads.0`` for an element of a list), *kind* and *scope*; *aliases* are other
-    names under which the recipe holds the same object, *owner* is the optimizer whose directory a LR scheduler shares.
+    """One stateful attribute: its *name* (``heads.0`` for an element of a list), *kind* and *scope*.
+
+    *aliases* are other names of the same object; *owner* is the optimizer whose directory a LR scheduler shares.
     """
 
     name: str

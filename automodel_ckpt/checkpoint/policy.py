@@ -1,9 +1,9 @@
-"""Which checkpoint to resume from, and which is the best: pure functions over records of what is on disk."""
+"""Which checkpoint is the best, and which are kept: pure functions over records of what is on disk."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,6 +51,35 @@ def best(records: Iterable[Record], mode: Mode) -> Record | None:
     return leader
 
 
-def superseded_by_going_back(records: Iterable[Record], resumed_step: int) -> list[Record]:
-    """The checkpoints that a run abandons when it goes on from an earlier step: all later ones."""
-    return [record for record in records if record.step > resumed_step]
+@dataclass(frozen=True, slots=True)
+class KeepPolicy:
+    """What stays: the *last* checkpoints (None: all of them), the *best* ones by their metric, and milestones: every
+    multiple of *every_steps* and the *steps* named."""
+
+    last: int | None = None
+    best: int = 0
+    every_steps: int | None = None
+    steps: frozenset[int] = frozenset()
+    mode: Mode = "min"
+
+    def removable(self, records: Collection[Record], protected: Collection[str] = ()) -> list[Record]:
+        """The complete checkpoints of a run that need not stay, oldest first.
+
+        Never among them: the newest, those *protected* by name (pointed to, pinned, just saved), the best, milestones.
+        """
+        if self.last is None:
+            return []
+        ordered = newest_first(records)
+        kept = {record.name for record in ordered[: max(self.last, 1)]} | set(protected)
+        kept |= {record.name for record in self._best_of(ordered)}
+        kept |= {record.name for record in ordered if self._is_milestone(record.step)}
+        return [record for record in reversed(ordered) if record.name not in kept]
+
+    def _best_of(self, records: Iterable[Record]) -> list[Record]:
+        """Of equals the earlier one is better, as with LOWEST_VAL."""
+        sign = 1 if self.mode == "min" else -1
+        ranked = [(sign * r.metric, r.step, r) for r in records if r.metric is not None and math.isfinite(r.metric)]
+        return [record for _, _, record in sorted(ranked, key=lambda entry: entry[:2])[: self.best]]
+
+    def _is_milestone(self, step: int) -> bool:
+        return step in self.steps or (self.every_steps is not None and step % self.every_steps == 0)

@@ -49,6 +49,21 @@ def records(root: Path, metric_key: str) -> Iterator[policy.Record]:
         yield policy.Record(str(name), name.step, name.epoch, policy.metric_of(manifest.losses, metric_key))
 
 
+def protected_names(root: Path) -> set[str]:
+    """The checkpoints that some link in the run directory points to: LATEST, LOWEST_VAL, pins, and the user's own.
+
+    A pointer's text file counts like its link.
+    """
+    names = set()
+    for entry in os.scandir(root):
+        if entry.is_symlink():
+            target = Path(os.path.realpath(entry.path))
+            names |= {p.name for p in (target, *target.parents) if p.parent == root.resolve()}
+        elif entry.name.endswith(".txt") and (name := commit.pointed(root, entry.name[:-4])):
+            names.add(name)
+    return names
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Where to resume from. *by_name*: the user named one, so that no other will do."""

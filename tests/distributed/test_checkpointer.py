@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.checkpoint import Manifest, commit, discover
+from automodel_ckpt.checkpoint import Manifest, commit
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support import ranks, tiny
@@ -88,7 +88,7 @@ def saved(root: Path, strategy: str, model_save_format: str, seed: int) -> dict[
 
 def loaded(root: Path, strategy: str) -> dict[str, torch.Tensor]:
     made = build(strategy, seed=99)
-    assert tiny.checkpointer(root).load(discover(made)) is not None
+    assert tiny.load(root, made) is not None
     assert made.lr_scheduler.last_epoch == 2
     return whole_state(made)
 
@@ -120,7 +120,7 @@ def loaded_with_rank_state(root: Path, allow: list[str]) -> dict[str, Any]:
     made = build("fsdp2" if dist.get_world_size() > 1 else "single", rng=PerRank("rank_rng"),
                  dataloader=PerRank("dp_rank"), alike=tiny.Counter(), odd=tiny.Counter())  # fmt: skip
     made.rng.derive = lambda step: setattr(made.rng, "value", f"derived at {step}")
-    tiny.checkpointer(root, allow_missing_state=allow).load(discover(made))
+    tiny.load(root, made, allow_missing_state=allow)
     return {name: getattr(made, name).value for name in ("rng", "dataloader", "alike", "odd")}
 
 
@@ -172,7 +172,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(tmp
 
 
 def resumed_step(root: Path) -> int | None:
-    resumed = tiny.checkpointer(root).load(discover(build("fsdp2")))
+    resumed = tiny.load(root, build("fsdp2"))
     return resumed.step if resumed else None
 
 

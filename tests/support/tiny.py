@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover
+from automodel_ckpt.checkpoint import Checkpointer, Resumed, SaveReport, discover
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,21 @@ def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> S
     names = ("epoch", "losses", "validated", "last")
     call = {name: options.pop(name) for name in names if name in options}
     call = {"epoch": 0, "losses": {"step": step, "val_loss": None}} | call
-    return checkpointer(root, **options).save(
-        discover(made), step=step, config_yaml="seed: 1\n", progress={"consumed_samples": step}, **call
-    )
+    saver = checkpointer(root, **options)
+    try:
+        return saver.save(
+            discover(made), step=step, config_yaml="seed: 1\n", progress={"consumed_samples": step}, **call
+        )
+    finally:
+        saver.close()
+
+
+def load(root: Path, made: SimpleNamespace, **options: Any) -> Resumed | None:
+    loader = checkpointer(root, **options)
+    try:
+        return loader.load(discover(made))
+    finally:
+        loader.close()
 
 
 def tensors_of(made: SimpleNamespace) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: An
     tiny.train(made)
     tiny.save(tmp_path, made, model_save_format=model_save_format)
     other = tiny.recipe(seed=2, tracker=tiny.Counter())
-    resumed = tiny.checkpointer(tmp_path).load(discover(other))
+    resumed = tiny.load(tmp_path, other)
     assert resumed is not None and (resumed.step, resumed.epoch, resumed.path.name) == (20, 0, "epoch_0_step_20")
     tiny.assert_equal_state(made, other)
     assert other.tracker.value == {"best": 1.5, "seen": [1, 2]}
@@ -114,7 +114,7 @@ def test_a_value_head_under_the_same_optimizer_is_saved_like_the_model(tmp_path:
         made.optimizer.step()
     path = tiny.save(tmp_path, made).path
     assert (path / "value_head/shard-00001-model-00001-of-00001.safetensors").is_file()
-    tiny.checkpointer(tmp_path).load(discover(other))
+    tiny.load(tmp_path, other)
     tiny.assert_equal_state(made, other)
     assert torch.equal(made.value_head.weight, other.value_head.weight)
     assert [group["lr"] for group in other.optimizer.param_groups] == [
@@ -145,7 +145,7 @@ def test_a_modules_extra_state_is_saved_too(tmp_path: Path) -> None:
         made.model.part, other.model.part = WithExtra(2, 2), WithExtra(2, 2)
         made.model.part.extra = [1, "two"]
         tiny.save(tmp_path / model_save_format, made, model_save_format=model_save_format)
-        tiny.checkpointer(tmp_path / model_save_format).load(discover(other))
+        tiny.load(tmp_path / model_save_format, other)
         assert other.model.part.extra == [1, "two"]
 
 
@@ -168,17 +168,17 @@ def test_a_changed_model_is_refused_with_a_readable_diff(tmp_path: Path, change:
         "dtype": r"~ brief: saved as BF16 \[3, 2\], here F32 \[3, 2\]",
     }[change]
     with pytest.raises(CheckpointUnusable, match=expected):
-        tiny.checkpointer(tmp_path).load(discover(other))
+        tiny.load(tmp_path, other)
 
 
 def test_state_on_one_side_only_stops_the_run_unless_allowed_by_name(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(old=tiny.Counter(1)))
     with pytest.raises(CheckpointUnusable) as caught:
-        tiny.checkpointer(tmp_path).load(discover(tiny.recipe(new=tiny.Counter())))
+        tiny.load(tmp_path, tiny.recipe(new=tiny.Counter()))
     assert "+ new: here, but not saved" in str(caught.value) and "- old: saved, but not here" in str(caught.value)
     assert "--checkpoint.allow_missing_state '[new, old]'" in str(caught.value)
     other = tiny.recipe(new=tiny.Counter(7))
-    assert tiny.checkpointer(tmp_path, allow_missing_state=["new", "old"]).load(discover(other)) is not None
+    assert tiny.load(tmp_path, other, allow_missing_state=["new", "old"]) is not None
     assert other.new.value == 7
 
 
@@ -187,7 +187,7 @@ def test_one_object_under_two_names_comes_back_under_both(tmp_path: Path) -> Non
     made.b, other.b = made.a, other.a
     path = tiny.save(tmp_path, made).path
     assert (path / "a.pt").exists() and not (path / "b.pt").exists()
-    tiny.checkpointer(tmp_path).load(discover(other))
+    tiny.load(tmp_path, other)
     assert other.b.value == 5
 
 
@@ -195,7 +195,7 @@ def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
     path = tiny.save(tmp_path, tiny.recipe(), save_optimizer=False).path
     assert not (path / "optim").exists()
     with pytest.raises(CheckpointUnusable, match=r"\+ optimizer: here, but not saved"):
-        tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+        tiny.load(tmp_path, tiny.recipe())
     allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
     assert allowed.load(discover(tiny.recipe())) is not None
 
@@ -236,7 +236,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
     data[tensor.slices[0].start] ^= 1
     (path / file).write_bytes(data)
     with caplog.at_level(logging.WARNING):
-        resumed = tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+        resumed = tiny.load(tmp_path, tiny.recipe())
     assert resumed is not None and resumed.step == 20
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
 
@@ -246,16 +246,16 @@ def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Pa
     path = tiny.save(tmp_path, tiny.recipe(), step=40).path
     (path / "config.yaml").unlink()
     with pytest.raises(CheckpointUnusable, match="to restore from cannot be used") as caught:
-        tiny.checkpointer(tmp_path, restore_from="LATEST").load(discover(tiny.recipe()))
+        tiny.load(tmp_path, tiny.recipe(), restore_from="LATEST")
     assert "config.yaml" in str(caught.value) and caught.value.exit_code == 3
     (tmp_path / "epoch_0_step_20" / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointUnusable, match="no checkpoint can be used") as caught:
-        tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+        tiny.load(tmp_path, tiny.recipe())
     assert "step_20" in str(caught.value) and "step_40" in str(caught.value)
 
 
 def test_a_fresh_directory_is_a_fresh_run(tmp_path: Path) -> None:
-    assert tiny.checkpointer(tmp_path / "new").load(discover(tiny.recipe())) is None
+    assert tiny.load(tmp_path / "new", tiny.recipe()) is None
     assert not (tmp_path / "new").exists()
 
 
@@ -264,14 +264,14 @@ def test_restore_from_takes_every_form_of_name(tmp_path: Path, name: str) -> Non
     tiny.save(tmp_path, tiny.recipe(), step=20, losses={"val_loss": 1.0}, validated=True)
     tiny.save(tmp_path, tiny.recipe(), step=40, losses={"val_loss": 2.0}, validated=True)
     request = name.format(root=tmp_path)
-    resumed = tiny.checkpointer(tmp_path, restore_from=request).load(discover(tiny.recipe()))
+    resumed = tiny.load(tmp_path, tiny.recipe(), restore_from=request)
     assert resumed is not None and resumed.step == (40 if "LATEST" in name else 20)
 
 
 def test_restore_from_something_absent_names_what_is_there(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe())
     with pytest.raises(CheckpointUnusable, match="epoch_0_step_20"):
-        tiny.checkpointer(tmp_path, restore_from="epoch_9_step_9").load(discover(tiny.recipe()))
+        tiny.load(tmp_path, tiny.recipe(), restore_from="epoch_9_step_9")
 
 
 def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, list[str]]:
@@ -281,6 +281,7 @@ def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, 
     resumed = saver.load(discover(made))
     for step in steps:
         saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
     return (resumed.step if resumed else None), sorted(p.name for p in root.iterdir() if p.name.startswith("epoch"))
 
 
@@ -321,7 +322,7 @@ def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: 
     staging = commit.reserve(tmp_path, "epoch_0_step_60")
     (staging / "model").mkdir()
     (tmp_path / ".staging-notes").write_text("the user's own")
-    tiny.checkpointer(tmp_path).load(discover(tiny.recipe()))
+    tiny.load(tmp_path, tiny.recipe())
     assert not staging.exists() and (tmp_path / ".staging-notes").exists()
     assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
 
@@ -344,6 +345,47 @@ def test_the_two_log_lines_are_word_for_word(tmp_path: Path, caplog: Any, monkey
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO):
         tiny.save(Path("checkpoints/"), tiny.recipe())
-        tiny.checkpointer(Path("checkpoints/")).load(discover(tiny.recipe()))
+        tiny.load(Path("checkpoints/"), tiny.recipe())
     assert "Saving checkpoint to checkpoints/epoch_0_step_20" in caplog.messages
     assert "Loading checkpoint from checkpoints/epoch_0_step_20" in caplog.messages
+
+
+def test_retention_keeps_what_the_policy_and_every_link_in_the_directory_ask_for(tmp_path: Path) -> None:
+    made, saver = tiny.recipe(), tiny.checkpointer(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4)
+    (tmp_path / "epoch_0_step_0-notes").mkdir()
+    pruned: list[str] = []
+    for step, value in enumerate([5.0, 1.0, 4.0, 3.0, 9.0, 9.0, 9.0], start=1):
+        if step == 4:
+            (tmp_path / "mine").symlink_to("epoch_0_step_3/model")
+        report = saver.save(
+            discover(made), step=step, epoch=0, config_yaml="", losses={"val_loss": value}, progress={}, validated=True
+        )
+        pruned += report.pruned
+    saver.close()
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["LATEST", "LOWEST_VAL", "epoch_0_step_0-notes", "epoch_0_step_2", "epoch_0_step_3",
+                    "epoch_0_step_4", "epoch_0_step_6", "epoch_0_step_7", "mine"]  # fmt: skip
+    assert pruned == ["epoch_0_step_1", "epoch_0_step_5"]
+
+
+def test_a_removal_that_fails_is_reported_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(5, os.strerror(5), str(path))
+
+    monkeypatch.setattr(commit, "withdraw", fail)
+    saver = tiny.checkpointer(tmp_path, keep_last=1)
+    for step in (1, 2):
+        saver.save(discover(tiny.recipe()), step=step, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    assert "could not remove epoch_0_step_1" in caplog.text and "EIO" in caplog.text
+
+
+def test_a_second_run_in_the_directory_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    first, made = tiny.checkpointer(tmp_path), tiny.recipe()
+    first.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    with pytest.raises(RecipeError, match="another run is alive"):
+        tiny.load(tmp_path, made)
+    first.close()
+    assert tiny.load(tmp_path, made) is not None

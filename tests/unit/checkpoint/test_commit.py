@@ -21,13 +21,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         path = os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else os.fspath(argument)
         return Path(path).name.split(".staging-")[0].split(".trash-")[0]
 
+    def recording(call: str, real: Any) -> Any:
+        def record(*arguments: Any, **more: Any) -> Any:
+            seen.append((call, name_of(arguments[1] if call in ("rename", "symlink") else arguments[0])))
+            return real(*arguments, **more)
+
+        return record
+
     for call in ("fsync", "rename", "mkdir", "symlink"):
-
-        def record(*arguments: Any, _call: str = call, _real: Any = getattr(os, call), **more: Any) -> Any:
-            seen.append((_call, name_of(arguments[1] if _call in ("rename", "symlink") else arguments[0])))
-            return _real(*arguments, **more)
-
-        monkeypatch.setattr(os, call, record)
+        monkeypatch.setattr(os, call, recording(call, getattr(os, call)))
     return seen
 
 
@@ -60,7 +62,7 @@ def test_an_error_of_a_system_call_names_the_file(tmp_path: Path, monkeypatch: p
         raise OSError(5, os.strerror(5))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output error.*the-file"):
+    with pytest.raises(OSError, match=r"Input/output error.*the-file"):
         commit.write_file(tmp_path / "the-file", b"x")
 
 
@@ -118,21 +120,13 @@ def test_a_pointer_to_anything_but_a_checkpoint_points_nowhere(tmp_path: Path, t
         assert commit.pointed(tmp_path, "LATEST") is None
 
 
-def test_a_retired_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_withdrawn_checkpoint_is_a_leftover_until_its_files_are_gone(tmp_path: Path) -> None:
     path = tmp_path / "epoch_0_step_20"
     path.mkdir()
     (path / "file").write_text("x")
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commit.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        commit.retire(path)
-    (leftover,) = tmp_path.iterdir()
-    assert commit._is_leftover(leftover.name) and (leftover / "file").exists()
-    monkeypatch.undo()
-    assert commit.recover(tmp_path) == [leftover.name]
+    trash = commit.withdraw(path)
+    assert list(tmp_path.iterdir()) == [trash] and (trash / "file").exists()
+    assert commit.recover(tmp_path) == [trash.name]
     assert list(tmp_path.iterdir()) == []
 
 
