@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
+from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, safe_load
@@ -159,6 +160,34 @@ class Checkpointer:
             if item.kind in ("object", "lr_scheduler"):
                 refuse_unsafe(item.name, item.value.state_dict())
 
+    def forecast(self, state: Mapping[str, Any]) -> Forecast:
+        """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check` does."""
+        nbytes = forecast_bytes(
+            classify(state),
+            world_size=self._ranks.world_size,
+            save_optimizer=self._save_optimizer,
+            num_exports=1 if self._assets and self._export_when == "every" else 0,
+        )
+        return Forecast(nbytes, _free_bytes(self.directory))
+
+    def refuse_too_little_space(self, state: Mapping[str, Any]) -> None:
+        """Before the first step: say what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits."""
+        with self._failing_together("the forecast of a checkpoint's size"):
+            if self.is_leader:
+                forecast = self.forecast(state)
+                self._refuse_what_does_not_fit(forecast)
+                log.info("a checkpoint takes about %s; %s are free", human(forecast.nbytes), human(forecast.free_bytes))
+
+    def _refuse_what_does_not_fit(self, forecast: Forecast) -> None:
+        if not forecast.fits:
+            raise SaveFailed(
+                "a checkpoint does not fit on the disk",
+                where=str(self.directory),
+                value=f"it takes about {human(forecast.nbytes)}, {human(forecast.free_bytes)} are free",
+                remedy="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
+                "or another checkpoint.checkpoint_dir",
+            )
+
     # ---------------------------------------------------------------- save
 
     def save(
@@ -228,6 +257,7 @@ class Checkpointer:
         staging = None
         if self.is_leader:
             self._hold()
+            self._refuse_what_does_not_fit(self.forecast({item.name: item.value for item in snapshot.items}))
             path = commit.reserve(self.directory.absolute(), str(name))
             for tree in snapshot.trees.values():
                 (path / tree.directory).mkdir()
@@ -721,6 +751,20 @@ def _json_text(values: Mapping[str, Any]) -> str:
     return json.dumps(_plain(values), indent=2)
 
 
+def human(nbytes: int) -> str:
+    """A size for people: ``12.3 MB``, powers of ten."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+
+
 def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
+    """Free to this user on the file system that the directory is, or will be, on."""
+    path = directory.absolute()
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
     return status.f_bavail * status.f_frsize

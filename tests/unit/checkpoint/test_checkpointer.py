@@ -389,3 +389,39 @@ def test_a_second_run_in_the_directory_is_refused_while_the_first_lives(tmp_path
         tiny.load(tmp_path, made)
     first.close()
     assert tiny.load(tmp_path, made) is not None
+
+
+@pytest.mark.parametrize("model_save_format", FORMATS)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "NAdam"])
+def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
+    tmp_path: Path, model_save_format: Any, kind: str
+) -> None:
+    made = tiny.recipe()
+    made.model = torch.nn.Sequential(*(torch.nn.Linear(300, 200) for _ in range(6)))
+    made.optimizer = getattr(torch.optim, kind)(made.model.parameters(), lr=0.1)
+    made.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer)
+    saver = tiny.checkpointer(tmp_path, model_save_format=model_save_format)
+    forecast = saver.forecast(discover(made))
+    assert not made.optimizer.state or kind == "Adagrad"
+    made.model[0](torch.ones(300)).sum().backward()
+    for layer in made.model[1:]:
+        layer(torch.ones(300)).sum().backward()
+    made.optimizer.step()
+    saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    path = tmp_path / "epoch_0_step_1"
+    truth = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    assert abs(forecast.nbytes - truth) < 0.1 * truth
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automodel_ckpt.checkpoint.checkpointer._free_bytes", lambda _: 1000)
+    saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
+    with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1 kB are free"):
+        saver.refuse_too_little_space(discover(made))
+    with pytest.raises(SaveFailed, match="does not fit on the disk"):
+        saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    assert tree(tmp_path) == []

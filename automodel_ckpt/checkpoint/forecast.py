@@ -1,0 +1,105 @@
+"""How large a save will be, before there is one: so that a disk too small shows before training, not after hours."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.trees import module_state
+
+# Per slice: its entry in the manifest and in a shard's header or in DCP's .metadata.
+_ENTRY_BYTES = 450
+_SIDE_FILES_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes that one save is expected to take, its export included where each save makes one, and those free now."""
+
+    nbytes: int
+    free_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.nbytes <= self.free_bytes
+
+
+def forecast_bytes(items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0) -> int:
+    """Expected bytes of one checkpoint of these items on *world_size* ranks.
+
+    Counted from shapes and dtypes; the state of an optimizer that has made no step yet is found by trying a step on
+    parameters of the same kind with a few elements each.
+    """
+    total = _SIDE_FILES_BYTES
+    for item in items:
+        if item.kind == "module":
+            state, _ = module_state(item.value)
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            weights = sum(map(_nbytes, tensors))
+            total += weights * (1 + num_exports) + sum(_slices(t, world_size) for t in tensors) * _ENTRY_BYTES
+        elif item.kind == "optimizer" and save_optimizer:
+            total += sum(_optimizer_bytes(item.value, world_size))
+    return total
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Of the whole tensor, whatever part of it is here."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _slices(tensor: torch.Tensor, world_size: int) -> int:
+    return world_size if isinstance(tensor, DTensor) else 1
+
+
+def _optimizer_bytes(optimizer: Optimizer, world_size: int) -> Iterator[int]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slices = _slices(parameter, world_size)
+            for ratio, itemsize in _state_entries(optimizer, group, parameter):
+                if ratio is None:
+                    yield itemsize + _ENTRY_BYTES + archive_overhead()
+                else:
+                    whole = int(parameter.numel() * ratio) * itemsize
+                    yield whole + slices * (_ENTRY_BYTES + archive_overhead())
+
+
+def _state_entries(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> Iterator[tuple[float | None, int]]:
+    """(elements per parameter element, bytes per element) of each state entry; None for one of a single element."""
+    state = optimizer.state.get(parameter)
+    model: torch.Tensor = parameter
+    if not state:
+        model = nn.Parameter(torch.zeros([min(extent, 2) for extent in parameter.shape], dtype=parameter.dtype))
+        state = _state_after_a_step(optimizer, group, model)
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            yield (None if value.dim() == 0 else value.numel() / max(model.numel(), 1)), value.element_size()
+
+
+def _state_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    options = {name: value for name, value in group.items() if name in optimizer.defaults}
+    try:
+        trial = type(optimizer)([parameter], **options)
+        parameter.grad = torch.zeros_like(parameter)
+        trial.step()
+    except Exception:  # an optimizer that asks for more than parameters and its defaults: assume AdamW's two moments
+        return {"first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
+    return dict(trial.state[parameter])
+
+
+@functools.cache
+def archive_overhead() -> int:
+    """Bytes that ``torch.save`` adds to a tensor's own."""
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(16), buffer)
+    return buffer.tell() - 64
