@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from automodel_ckpt.checkpoint.consolidate import ConsolidationReport, consolidate
+from automodel_ckpt.cli.terminal import print_error, print_path, printable
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe
 
 
@@ -41,23 +42,28 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code. The directory it wrote is the only line on standard output."""
     arguments = parser().parse_args(argv)
-    if int(os.environ.get("RANK", "0")) > 0:
+    if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE
     try:
-        return run(arguments.input_dir, arguments.output_dir, arguments.cast_dtype,
-                   arguments.nproc or _processes(), arguments.num_threads)  # fmt: skip
+        num_procs = arguments.nproc or _processes()
+        export(arguments.input_dir, arguments.output_dir, arguments.cast_dtype, num_procs, arguments.num_threads)
     except (AutomodelError, KeyboardInterrupt) as error:
         code, message = describe(error)
-        print(message, file=sys.stderr)
+        print_error(message)
         return code
+    return EXIT_DONE
 
 
-def run(source: str, output: str | None, cast_dtype: str | None, num_procs: int, num_threads: int) -> int:
-    """Consolidate with progress on standard error. Raises what :func:`consolidate` raises."""
+def export(
+    source: str | os.PathLike[str], output: str | None, cast_dtype: str | None, num_procs: int, num_threads: int,
+    *, quiet: bool = False,
+) -> ConsolidationReport:  # fmt: skip
+    """Consolidate with its log on standard error; unless *quiet*, print the directory on standard output."""
     report = consolidate(source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=_say)
     _say(summary(report))
-    print(report.output)
-    return EXIT_DONE
+    if not quiet:
+        print_path(report.output)
+    return report
 
 
 def summary(report: ConsolidationReport) -> str:
@@ -79,7 +85,7 @@ def _processes() -> int:
 
 
 def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import xxhash
 from automodel_ckpt.checkpoint.export_plan import Gather, Move, blocks
 from automodel_ckpt.checkpoint.manifest import FileRecord
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, intersection
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.float_cast import Array
@@ -64,8 +64,14 @@ class Workers:
 
         shares = _shares(tasks, self.num_procs)
         context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
-            _run_all(executor, partial(_run_threads, function, self.num_threads), shares)
+        try:
+            with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
+                _run_all(executor, partial(_run_threads, function, self.num_threads), shares)
+        except BrokenExecutor as error:
+            raise SaveFailed(
+                "a worker process was killed", where="consolidation", value=f"one of {len(shares)}",
+                remedy="look for a memory limit in the system's log; use fewer processes",
+            ) from error  # fmt: skip
 
 
 def _run_threads(function: Callable[[Any], object], num_threads: int, tasks: Sequence[Any]) -> None:

@@ -72,7 +72,7 @@ class HFAssets:
 
         from automodel_ckpt.checkpoint.trees import module_state, unwrap
 
-        inner = unwrap(model)
+        inner: Any = unwrap(model)
         state, tied = module_state(inner)
         tensors = {
             fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))

@@ -53,7 +53,7 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("align", [1, 8, 512, 4096])
 def test_the_data_section_begins_at_a_multiple_of_the_alignment(align: int) -> None:
-    for length in range(0, 40):
+    for length in range(40):
         header, starts = build_header([("x" * length, "U8", (1,))], {}, align=align)
         assert len(header) % align == 0 and starts["x" * length] == len(header)
 

@@ -1,0 +1,69 @@
+"""Text for a terminal: names from a disk cannot steer it, and colour appears only where it is read by a person."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+
+
+def printable(text: str) -> str:
+    """*text* with every character that a terminal could obey (controls, escapes, direction marks) written out."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """The same for a message of several lines."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def print_error(message: str) -> None:
+    print(printable_lines(message), file=sys.stderr)
+
+
+def print_path(path: str | os.PathLike[str]) -> None:
+    """A path on standard output: raw, so that programs can use it; made printable for a terminal."""
+    if sys.stdout.isatty():
+        print(printable(os.fspath(path)))
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+    sys.stdout.flush()
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """*text* in a colour, where *stream* is a terminal and NO_COLOR is not set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with aligned columns; the last column is as wide as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in decimal units: ``1.2 MB``."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def age_text(created: float) -> str:
+    """How long ago: ``5 min``; nothing for a time that is not in the past."""
+    seconds = time.time() - created
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"), (float("inf"), 86_400, "d")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}" if seconds >= 0 else ""
+    return ""
