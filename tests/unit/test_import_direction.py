@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "data": {"errors"},
     "training": {"errors"},
     "checkpoint": {"errors", "distributed.agree"},
-    "consolidate": {"errors", "checkpoint"},
+    "consolidate": {"errors", "checkpoint", "cli.terminal"},
     "recipes": {"errors", "config", "distributed", "models", "data", "training", "checkpoint"},
     "cli": {EVERYTHING},
 }
