@@ -17,7 +17,7 @@ from automodel_ckpt.errors import Problem
 
 _LISTS = (list, tuple, set, Sequence, Iterable)
 _MAPPINGS = (dict, Mapping)
-_INVALID = object()
+INVALID = object()
 
 
 def annotation_at(schema: type[Any], key: str) -> Any:
@@ -71,13 +71,13 @@ class Binder:
             self._unknown(cls, name, given[name], key)
         values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
         rest = {name: child for name, child in given.items() if name not in hints}
-        node.value = {field.name: given.get(field.name) or node_of(_default(field)) for field in fields} | rest
+        node.value = {field.name: given.get(field.name) or node_of(default_of(field)) for field in fields} | rest
         for relation in getattr(cls, "relations", ()):
             self._relate(relation, values, node, key)
-        return self._construct(cls, values, node, key) if len(self.problems) == before else _INVALID
+        return self._construct(cls, values, node, key) if len(self.problems) == before else INVALID
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
-        """A node as a type; ``_INVALID`` after noting why that cannot be."""
+        """A node as a type; ``INVALID`` after noting why that cannot be."""
         alternatives = members(annotation)
         self._expand(annotation, node)
         if isinstance(node.value, str) and node.value == "" and not node.quoted and section_type(alternatives):
@@ -96,18 +96,18 @@ class Binder:
 
     def _field(self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str) -> Any:
         assert isinstance(section.value, dict)
-        full_key, default = join(key, field.name), _default(field)
+        full_key, default = join(key, field.name), default_of(field)
         node = section.value.get(field.name)
         if node is None:
             if default == MISSING or getattr(default, "_target_", "") == MISSING:
                 self._note(f"{full_key} is missing", section, "", f"add {full_key}: {describe(members(annotation))}")
-                return _INVALID
+                return INVALID
             node = section.value[field.name] = node_of(default)
         elif isinstance(default, list | tuple):
             _patch(node, node_of(default))
         value = self.value(annotation, node, full_key)
         for rule in field.metadata.get("rules", ()):
-            if value is not _INVALID and value is not None and not rule.holds(value):
+            if value is not INVALID and value is not None and not rule.holds(value):
                 self._refuse(full_key, node, rule.says)
         return value
 
@@ -125,14 +125,14 @@ class Binder:
         if (kind := find(alternatives, *_MAPPINGS)) or anything:
             inner = (typing.get_args(kind) or (Any, Any))[1]
             values = {name: self.value(inner, child, join(key, name)) for name, child in node.value.items()}
-            return _INVALID if _INVALID in values.values() else values
+            return INVALID if INVALID in values.values() else values
         return self._refuse(key, node, describe(alternatives))
 
     def _target(self, node: Node, key: str) -> Any:
         assert isinstance(node.value, dict)
         name = self.value(str, node.value["_target_"], join(key, "_target_"))
         kwargs = {k: self.value(Any, v, join(key, k)) for k, v in node.value.items() if k != "_target_"}
-        return _INVALID if _INVALID in (name, *kwargs.values()) else Target(name, kwargs)
+        return INVALID if INVALID in (name, *kwargs.values()) else Target(name, kwargs)
 
     def _list(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         kind = find(alternatives, *_LISTS)
@@ -144,9 +144,9 @@ class Binder:
             inner = inner[:1] * len(node.value)
         if len(inner) != len(node.value):
             return self._refuse(key, node, f"a list of {len(inner)}")
-        pairs = enumerate(zip(inner, node.value, strict=True))
-        values = [self.value(item, child, f"{key}.{index}") for index, (item, child) in pairs]
-        return _INVALID if _INVALID in values else container(values)
+        items = zip(inner, node.children(), strict=True)
+        values = [self.value(item, child, join(key, index)) for item, (index, child) in items]
+        return INVALID if INVALID in values else container(values)
 
     def _scalar(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         assert isinstance(node.value, str)
@@ -157,17 +157,17 @@ class Binder:
             self._note(f"{key}: {error}", node, node, error.remedy)
         except ValueError:
             self._refuse(key, node, describe(alternatives), choices(alternatives))
-        return _INVALID
+        return INVALID
 
     def _construct(self, cls: type[Any], values: dict[str, Any], node: Node, key: str) -> Any:
         try:
             return cls(**values)
         except ValueError as error:  # a custom recipe's section may check itself in __post_init__
             self._note(f"{key}: {error}", node, "", "correct the section")
-            return _INVALID
+            return INVALID
 
     def _relate(self, relation: Relation, values: dict[str, Any], section: Node, key: str) -> None:
-        if _INVALID in (values[name.partition(".")[0]] for name in relation.keys):
+        if INVALID in (values[name.partition(".")[0]] for name in relation.keys):
             return
         if relation.holds(types.SimpleNamespace(**values)):
             return
@@ -190,7 +190,7 @@ class Binder:
         meant = closest(str(node.value), listed)
         remedy = f"did you mean {meant}?" if meant else "change it, or remove the key for its default"
         self._note(f"{key} must be {expected}", node, node, remedy)
-        return _INVALID
+        return INVALID
 
     def _note(self, what: str, node: Node, value: object, remedy: str) -> None:
         hidden = isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
@@ -198,7 +198,8 @@ class Binder:
         self.problems.append(Problem(what, node.origin, shown, remedy))
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default; MISSING where it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else MISSING

@@ -96,12 +96,16 @@ def is_open(member: Any) -> bool:
     known = (type(None), Target, dict, list, tuple, set, *_PARSERS)
     if (typing.get_origin(member) or member) in (*known, Literal) or dataclasses.is_dataclass(member):
         return False
-    return not (isinstance(member, type) and (issubclass(member, enum.Enum) or member.__name__ == "Tensor"))
+    return not (isinstance(member, type) and (issubclass(member, enum.Enum) or _is_tensor(member)))
+
+
+def _is_tensor(member: Any) -> bool:
+    return getattr(member, "__name__", "") == "Tensor" and member.__module__.startswith("torch")
 
 
 def describe(alternatives: tuple[Any, ...]) -> str:
     """What may be written for a type, in words."""
-    words = [_word(member) for member in alternatives if member is not type(None)]
+    words = [_word(member) for member in alternatives if member is not type(None) and not _is_tensor(member)]
     if type(None) in alternatives:
         words.append("null")
     return " or ".join(dict.fromkeys(words))

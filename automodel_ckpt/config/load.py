@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.config.bind import Binder, closest
+from automodel_ckpt.config.bind import Binder, closest, join
 from automodel_ckpt.config.nodes import Node, lines, read_file
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
@@ -100,7 +100,7 @@ def _missing_file(path: Path) -> Problem:
 
 def _origins(node: Node, key: str) -> Iterator[tuple[str, str]]:
     if isinstance(node.value, dict) and node.value:
-        for name, child in node.value.items():
-            yield from _origins(child, f"{key}.{name}" if key else name)
+        for name, child in node.children():
+            yield from _origins(child, join(key, name))
     else:
         yield key, node.origin

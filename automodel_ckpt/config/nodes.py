@@ -42,11 +42,17 @@ class Node:
         document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
         return str(document).removesuffix("\n...\n").rstrip("\n")
 
+    def children(self) -> list[tuple[str, Node]]:
+        """(key or number, node) of what a mapping or list holds; a scalar holds nothing."""
+        if isinstance(self.value, dict):
+            return list(self.value.items())
+        return [(str(index), item) for index, item in enumerate(self.value)] if isinstance(self.value, list) else []
+
     def at(self, key: str) -> Node | None:
-        """The node below at a dotted key."""
+        """The node below at a dotted key, list items by their number."""
         node: Node | None = self
         for part in key.split("."):
-            node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+            node = dict(node.children()).get(part) if node else None
         return node
 
 

@@ -29,9 +29,9 @@ class Override:
 
 @dataclass
 class CommandLine:
-    """A command line taken apart; what could not be understood is in ``problems``."""
+    """A command line taken apart; ``words`` are neither flags nor overrides, ``problems`` what was not understood."""
 
-    recipes: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
     overrides: list[Override] = field(default_factory=list)
     flags: LaunchFlags = field(default_factory=LaunchFlags)
     modes: dict[str, list[str]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Parser:
         if word == "-h":
             self.line.modes["help"] = []
         elif not word.startswith("-") or word == "-":
-            self.line.recipes.append(word)
+            self.line.words.append(word)
         elif not word.startswith("--") or word == "--":
             self._refuse(word, f"unknown argument {word}", "ckpt-train --help shows what can be said")
         else:
@@ -126,8 +126,8 @@ class _Parser:
         """``--dataset.streaming recipe.yaml``: a bare plug-in keyword before the only recipe file."""
         for index, (key, node) in enumerate((o.key, o.node) for o in self.line.overrides):
             is_free = annotation_at(self.schema, key) in (Any, None)
-            if not self.line.recipes and is_free and str(node.value).endswith((".yaml", ".yml")):
-                self.line.recipes.append(str(node.value))
+            if not self.line.words and is_free and str(node.value).endswith((".yaml", ".yml")):
+                self.line.words.append(str(node.value))
                 self.line.overrides[index] = Override(key, Node("true", node.origin))
 
     def _meant_flag(self, name: str) -> str | None:

@@ -138,7 +138,7 @@ class DataloaderConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Fused AdamW; `_target_` takes any other optimizer."""
+    """Fused AdamW."""
 
     lr: float = setting(1e-4, FINITE)
     """Peak learning rate."""
@@ -274,13 +274,13 @@ class RecipeConfig:
     tokenizer: TokenizerConfig | Target = field(default_factory=TokenizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer",)})
-    """The training data (required): a builder of a map-style or iterable dataset; gets the tokenizer."""
+    """The training data: a builder of a map-style or iterable dataset; gets the tokenizer."""
     validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer",)})
     """The validation data, in the same way; null: no validation."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     optimizer: OptimizerConfig | Target = field(default_factory=OptimizerConfig, metadata={"supplied": ("params",)})
     lr_scheduler: LRSchedulerConfig | None = None
-    loss_fn: Target | None = None
+    loss_fn: Target | None = field(default=None, metadata={"supplied": ("reduction",)})
     """Builder of the loss; null: cross-entropy over the label tokens of the global batch."""
     clip_grad_norm: float | None = setting(1.0, POSITIVE)
     """Largest norm of all gradients together; null: no clipping."""

@@ -1,0 +1,173 @@
+"""``ckpt-train``: read the command line and the recipe, refuse what is wrong with them, and launch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import automodel_ckpt
+from automodel_ckpt.cli.terminal import print_error
+from automodel_ckpt.config.bind import closest
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.overrides import CommandLine, parse
+from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
+
+EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
+SUFFIXES = (".yaml", ".yml")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``ckpt-train``; returns its exit code. Without arguments it is the command: its process may end here."""
+    try:
+        code = run(parse(sys.argv[1:] if argv is None else argv))
+    except (AutomodelError, KeyboardInterrupt) as error:
+        code, message = describe(error)
+        if _speaks():
+            print_error(message)
+    if argv is None and "torch" in sys.modules:
+        from automodel_ckpt.cli.launch import leave
+
+        leave(code)
+    return code
+
+
+def run(line: CommandLine) -> int:
+    """Do what a command line asks for. Raises :class:`RecipeError` with all that is wrong with it or the recipe."""
+    if "help" in line.modes:
+        from automodel_ckpt.config.help import help_text
+
+        print(help_text(), end="")
+    elif "version" in line.modes:
+        print(f"automodel_ckpt {automodel_ckpt.__version__}")
+    elif line.problems and line.modes.keys() & {"list", "copy"}:
+        raise RecipeError.all_of(line.problems)
+    elif "list" in line.modes:
+        print("\n".join(f"{name:44}  {_title(path)}" for name, path in examples().items()))
+    elif "copy" in line.modes:
+        print(copy_example(*line.modes["copy"]))
+    else:
+        return _run_recipe(line)
+    return EXIT_DONE
+
+
+def _run_recipe(line: CommandLine) -> int:
+    path = _recipe_path(line)
+    loaded = load_recipe(path, line.overrides, problems=line.problems)
+    if "print_config" in line.modes:
+        print(loaded.explain(), end="")
+        return EXIT_DONE
+    ranks = known_ranks(line.flags)
+    check_batches(loaded, ranks)
+    from automodel_ckpt.config import targets
+
+    trust = targets.Trust(line.flags.trust)
+    if "dry_run" in line.modes:
+        recipe = targets.prepare(loaded, trust)
+        print(summary(loaded, recipe, line.flags, ranks), end="")
+        return EXIT_DONE
+    from automodel_ckpt.cli.launch import launch
+
+    return launch(loaded, line.flags, lambda: targets.prepare(loaded, trust))
+
+
+def _recipe_path(line: CommandLine) -> str:
+    files = [word for word in line.words if word.endswith(SUFFIXES)] or line.words[:1]
+    for word in [word for word in line.words if word not in files[:1]]:
+        remedy = f"did you mean --{word}?" if "=" in word else "a run has one recipe file; overrides begin with --"
+        line.problems.append(Problem(f"unexpected argument {word}", "command line", "", remedy))
+    if not files:
+        remedy = "ckpt-train RECIPE.yaml; ckpt-train --list shows the recipes that come with it"
+        line.problems.append(Problem("no recipe file was given", "command line", "", remedy))
+        raise RecipeError.all_of(line.problems)
+    return files[0]
+
+
+def _speaks() -> bool:
+    """Whether this process may print an error that its siblings on this machine have too."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def known_ranks(flags: LaunchFlags) -> int | None:
+    """The number of ranks where the command line or the environment tells it, else None."""
+    if joined := os.environ.get(
+        "WORLD_SIZE", os.environ.get("SLURM_NTASKS" if "SLURM_PROCID" in os.environ else "", "")
+    ):
+        return int(joined) if joined.isdecimal() else None
+    if flags.nproc_per_node.isdecimal() and flags.nnodes.isdecimal():
+        return int(flags.nproc_per_node) * int(flags.nnodes)
+    return None
+
+
+def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
+    """Refuses a global batch that the ranks cannot share evenly."""
+    steps = loaded.config.step_scheduler
+    if ranks is None or steps.global_batch_size % (steps.local_batch_size * ranks) == 0:
+        return
+    keys = ("global_batch_size", "local_batch_size")
+    written = ", ".join(f"{key}: {loaded.tree.at(f'step_scheduler.{key}')}" for key in keys)
+    raise RecipeError(
+        "step_scheduler.global_batch_size must be a multiple of local_batch_size x ranks",
+        where=loaded.origins["step_scheduler.global_batch_size"],
+        value=f"{written}, ranks: {ranks}",
+        remedy="change the global batch, the local batch or the number of ranks",
+    )
+
+
+def summary(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, ranks: int | None) -> str:
+    """What would run, for ``--dry-run``."""
+    steps, tree = loaded.config.step_scheduler, loaded.tree
+    count = f"{ranks}" if ranks else f"{flags.nproc_per_node} on each of {flags.nnodes} machines"
+    per_step = f"{steps.global_batch_size} samples"
+    if ranks:
+        accumulated = steps.global_batch_size // (steps.local_batch_size * ranks)
+        per_step += f" = {steps.local_batch_size} x {ranks} ranks x {accumulated} accumulated"
+    ends = [f"{key}: {tree.at(f'step_scheduler.{key}')}" for key in ("num_epochs", "max_steps", "max_time")]
+    rows = {
+        "recipe": f"{recipe.__module__}.{recipe.__qualname__}",
+        "ranks": count,
+        "each step": per_step,
+        "until": ", ".join(ends),
+        "checkpoints": str(tree.at("checkpoint.checkpoint_dir")) if loaded.config.checkpoint.enabled else "none",
+    }
+    body = "".join(f"  {name + ':':13}{text}\n" for name, text in rows.items())
+    return f"{loaded.path} is sound; nothing was built or trained\n{body}"
+
+
+def examples() -> dict[str, Path]:
+    """Name -> path of each recipe that comes with the package."""
+    paths = sorted(EXAMPLES.rglob("*.yaml"))
+    return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
+
+
+def copy_example(name: str, directory: str) -> Path:
+    """Copies a recipe into a directory, which is made; never over a file. Raises :class:`RecipeError`."""
+    known = examples()
+    found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]
+    if not found:
+        meant = closest(name, [*known, *(path.stem for path in known.values())])
+        remedy = f"did you mean {meant}?" if meant else "ckpt-train --list shows the names"
+        raise RecipeError("no recipe has this name", where="--copy", value=name, remedy=remedy)
+    target = Path(directory) / found[0].name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as copy:
+            shutil.copyfileobj(found[0].open("rb"), copy)
+    except OSError as error:
+        reason = "name another directory, or remove what is there"
+        raise RecipeError(
+            "the recipe cannot be copied", where=str(target), value=error.strerror, remedy=reason
+        ) from error
+    return target
+
+
+def _title(path: Path) -> str:
+    with path.open(encoding="utf-8") as lines:
+        return next(lines, "").lstrip("# ").strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""``ckpt-train --help``, from the schema: every key with its type, default and meaning, one line each."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from automodel_ckpt.config.bind import default_of
+from automodel_ckpt.config.convert import describe, members, section_type
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.nodes import node_of
+from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
+
+USAGE = """\
+usage: ckpt-train [launch flags] RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...]
+
+Fine-tunes a Hugging Face model as a recipe file says, saves checkpoints, and goes on from them when started again.
+Flags, recipe and overrides may stand in any order. A later override wins.
+
+  --k v  --k=v  --k (true)  --a.b null  --a.list '[1, 2]'  --a.list.0 x  --section '{key: value}'
+"""
+MODES = """\
+instead of training:
+  --print-config  print the recipe with defaults and overrides, and where each value comes from
+  --dry-run       check all that can be checked without building the model, and say what would run
+  --list          list the recipes that come with the package
+  --copy NAME DIR copy one of them
+  --version       print the version
+"""
+EXIT_CODES = """\
+exit codes:
+  0   done, also when the run was complete already
+  1   internal error
+  2   wrong command line or recipe
+  3   a checkpoint cannot be used
+  4   a save failed
+  75  stopped by a signal after saving: start the same command again to go on
+"""
+
+
+def help_text() -> str:
+    """The whole text of ``--help``."""
+    flags = "\n".join(_rows(LaunchFlags, "", dashes=True))
+    keys = "\n".join(_sections(RecipeConfig))
+    return f"{USAGE}\nlaunch flags:\n{flags}\n\n{MODES}\nkeys of a recipe:\n{keys}\n\n{EXIT_CODES}"
+
+
+def field_docs(section: type[Any]) -> dict[str, str]:
+    """Field name -> the line of text below it in the source, for a dataclass and its bases."""
+    docs: dict[str, str] = {}
+    for cls in reversed([base for base in section.__mro__ if dataclasses.is_dataclass(base)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                docs[field.target.id] = ast.literal_eval(text.value)
+    return docs
+
+
+def _sections(schema: type[Any]) -> Iterator[str]:
+    hints = typing.get_type_hints(schema)
+    sections = {name: section_type(members(hint)) for name, hint in hints.items()}
+    yield from _rows(schema, "", skip={name for name, section in sections.items() if section})
+    for name, section in sections.items():
+        if section:
+            plug_in = "; or _target_ with its arguments" if Target in members(hints[name]) else ""
+            yield f"\n{name}: {(section.__doc__ or '').rstrip('.')}{plug_in}"
+            yield from _rows(section, f"{name}.")
+
+
+def _rows(section: type[Any], prefix: str, *, dashes: bool = False, skip: Collection[str] = ()) -> Iterator[str]:
+    hints, docs = typing.get_type_hints(section), field_docs(section)
+    fields = [field for field in dataclasses.fields(section) if field.name not in skip]
+    names = [f"--{field.name.replace('_', '-')}" if dashes else prefix + field.name for field in fields]
+    for name, field in zip(names, fields, strict=True):
+        default = default_of(field)
+        is_required = getattr(default, "_target_", default) == MISSING
+        shown = "required" if is_required else f"default {node_of(default)}"
+        kind = describe(members(hints[field.name]))
+        yield f"  {name:{max(map(len, names))}}  {docs.get(field.name, '')} [{kind}; {shown}]"
