@@ -89,8 +89,10 @@ def test_the_environment_reaches_the_tool(tmp_path: Path, stub: dict[str, str]) 
 
 def hostile_names(count: int) -> list[str]:
     chooser = random.Random(7)
-    alphabet = ["$(touch PWNED)", "`touch PWNED`", "'", '"', "\\", " ", "\n", ";touch PWNED;", "&", "|", "*", "?", "[a]",
-                "${HOME}", "~", "#", "!", "-", "é", "\udcff", "\t", "{a,b}", "<", ">", "%s", "\\n", "-n", "x"]  # fmt: skip
+    alphabet = [
+        "$(touch PWNED)", "`touch PWNED`", "'", '"', "\\", " ", "\n", ";touch PWNED;", "&", "|", "*", "?", "[a]",
+        "${HOME}", "~", "#", "!", "-", "é", "\udcff", "\t", "{a,b}", "<", ">", "%s", "\\n", "-n", "x",
+    ]  # fmt: skip
     fixed = ["-", "--", "-rf", " ", "\n", "trailing\n", "a\n\n", "'", '"', "~", "$HOME", "*"]
     return fixed + ["".join(chooser.choices(alphabet, k=chooser.randint(1, 6))) for _ in range(count - len(fixed))]
 
@@ -134,7 +136,10 @@ def test_hostile_path_names_work_with_the_real_tool(tmp_path: Path, name: str) -
 def test_sourced_it_leaves_the_callers_shell_as_it_was(tmp_path: Path, stub: dict[str, str]) -> None:
     model = model_directory(tmp_path / "model")
     code = """
-        state() { { set -o; shopt; declare -F; trap; umask; pwd; echo "$*"; compgen -v | grep -v '^BASH\\|^_$\\|^PIPESTATUS\\|^FUNCNAME\\|^state'; }; }
+        state() {
+          set -o; shopt; declare -F; trap; umask; pwd; echo "$*"
+          compgen -v | grep -v '^BASH\\|^_$\\|^PIPESTATUS\\|^FUNCNAME'
+        }
         set -u; fail() { echo the callers own; }; tool=mine; set -- one two
         state "$@" >before
         source "$1" ; status=$?; unset status
@@ -206,9 +211,9 @@ def test_a_spooled_copy_says_that_it_lost_its_place(tmp_path: Path, stub: dict[s
     shutil.copy(model / "consolidate.sh", spool / "slurm_script")
     done = bash(spool / "slurm_script", env={**stub, "SLURM_JOB_ID": "7"}, cwd=model)
     assert done.returncode != 0 and "--wrap" in done.stderr and calls(stub) == []
-    wrapped = subprocess.run(["sh", "-c", f"NUM_THREADS=2 bash {model}/consolidate.sh"], env={**stub, "SLURM_JOB_ID": "7"},
-                             capture_output=True, text=True)  # fmt: skip
-    assert wrapped.returncode == 0 and len(calls(stub)) == 1
+    wrapped = ["sh", "-c", f"NUM_THREADS=2 bash {model}/consolidate.sh"]
+    assert subprocess.run(wrapped, env={**stub, "SLURM_JOB_ID": "7"}, capture_output=True).returncode == 0
+    assert len(calls(stub)) == 1
 
 
 def test_a_link_to_the_script_finds_the_checkpoint(tmp_path: Path, stub: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -99,7 +100,7 @@ def write_checkpoint(
     trees = {
         fqn: Tensor(
             fqn, dtype_code(str(tensors[fqn].dtype)), tuple(tensors[fqn].shape),
-            tuple(Slice(s.fqn, s.dtype, s.offsets, s.sizes, f"model/{s.file}", s.start, s.nbytes, s.digest) for s in own),
+            tuple(dataclasses.replace(piece, file=f"model/{piece.file}") for piece in own),
         )
         for fqn, own in written.items()
     }  # fmt: skip

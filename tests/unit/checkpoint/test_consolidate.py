@@ -371,7 +371,7 @@ def test_an_earlier_export_is_replaced_whole(tmp_path: Path, monkeypatch: pytest
 def test_files_that_no_export_made_are_never_replaced(tmp_path: Path) -> None:
     output = consolidated_once(tmp_path)
     (output / "notes.txt").write_text("mine")
-    with pytest.raises(SaveFailed, match="notes.txt"):
+    with pytest.raises(SaveFailed, match=r"notes\.txt"):
         consolidate(tmp_path / "c")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("mine")

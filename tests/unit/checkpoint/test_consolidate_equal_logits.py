@@ -26,7 +26,8 @@ model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").
 ids = torch.load(inputs)
 with torch.no_grad():
     logits = model(ids).logits
-greedy = model.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+ones = torch.ones_like(ids[:1])
+greedy = model.generate(ids[:1], attention_mask=ones, do_sample=False, max_new_tokens=24, pad_token_id=0)
 torch.save({"logits": logits, "greedy": greedy, "dtype": str(model.dtype)}, output)
 """
 

@@ -41,9 +41,14 @@ def test_ls_lists_complete_torn_foreign_and_unfinished_directories(tmp_path: Pat
     assert found["epoch_0_step_105"]["pointers"] == ["LATEST"]
     complete = {name for name, row in found.items() if row["complete"]}
     assert complete == {"epoch_0_step_20", "epoch_0_step_100", "epoch_0_step_105", "epoch_0_step_110.superseded-1"}
-    for name, reason in (("epoch_0_step_40", "damaged"), ("epoch_0_step_50", "no MANIFEST"), ("checkpoint-7", "foreign"),
-                         (f".epoch_0_step_60.staging-{'0' * 32}", "unfinished"),
-                         ("epoch_0_step_110.superseded-1", "superseded")):  # fmt: skip
+    reasons = {
+        "epoch_0_step_40": "damaged",
+        "epoch_0_step_50": "no MANIFEST",
+        "checkpoint-7": "foreign",
+        f".epoch_0_step_60.staging-{'0' * 32}": "unfinished",
+        "epoch_0_step_110.superseded-1": "superseded",
+    }
+    for name, reason in reasons.items():
         assert reason in str(found[name]["reason"])
     assert "unrelated" not in found
     assert main(["ls", str(tmp_path)]) == 0
