@@ -6,7 +6,7 @@ import shlex
 
 # Written for bash and parseable by every POSIX shell, so that a shell that cannot run it can say so: no arrays, no [[.
 # Sourced, all work is done by a child: nothing can be left behind in the caller's shell, and nothing can end it. Names
-# may hold anything, a final newline too: $(...) strips those, hence the "x" behind each captured path.
+# may hold anything, a final newline too: $(...) strips those, so no directory's name is ever captured by itself.
 _SCRIPT = r"""#!/usr/bin/env bash
 # Export this checkpoint's model as Hugging Face files, into consolidated/ beside this script.
 #   bash consolidate.sh          from anywhere, after a move or copy too; `source consolidate.sh` does the same
@@ -43,9 +43,7 @@ cpu_allocation() {
   printf '%s' "$cpus"
 }
 
-self=$(readlink -f -- "$0" && printf x) || fail "cannot find this script's own place: $0"
-self=${self%x}
-self=${self%?}
+self=$(readlink -f -- "$0") || fail "cannot find this script's own place: $0"
 model_dir=${self%/*}
 output_dir=$model_dir/consolidated
 if [ ! -d "$model_dir/.hf_metadata" ]; then
