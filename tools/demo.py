@@ -37,19 +37,23 @@ import sys
 sys.modules["automodel_ckpt"] = None  # from here on, any import of the trainer fails
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.utils import logging
 
+logging.disable_progress_bar()
 directory = sys.argv[1]
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
 if problems := {name: keys for name, keys in info.items() if keys}:
     sys.exit(f"the weights do not fit the model: {problems}")
 torch.manual_seed(0)
-write = pipeline("text-generation", model=model, tokenizer=tokenizer)
 prompt = "The return statement"
-(result,) = write(prompt, max_new_tokens=48, do_sample=True, temperature=0.5)
-if len(result["generated_text"]) <= len(prompt):
+(result,) = pipeline("text-generation", model=model, tokenizer=tokenizer)(
+    prompt, max_new_tokens=40, do_sample=True, top_k=20
+)
+written = " ".join(result["generated_text"].split())
+if len(written) <= len(prompt):
     sys.exit("nothing was generated")
-print(result["generated_text"])
+print(written)
 '''
 
 
@@ -57,9 +61,11 @@ def say(text: str = "") -> None:
     print(text, flush=True)
 
 
-def heading(text: str) -> None:
+def heading(text: str, explanation: str = "") -> None:
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     say(f"\n{bold}── {text} {'─' * max(0, 96 - len(text))}{plain}")
+    if explanation:
+        say(explanation)
 
 
 def fail(text: str) -> NoReturn:
@@ -97,10 +103,7 @@ def program(name: str) -> str:
 
 
 def train_command(directory: Path) -> list[str]:
-    return [
-        *(program("ckpt-train"), "--nproc-per-node=2", RECIPE),
-        *("--checkpoint.checkpoint_dir", str(directory)),
-    ]
+    return [program("ckpt-train"), "--nproc-per-node=2", RECIPE, "--checkpoint.checkpoint_dir", str(directory)]
 
 
 def steps_of(directory: Path) -> dict[int, dict[str, Any]]:
@@ -124,18 +127,16 @@ def tree(directory: Path, opened: str, indent: str = "") -> Iterator[str]:
     """The lines of a directory tree; of the checkpoints only the one called *opened* is shown in full."""
     entries = sorted(directory.iterdir(), key=lambda path: path.name)
     for number, path in enumerate(entries):
-        is_last = number == len(entries) - 1
-        branch, deeper = ("└── ", "    ") if is_last else ("├── ", "│   ")
-        folded = path.name.startswith("epoch_") and path.name != opened
-        yield indent + branch + entry_line(path, " ..." if folded else "")
-        if path.is_dir() and not path.is_symlink() and not folded:
-            yield from tree(path, opened, indent + deeper)
-
-
-def entry_line(path: Path, suffix: str) -> str:
-    if path.is_symlink():
-        return f"{path.name} -> {os.readlink(path)}"
-    return f"{path.name}/{suffix}" if path.is_dir() else f"{path.name:52} {path.stat().st_size:>11,} bytes"
+        branch, deeper = ("└── ", "    ") if number == len(entries) - 1 else ("├── ", "│   ")
+        is_folded = path.name.startswith("epoch_") and path.name != opened
+        if path.is_symlink():
+            yield f"{indent}{branch}{path.name} -> {os.readlink(path)}"
+        elif path.is_file():
+            yield f"{indent + branch + path.name:64}{path.stat().st_size:>10,} bytes"
+        else:
+            yield f"{indent}{branch}{path.name}/{' ...' if is_folded else ''}"
+            if not is_folded:
+                yield from tree(path, opened, indent + deeper)
 
 
 def wait_for_step(process: subprocess.Popen[bytes], directory: Path, step: int) -> None:
@@ -158,7 +159,9 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def train_undisturbed() -> None:
-    heading("1  Two processes train a small Llama on the Python documentation")
+    heading(
+        "1  Two processes train a small Llama on the Python documentation", "Each of them keeps a half of the model."
+    )
     run(train_command(UNDISTURBED))
     losses = [record["loss"] for record in steps_of(UNDISTURBED).values()]
     check(len(losses) == NUM_STEPS, f"{NUM_STEPS} steps are in {UNDISTURBED}/training.jsonl")
@@ -166,7 +169,9 @@ def train_undisturbed() -> None:
 
 
 def show_tree() -> None:
-    heading("2  What is on disk now")
+    heading(
+        "2  What is on disk now", "A checkpoint gets its name when all its files are written, and never changes again."
+    )
     say(f"{UNDISTURBED}/")
     newest = (ROOT / UNDISTURBED / "LATEST").resolve().name
     for line in tree(ROOT / UNDISTURBED, opened=newest):
@@ -179,7 +184,7 @@ def show_tree() -> None:
 
 def train_and_kill() -> float:
     """Start the same job in another directory and kill it between two checkpoints; returns when."""
-    heading("3  The same job again, killed between two checkpoints")
+    heading("3  The same job again, killed between two checkpoints", "In another directory; watch the last step.")
     command = train_command(KILLED)
     show(command)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
@@ -197,7 +202,10 @@ def train_and_kill() -> float:
 
 
 def resume(killed_at: float) -> None:
-    heading("4  The same command resumes")
+    heading(
+        "4  The same command resumes",
+        "Model, optimizer, data order, random numbers and logs go back to the checkpoint.",
+    )
     run(train_command(KILLED))
     steps = steps_of(KILLED)
     redone = [step for step, record in steps.items() if record["timestamp"] > killed_at]
@@ -245,15 +253,15 @@ def export_and_generate() -> None:
     heading("6  Export, and generate with plain transformers")
     say("The run's last checkpoint was exported when the run ended. Any other can be, at any time and place:")
     older = ROOT / KILLED / checkpoints_of(KILLED)[0] / "model"
-    run(["bash", str(older.relative_to(ROOT) / "consolidate.sh")])
+    run(["env", "NUM_THREADS=1", "bash", str(older.relative_to(ROOT) / "consolidate.sh")])
     check((older / "consolidated" / "model.safetensors.index.json").is_file(), "the older checkpoint has an export too")
     script = RUNS / "load_export.py"
     (ROOT / script).write_text(LOAD_EXPORT)
     say(f"\nIn a process that cannot import automodel_ckpt ({script}):")
-    python = Path(sys.executable)
-    run([str(python), "-I", str(ROOT / script), str(export_of(KILLED))], cwd=Path("/"))
+    run([sys.executable, "-I", str(ROOT / script), str(export_of(KILLED))], cwd=Path("/"))
     say()
     claim("transformers loaded the export, every weight in its place, and generated text")
+    say(f"    (After {NUM_STEPS} steps it knows the look of the documentation, not yet its sense.)")
 
 
 def prepare() -> None:
