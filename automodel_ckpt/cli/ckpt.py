@@ -259,7 +259,12 @@ def _section(title: str, lines: Any) -> Iterator[str]:
 
 def _tensor_lines(tree: Mapping[str, Any]) -> list[str]:
     rows = [
-        (printable(fqn), tensor["dtype"], str(tensor["shape"]), f"{tensor['slices']} slices")
+        (
+            printable(fqn),
+            tensor["dtype"],
+            str(tensor["shape"]),
+            "1 slice" if tensor["slices"] == 1 else f"{tensor['slices']} slices",
+        )
         for fqn, tensor in tree["tensors"].items()
     ]
     tied = [f"{alias} = {kept}" for alias, kept in tree["tied"].items()]
