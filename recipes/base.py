@@ -139,7 +139,7 @@ class FinetuneRecipe:
         resumed = self.checkpointer.load(state)
         if resumed is not None:
             self._say_changed_rates(recipe_rates)
-        if self.layout.is_leader and not self.step_scheduler.finished:
+        if self.layout.is_leader and not self.step_scheduler.is_finished():
             for jsonl in (self.training_log, self.validation_log):
                 jsonl.truncate_after(self.step_scheduler.step)
 
@@ -155,7 +155,7 @@ class FinetuneRecipe:
         if isinstance(schedule, LambdaLR):
             follow_schedule(schedule)
         now, scheduler = current_rate(self.optimizer), self.step_scheduler
-        if now != saved and not scheduler.finished:
+        if now != saved and not scheduler.is_finished():
             planned = f" (the run was planned for {scheduler.planned_before} steps, now for {scheduler.planned_steps})"
             why = planned if scheduler.planned_before != scheduler.planned_steps else ""
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
@@ -299,7 +299,7 @@ class FinetuneRecipe:
         )
         scheduler.note_save(time.monotonic() - started)
         self.last_save = report
-        self.progress.checkpoint = report.path.name
+        self.progress.saved_step = report.step
         event = {
             "event": "save",
             "step": report.step,
@@ -324,7 +324,7 @@ class FinetuneRecipe:
         raise Stopped(
             f"stopped by {by} after step {scheduler.step}" + (", which is saved" if saved else "; nothing was saved"),
             where=self.config.checkpoint.checkpoint_dir,
-            value=self.progress.checkpoint,
+            value=self.last_save.path.name if self.last_save else "",
             remedy="the same command goes on from there" if saved else "the same command starts over",
         )
 

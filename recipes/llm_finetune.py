@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ from automodel_ckpt.distributed.parallelize import (
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
+    base_directory,
     build_model,
     check_context,
     check_vocabulary,
     checkpoint_activations,
     freeze,
     load_model_config,
+    require_local,
 )
 from automodel_ckpt.recipes.base import Control, FinetuneRecipe, StepResult, Validation
 from automodel_ckpt.training.loss import LossFn, cross_entropy_sum, next_token_loss, num_label_tokens
@@ -82,15 +84,18 @@ class LLMFinetune(FinetuneRecipe):
         section, model = self.config.tokenizer, self.config.model
         if isinstance(section, Target):
             return build(section)
-        name = section.from_pretrained or (model.from_pretrained if isinstance(model, ModelConfig) else None)
+        name, where = section.from_pretrained, "tokenizer.from_pretrained"
+        if name is None and isinstance(model, ModelConfig):
+            name, where = model.from_pretrained, "model.from_pretrained"
         if name is None:
             return None
+        require_local(name, where)
         try:
-            return AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(os.path.expanduser(name))
         except (OSError, ValueError) as error:
             raise RecipeError(
                 "the tokenizer cannot be read",
-                where="tokenizer.from_pretrained" if section.from_pretrained else "model.from_pretrained",
+                where=where,
                 value=f"{name} ({str(error).splitlines()[0]})",
                 remedy="name a directory with tokenizer files in tokenizer.from_pretrained",
             ) from error
@@ -263,21 +268,19 @@ class LLMFinetune(FinetuneRecipe):
         section = self.config.model
         if self.model_config is None or isinstance(section, Target):
             return {}
-        base = Path(section.from_pretrained).expanduser() if section.from_pretrained else None
-        base_dir = base if base is not None and base.is_dir() else None
+        base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
         assets = HFAssets.from_model(self.model, tokenizer=self.tokenizer, base_dir=base_dir)
-        if self.layout.is_leader:
-            assets.validate()
+        assets.validate()
         return {"model": assets}
 
     # ---------------------------------------------------------------- loop
 
     def run(self) -> None:
         """Train from where the run stands to its end. Raises :class:`Stopped` when a signal came in."""
-        if self.step_scheduler.finished:
+        if self.step_scheduler.is_finished():
             log.info("already complete at step %d", self.step_scheduler.step)
             return
-        while not self.step_scheduler.finished:
+        while not self.step_scheduler.is_finished():
             self.run_epoch()
         self.say_end()
 
@@ -313,10 +316,11 @@ class LLMFinetune(FinetuneRecipe):
         """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.
 
         The gradient is that of the mean over the global batch's label tokens. A batch without labels, or with a
-        gradient that is not finite, changes no weight.
+        gradient that is not finite, changes no weight: without gradients the optimizer's step does nothing.
         """
         if control.num_label_tokens == 0:
             log.warning("step %d: no label in the whole global batch, no update", self.step_scheduler.step + 1)
+            self.optimizer.step()
             return 0.0, 0.0
         # The wrappers average over the ranks what has to be a sum.
         scale = self.layout.dp_size / control.num_label_tokens
@@ -327,10 +331,10 @@ class LLMFinetune(FinetuneRecipe):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
         grad_norm = self.clip_gradients()
-        if math.isfinite(grad_norm):
-            self.optimizer.step()
-        else:
+        if not math.isfinite(grad_norm):
             log.warning("step %d: the gradient norm is %s, no update", self.step_scheduler.step + 1, grad_norm)
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum.item(), grad_norm
 

@@ -44,15 +44,8 @@ def init_distributed(*, backend: str | None = None, timeout_minutes: float = 30.
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
     timeout = timedelta(minutes=timeout_minutes)
-    try:
-        _init_process_group(backend, rank, world_size, timeout)
-    except ValueError as error:
-        raise RecipeError(
-            "torch.distributed does not accept this backend",
-            where="distributed.backend",
-            value=f"{backend} ({error})",
-            remedy="leave distributed.backend out, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
-        ) from error
+    _refuse_unknown(backend)
+    _init_process_group(backend, rank, world_size, timeout)
     # Its own group: a collective of a save must never pair up with one of the training step.
     group = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
     return RankLayout(rank, world_size, rank, world_size, local_rank, device, group)
@@ -62,6 +55,18 @@ def close_distributed() -> None:
     """Leave all process groups; harmless when there are none."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _refuse_unknown(backend: str) -> None:
+    known = dist.Backend.backend_list
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    if not set(names) <= set(known):
+        raise RecipeError(
+            "torch.distributed has no such backend",
+            where="distributed.backend",
+            value=backend,
+            remedy="leave distributed.backend out, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
+        )
 
 
 def _init_process_group(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:

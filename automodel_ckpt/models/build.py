@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.hub import cached_file
 
 from automodel_ckpt.errors import Problem, RecipeError
 
@@ -53,6 +55,15 @@ def require_local(name: str, where: str) -> None:
         raise RecipeError("no such directory", where=where, value=name, remedy=_nearest_directory(path))
 
 
+def base_directory(name: str) -> Path | None:
+    """The local directory of a pretrained model's files: *name* itself, or its place in the Hub's cache."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return Path(found).parent if found else None
+
+
 def _nearest_directory(path: Path) -> str:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
@@ -65,7 +76,7 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(os.path.expanduser(name))
         return config
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise RecipeError(
             "the model's configuration cannot be read",
             where=where,
@@ -81,7 +92,7 @@ def _config_from_mapping(settings: dict[str, Any], tokenizer: Any) -> PreTrained
     try:
         _refuse_unknown(settings, config_class())
         return config_class(**copy.deepcopy(settings))
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise RecipeError(
             f"transformers refuses this configuration of a {model_type} model",
             where="model.from_config",
@@ -236,7 +247,8 @@ def checkpoint_activations(model: Any) -> None:
             value=type(model).__name__,
             remedy="leave activation_checkpointing out",
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _did_you_mean(name: str, known: set[str]) -> str:

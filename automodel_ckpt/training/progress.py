@@ -29,7 +29,7 @@ class StepView:
 
 
 class Progress:
-    """One line: step of all, epoch, loss, rate, tokens per second, time left, newest checkpoint.
+    """One line: step of all, epoch, loss, rate, tokens per second, time left, step of the newest checkpoint.
 
     On a terminal it is rewritten in place, at most ten times a second; elsewhere a new one is printed every
     *every_seconds*. Only an *enabled* one (the leader's) prints at all. Log records go through :meth:`write_above`, so
@@ -43,13 +43,14 @@ class Progress:
         self.total_steps = total_steps
         self.every_seconds = every_seconds
         self.enabled = enabled
-        self.checkpoint = ""
+        self.saved_step: int | None = None
         self._stream = stream or sys.stderr
         self._clock = clock
         self._live = self._stream.isatty()
         self._line = ""
         self._shown_at = -float("inf")
-        self._step_seconds: float | None = None
+        self._num_seen = 0
+        self._step_seconds = 0.0
         self._tokens_per_second = 0.0
         self._latest: StepView | None = None
 
@@ -82,7 +83,8 @@ class Progress:
 
     def _average(self, view: StepView) -> None:
         speed = view.num_tokens / view.seconds if view.seconds > 0 else 0.0
-        if self._step_seconds is None:
+        self._num_seen += 1
+        if self._num_seen <= 2:  # the first step of a process is slow, and says nothing about the others
             self._step_seconds, self._tokens_per_second = view.seconds, speed
         self._step_seconds += (1 - _SMOOTHING) * (view.seconds - self._step_seconds)
         self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
@@ -104,12 +106,12 @@ class Progress:
             f"epoch {view.epoch}",
             f"loss {view.loss:.4f}",
             f"lr {view.lr:.2e}",
-            f"{self._tokens_per_second:,.0f} tokens/s",
+            f"{self._tokens_per_second:,.0f} tok/s",
         ]
-        if self.total_steps is not None and self._step_seconds is not None:
+        if self.total_steps is not None:
             parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
-        if self.checkpoint:
-            parts.append(f"saved {self.checkpoint}")
+        if self.saved_step is not None:
+            parts.append(f"saved {self.saved_step}")
         return "  ".join(parts)
 
     @property

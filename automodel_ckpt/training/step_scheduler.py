@@ -102,8 +102,7 @@ class StepScheduler:
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
 
-    @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether no step follows."""
         return self.ended_early or run_is_over(self.cadence, self.step, self.epochs_done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ ACCUMULATION = {1: {1: 8, 4: 2}, 2: {1: 4, 4: 1}}
 
 
 def run(directory: Path, num_ranks: int, name: str, *overrides: str, kills: tuple[int, ...] = ()) -> list[Any]:
-    """Train in ``directory/name``: once killed after each of *kills*, then to the end. The ranks' digests at the end."""
+    """Train in ``directory/name``: killed once after each of *kills*, then to the end; the ranks' final digests."""
     recipe = write_recipe(directory)
     arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
     for step in kills:
-        ended = ranks.outcomes(
-            lambda: train(recipe, *arguments, recipe_class=killed_after(step)), num_ranks, init=False
-        )
+        killed = partial(train, recipe, *arguments, recipe_class=killed_after(step))
+        ended = ranks.outcomes(killed, num_ranks, init=False)
         assert -9 in [outcome.exitcode for outcome in ended]
     return ranks.run(lambda: train(recipe, *arguments, recipe_class=Recipe), num_ranks, init=False)
 

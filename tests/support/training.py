@@ -14,6 +14,7 @@ import torch
 
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.targets import Trust, check_targets
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
@@ -85,8 +86,9 @@ def write_recipe(directory: Path, text: str = RECIPE) -> Path:
 
 def build(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> LLMFinetune:
     """The recipe object of a file and command-line overrides, not set up."""
-    line = parse([str(recipe_file), *overrides])
-    loaded = load_recipe(line.recipes[0], line.overrides, problems=line.problems)
+    line = parse(overrides)
+    loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
+    check_targets(loaded, Trust(["tests"]))
     return recipe_class(loaded.config, config_yaml=loaded.to_yaml())
 
 

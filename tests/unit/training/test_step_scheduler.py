@@ -47,7 +47,7 @@ def drive(
 ) -> dict[str, list[int]]:
     """Run to the end as a recipe does; the steps that were validated and saved."""
     done: dict[str, list[int]] = {"validated": [], "saved": []}
-    while not scheduler.finished:
+    while not scheduler.is_finished():
         scheduler.start_step()
         clock.now += step_seconds
         epoch, index = divmod(scheduler.step, steps_per_epoch)
@@ -66,7 +66,7 @@ def drive(
             clock.now += 1.0
             scheduler.note_save(1.0)
             done["saved"].append(scheduler.step)
-        assert due.last == scheduler.finished
+        assert due.last == scheduler.is_finished()
     return done
 
 
@@ -127,7 +127,7 @@ def test_a_finished_run_continues_with_a_larger_max_steps() -> None:
     same.load_state_dict(first.state_dict())
     longer = StepScheduler(Cadence(max_steps=9), clock=clock)
     longer.load_state_dict(first.state_dict())
-    assert same.finished
+    assert same.is_finished()
     assert drive(longer, clock, 100)["saved"] == [9]
 
 

@@ -1,0 +1,323 @@
+"""The recipe from end to end on real ranks: what it logs, validates, saves, refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.errors import RecipeError, Stopped
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from tests.support import ranks
+from tests.support.training import RECIPE, VALIDATION, Recipe, steps_of, train, write_recipe
+from tests.support.training_parts import Signalled, SignalledInValidation, WithMore
+
+STREAM = ("--dataset={_target_: tests.support.training_parts.Stream, length: 20}",)
+
+
+def run(
+    directory: Path,
+    *overrides: str,
+    num_ranks: int = 1,
+    name: str = "run",
+    text: str = RECIPE,
+    recipe_class: type[LLMFinetune] = Recipe,
+) -> list[dict[str, str]]:
+    """Train in ``directory/name``; the ranks' digests at the end."""
+    arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
+    training = partial(train, write_recipe(directory, text), *arguments, recipe_class=recipe_class)
+    return ranks.run(training, num_ranks, init=False)
+
+
+def failure(directory: Path, *overrides: str, num_ranks: int = 1, **options: Any) -> BaseException:
+    """The error with which every rank ends."""
+    arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}", *overrides)
+    recipe = write_recipe(directory, options.pop("text", RECIPE))
+    ended = ranks.outcomes(partial(train, recipe, *arguments, **options), num_ranks, init=False)
+    errors = [outcome.error for outcome in ended]
+    assert all(error is not None for error in errors), ended
+    assert len({str(error) for error in errors}) == 1, errors
+    assert errors[0] is not None
+    return errors[0]
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def losses(checkpoint: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((checkpoint / "losses.json").read_text())
+    return content
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -> None:
+    run(tmp_path, text=RECIPE + VALIDATION)
+    records = lines(tmp_path / "run/training.jsonl")
+    steps = [record for record in records if "event" not in record]
+    assert [record["step"] for record in steps] == list(range(1, 13))
+    fields = {
+        "step",
+        "epoch",
+        "timestamp",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "label_tokens",
+        "tps",
+        "mem",
+        "samples",
+    }
+    assert all(record.keys() == fields for record in steps)
+    events = [record for record in records if "event" in record]
+    assert [event["step"] for event in events] == [5, 10, 12]
+    expected = {"event", "step", "stall_seconds", "total_seconds", "bytes", "free_bytes", "pruned"}
+    assert all(event.keys() == expected for event in events)
+    validations = lines(tmp_path / "run/validation.jsonl")
+    assert [record["step"] for record in validations] == [5, 10, 12]
+    assert all(record.keys() == {"step", "epoch", "timestamp", "val_loss", "label_tokens"} for record in validations)
+    assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_1_step_10", "epoch_1_step_12"]
+    for record in validations:
+        content = losses(tmp_path / f"run/epoch_{record['epoch']}_step_{record['step']}")
+        assert content["val_loss"] == record["val_loss"]
+        assert content["train_loss"] == steps[record["step"] - 1]["loss"]
+
+
+def test_validation_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
+    run(tmp_path, name="without")
+    run(tmp_path, "--step_scheduler.val_every_steps=1", name="with", text=RECIPE + VALIDATION)
+    assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
+
+
+def test_two_ranks_find_the_validation_loss_of_one(tmp_path: Path) -> None:
+    overrides = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", "--step_scheduler.local_batch_size=1")
+    run(tmp_path, *overrides, name="one", text=RECIPE + VALIDATION)
+    run(tmp_path, *overrides, name="two", text=RECIPE + VALIDATION, num_ranks=2)
+    one, two = (lines(tmp_path / name / "validation.jsonl")[0] for name in ("one", "two"))
+    assert one["label_tokens"] == two["label_tokens"] == 11 * 15
+    assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
+
+
+def test_a_better_validation_asks_for_a_save_when_told_to(tmp_path: Path) -> None:
+    overrides = ("--step_scheduler.ckpt_on_best", "--step_scheduler.ckpt_every_steps=null")
+    run(tmp_path, *overrides, "--step_scheduler.val_every_steps=2", text=RECIPE + VALIDATION)
+    values = {record["step"]: record["val_loss"] for record in lines(tmp_path / "run/validation.jsonl")}
+    best, improving = math.inf, set()
+    for step, value in values.items():
+        if value < best:
+            best, improving = value, improving | {step}
+    assert {int(name.rpartition("_")[2]) for name in saved(tmp_path / "run")} == improving | {12}
+    assert len(improving) > 1
+
+
+def test_a_finished_run_says_so_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    capfd.readouterr()
+    run(tmp_path)
+    assert "already complete at step 12" in capfd.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--step_scheduler.max_steps=6")
+    run(tmp_path, "--step_scheduler.max_steps=9")
+    text = capfd.readouterr().err
+    assert "the run was planned for 6 steps, now for 9" in text
+    assert "the learning rate of step 7 is" in text
+    assert [record["step"] for record in steps_of(tmp_path / "run")] == list(range(1, 10))
+    assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_0_step_6", "epoch_1_step_9"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_to_one_rank_saves_once_on_all_and_the_same_command_goes_on(tmp_path: Path, num_ranks: int) -> None:
+    whole = run(tmp_path, name="whole", num_ranks=num_ranks)
+    error = failure_or_own(tmp_path, num_ranks)
+    assert "after step 3" in error
+    assert saved(tmp_path / "run") == ["epoch_0_step_3"]
+    assert run(tmp_path, num_ranks=num_ranks) == whole
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+
+
+def failure_or_own(directory: Path, num_ranks: int) -> str:
+    """What the ranks say that were stopped; each names the signal that it got itself."""
+    arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}",)
+    training = partial(installed, write_recipe(directory), *arguments, recipe_class=Signalled)
+    ended = ranks.outcomes(training, num_ranks, init=False)
+    assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
+    return str(ended[-1].error)
+
+
+def installed(*arguments: Any, **options: Any) -> Any:
+    """Train with the signal handlers that the command line installs."""
+    from automodel_ckpt.distributed.stop import stop_request
+
+    stop_request().install()
+    return train(*arguments, **options)
+
+
+def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_path: Path) -> None:
+    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",)
+    recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
+    ended = ranks.outcomes(partial(installed, recipe, *arguments, recipe_class=SignalledInValidation), 2, init=False)
+    assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
+    assert saved(tmp_path / "run") == ["epoch_0_step_5"]
+    assert losses(tmp_path / "run/epoch_0_step_5")["val_loss"] is None
+    assert not (tmp_path / "run/LOWEST_VAL").exists()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_ends_early_is_saved_once_at_its_end(tmp_path: Path, num_workers: int) -> None:
+    overrides = (*STREAM, "--step_scheduler.max_steps=100", "--step_scheduler.num_epochs=1")
+    run(tmp_path, *overrides, f"--dataloader.num_workers={num_workers}", "--step_scheduler.ckpt_every_steps=null")
+    assert saved(tmp_path / "run") == ["epoch_0_step_3"]
+    assert (tmp_path / "run/epoch_0_step_3/model/consolidated/config.json").is_file()
+    assert [len(record["samples"]) for record in steps_of(tmp_path / "run")] == [8, 8, 4]
+
+
+def test_max_time_ends_with_a_save_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    overrides = ("--step_scheduler.num_epochs=null", "--step_scheduler.ckpt_every_steps=null", "--lr_scheduler=null")
+    for _ in range(2):
+        run(tmp_path, *overrides, "--step_scheduler.max_time=0.2")
+    steps = [record["step"] for record in steps_of(tmp_path / "run")]
+    names = [int(name.rpartition("_")[2]) for name in saved(tmp_path / "run")]
+    assert len(names) == 2
+    assert max(names) == steps[-1]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_global_batch_without_labels_changes_nothing_and_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = "--dataset={_target_: tests.support.training_parts.SomeWithoutLabels}"
+    overrides = (data, "--dataloader.shuffle=false", "--step_scheduler.num_epochs=1")
+    run(tmp_path, *overrides, "--step_scheduler.ckpt_every_steps=1", num_ranks=2)
+    first, second = lines_of_steps(tmp_path / "run/training.jsonl")
+    assert (first["loss"], first["grad_norm"], first["label_tokens"]) == (None, 0.0, 0)
+    assert second["loss"] > 0
+    assert "step 1: no label in the whole global batch" in capfd.readouterr().err
+
+
+def lines_of_steps(path: Path) -> list[dict[str, Any]]:
+    return [record for record in lines(path) if "event" not in record]
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path: Path) -> None:
+    loss = "--loss_fn={_target_: tests.support.training_parts.explodes_at, call: 1}"
+    run(tmp_path, loss, "--step_scheduler.local_batch_size=8", "--step_scheduler.max_steps=3")
+    records = lines_of_steps(tmp_path / "run/training.jsonl")
+    assert records[0]["loss"] is None
+    assert all(math.isfinite(record["loss"]) for record in records[1:])
+
+
+def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
+    run(tmp_path, name="default")
+    run(tmp_path, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
+    assert steps_of(tmp_path / "torch") == steps_of(tmp_path / "default")
+    assert saved(tmp_path / "torch/epoch_0_step_5") == saved(tmp_path / "default/epoch_0_step_5")
+
+
+def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
+    overrides = ("--optimizer={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}",)
+    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole")
+    run(tmp_path, *overrides, "--step_scheduler.max_steps=5", "--lr_scheduler.decay_steps=8")
+    again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", "--lr_scheduler.decay_steps=8")
+    assert again[0]["weights"] == whole[0]["weights"]
+    assert again[0]["optimizer"] == whole[0]["optimizer"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_an_interrupted_run_in_pytorchs_format_goes_on(tmp_path: Path, strategy: str) -> None:
+    overrides = ("--checkpoint.model_save_format=torch_save", f"--distributed.strategy={strategy}")
+    schedule = "--lr_scheduler.decay_steps=12"
+    whole = run(tmp_path, *overrides, schedule, name="whole", num_ranks=2)
+    run(tmp_path, *overrides, schedule, "--step_scheduler.max_steps=7", num_ranks=2)
+    again = run(tmp_path, *overrides, schedule, num_ranks=2)
+    assert again == whole
+
+
+def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
+    run(tmp_path, "--step_scheduler.max_steps=2", name="base")
+    export = tmp_path / "base/epoch_0_step_2/model/consolidated"
+    text = RECIPE.replace(
+        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")], f"  from_pretrained: {export}\n"
+    )
+    text = text.replace(
+        "tokenizer:\n  _target_: automodel_ckpt.data.python_docs.train_tokenizer\n  vocab_size: 300\n", ""
+    )
+    run(tmp_path, "--model.freeze=['*embed_tokens*']", "--step_scheduler.max_steps=3", text=text, num_ranks=2)
+    assert len(steps_of(tmp_path / "run")) == 3
+
+
+def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
+    schedule = "--lr_scheduler.decay_steps=12"
+    options: dict[str, Any] = {"recipe_class": WithMore}
+    whole = run(tmp_path, schedule, name="whole", **options)
+    run(tmp_path, schedule, "--step_scheduler.max_steps=7", **options)
+    again = run(tmp_path, schedule, **options)
+    assert again == whole
+    checkpoint = tmp_path / "run/epoch_1_step_12"
+    assert (checkpoint / "latest_eval.pt").is_file()
+    assert (checkpoint / "value_head").is_dir()
+
+
+def test_recomputed_activations_give_the_same_training(tmp_path: Path) -> None:
+    run(tmp_path, name="kept")
+    run(tmp_path, "--model.activation_checkpointing", name="recomputed")
+    kept, recomputed = steps_of(tmp_path / "kept"), steps_of(tmp_path / "recomputed")
+    assert [record["loss"] for record in kept] == [record["loss"] for record in recomputed]
+
+
+def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
+    run(tmp_path, "--checkpoint.enabled=false")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("--model.from_config.hidden_sise=8", "did you mean hidden_size"),
+        ("--model.from_config.model_type=lama", "did you mean llama"),
+        ("--model.from_config.hidden_size=30", "transformers refuses"),
+        ("--model.from_config.vocab_size=299", "300 tokens; the model's vocab_size is 299"),
+        ("--model.from_config.max_position_embeddings=15", "longer than the model's context"),
+        ("--model.freeze=['*embed_tokns*']", "no parameter's name matches"),
+        ("--model.freeze=['*']", "no parameter is left to train"),
+        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}", "has to be the sum"),
+        ("--lr_scheduler={name: constant, warmup_steps: 3}", "makes no use of warmup_steps"),
+        ("--lr_scheduler.kwargs={cycles: 3}", "does not take this"),
+        ("--distributed.backend=smoke-signals", "has no such backend"),
+    ],
+)
+def test_what_is_wrong_with_the_recipe_is_refused_before_training(tmp_path: Path, override: str, what: str) -> None:
+    error = failure(tmp_path, override)
+    assert isinstance(error, RecipeError)
+    assert what in str(error)
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_several_ranks_refuse_the_strategy_single(tmp_path: Path) -> None:
+    error = failure(tmp_path, "--distributed.strategy=single", num_ranks=2)
+    assert isinstance(error, RecipeError)
+    assert "single, with 2 ranks" in str(error)
+
+
+def test_a_model_directory_that_is_not_there_is_named_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "model-a").mkdir()
+    text = RECIPE.replace(
+        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")], f"  from_pretrained: {tmp_path}/model-b\n"
+    )
+    error = failure(tmp_path, text=text)
+    assert isinstance(error, RecipeError)
+    assert f"did you mean {tmp_path}/model-a" in str(error)

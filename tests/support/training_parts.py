@@ -1,0 +1,104 @@
+"""Plug-ins that the tests' recipes name (with ``--trust tests``), and recipes with something of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.recipes.base import Control
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.training.step_scheduler import Due
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """*length* samples, and nobody knows in advance how many."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for number in range(self.length):
+            tokens = [3 + (number * 7 + position * 11) % 200 for position in range(8)]
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+class SomeWithoutLabels:
+    """16 samples; the first eight, a global batch when not shuffled, have no label."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = [3 + (index * 7 + position * 11) % 200 for position in range(8)]
+        return {"input_ids": tokens, "labels": [-100] * 8 if index < 8 else tokens}
+
+
+def explodes_at(call: int) -> Any:
+    """A loss that is infinite in its *call*-th call (from 1), else cross-entropy."""
+    calls = 0
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+        return loss * torch.inf if calls == call else loss
+
+    return loss_fn
+
+
+class Signalled(LLMFinetune):
+    """Rank 1 (or the only one) gets SIGTERM after step 3."""
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        if self.step_scheduler.step == 3 and self.layout.rank == self.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return due
+
+
+class SignalledInValidation(LLMFinetune):
+    """The last rank gets SIGTERM when a validation starts."""
+
+    def validate(self) -> Any:
+        if self.layout.rank == self.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().validate()
+
+
+class Counter:
+    """A duck type with the two methods only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class WithMore(LLMFinetune):
+    """A value head beside the model, trained by the same optimizer, and a counter."""
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        torch.manual_seed(3)
+        self.value_head = nn.Linear(4, 1)
+        self.latest_eval = Counter()
+        parameters = [*self.model.parameters(), *self.value_head.parameters()]
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        self.latest_eval.count += 10
+        return super().step(batch, control)
+
+    def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
+        return super().micro_batch_loss(micro_batch) + self.value_head(torch.ones(4)).square().sum()

@@ -1,0 +1,168 @@
+"""Models from a configuration or from files, and what is refused before any weight is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from automodel_ckpt.distributed.parallelize import choose_strategy, decoder_layers
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import (
+    base_directory,
+    build_model,
+    check_context,
+    check_vocabulary,
+    freeze,
+    load_model_config,
+    require_local,
+)
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+}
+
+
+class Tokenizer:
+    """What the recipe asks of a tokenizer."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+    def __len__(self) -> int:
+        return 50
+
+
+def test_a_configuration_takes_the_vocabulary_and_special_ids_from_the_tokenizer() -> None:
+    settings = {key: value for key, value in TINY.items() if key != "vocab_size"}
+    config = load_model_config(from_config=settings, tokenizer=Tokenizer())
+    assert (config.vocab_size, config.pad_token_id, config.eos_token_id) == (50, 0, 2)
+    assert "vocab_size" not in settings
+
+
+def test_what_the_configuration_says_itself_wins_over_the_tokenizer() -> None:
+    config = load_model_config(from_config={**TINY, "vocab_size": 64}, tokenizer=Tokenizer())
+    assert config.vocab_size == 64
+
+
+def test_a_path_to_a_configuration_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert load_model_config(from_config=str(path)).num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"hidden_sise": 3}, "did you mean hidden_size"),
+        ({"model_type": "lama"}, "did you mean llama"),
+        ({"hidden_size": "wide"}, "expected int, got str"),
+        ({"hidden_size": 15}, "not a multiple of the number of attention heads"),
+    ],
+)
+def test_a_wrong_setting_is_named(change: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_model_config(from_config=TINY | change)
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "../nowhere"])
+def test_a_path_without_a_directory_is_refused_without_asking_the_hub(name: str) -> None:
+    with pytest.raises(RecipeError, match="no such directory"):
+        require_local(name, "model.from_pretrained")
+
+
+def test_a_hub_name_is_not_taken_for_a_path() -> None:
+    require_local("some-organisation/some-model", "model.from_pretrained")
+    require_local("gpt2", "model.from_pretrained")
+
+
+def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_model_config(from_pretrained="some-organisation/some-model")
+    assert base_directory("some-organisation/some-model") is None
+
+
+def test_longer_samples_than_the_context_are_refused() -> None:
+    config = LlamaConfig(max_position_embeddings=32)
+    check_context(config, 32, "dataset.seq_length")
+    with pytest.raises(RecipeError, match="longer than the model's context"):
+        check_context(config, 33, "dataset.seq_length")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+    check_vocabulary(LlamaConfig(vocab_size=50), Tokenizer())
+    check_vocabulary(LlamaConfig(vocab_size=10), None)
+    with pytest.raises(RecipeError, match="more tokens than the model's vocabulary"):
+        check_vocabulary(LlamaConfig(vocab_size=49), Tokenizer())
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)])
+def test_fresh_weights_follow_the_seed_and_the_dtype(dtype: str, expected: torch.dtype) -> None:
+    config = load_model_config(from_config=TINY)
+    before = config.to_dict()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(build_model(config, dtype=dtype))
+    assert config.to_dict() == before
+    assert models[0].training
+    for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert first.dtype == expected
+        assert torch.equal(first, second)
+
+
+def test_weights_are_read_from_files_in_their_own_or_another_dtype(tmp_path: Path) -> None:
+    config = load_model_config(from_config=TINY)
+    build_model(config, dtype="bfloat16").save_pretrained(tmp_path)  # type: ignore[operator]
+    read = load_model_config(from_pretrained=str(tmp_path))
+    kept = build_model(read, from_pretrained=str(tmp_path), dtype="auto")
+    cast = build_model(read, from_pretrained=str(tmp_path), dtype="float32")
+    assert {p.dtype for p in kept.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in cast.parameters()} == {torch.float32}
+    for own, other in zip(kept.parameters(), cast.parameters(), strict=True):
+        assert torch.equal(own.float(), other)
+
+
+def test_files_without_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = load_model_config(from_pretrained=str(tmp_path))
+    with pytest.raises(RecipeError, match="the model cannot be built"):
+        build_model(config, from_pretrained=str(tmp_path))
+
+
+def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> None:
+    model = build_model(load_model_config(from_config=TINY))
+    freeze(model, ["*embed_tokens*", "model.layers.0.*"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert "model.embed_tokens.weight" in frozen
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert not any(name.startswith("model.layers.1.") for name in frozen)
+    with pytest.raises(RecipeError, match=r"did you mean .*model\.norm\.weight"):
+        freeze(model, ["model.nrom.weight"])
+
+
+def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
+    model = build_model(load_model_config(from_config=TINY))
+    assert [type(layer).__name__ for layer in decoder_layers(model)] == ["LlamaDecoderLayer"] * 3
+    plain = torch.nn.ModuleDict({
+        "few": torch.nn.ModuleList([torch.nn.Linear(2, 2)]),
+        "many": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(4)]),
+    })  # fmt: skip
+    assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]
+    assert decoder_layers(torch.nn.Linear(2, 2)) == []
+
+
+def test_auto_is_single_on_one_rank_and_fsdp2_on_more() -> None:
+    assert [choose_strategy("auto", ranks) for ranks in (1, 2)] == ["single", "fsdp2"]
+    assert choose_strategy("ddp", 2) == "ddp"
+    with pytest.raises(RecipeError, match="trains on one rank"):
+        choose_strategy("single", 2)

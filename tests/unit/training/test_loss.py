@@ -1,0 +1,63 @@
+"""The loss is a sum over labels, so that it does not matter how a global batch is cut up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automodel_ckpt.training.loss import cross_entropy_sum, next_token_loss, num_label_tokens, shift_labels
+
+
+def batch(seed: int, rows: int = 4, length: int = 6, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    labels[torch.rand(rows, length, generator=generator) < 0.4] = -100
+    return torch.randn(rows, length, vocabulary, generator=generator), labels
+
+
+@given(st.integers(0, 1000), st.integers(1, 4))
+def test_micro_batches_add_up_to_the_whole_batch(seed: int, size: int) -> None:
+    logits, labels = batch(seed)
+    parts = zip(logits.split(size), labels.split(size), strict=True)
+    total = sum(float(next_token_loss(part, part_labels)) for part, part_labels in parts)
+    assert total == pytest.approx(float(next_token_loss(logits, labels)), rel=1e-5)
+
+
+def test_it_is_the_mean_of_transformers_times_the_label_tokens() -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits, labels = batch(3)
+    mean = ForCausalLMLoss(logits, labels, vocab_size=11)
+    assert float(next_token_loss(logits, labels) / num_label_tokens(labels)) == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_position_i_predicts_token_i_plus_one_and_the_last_predicts_nothing() -> None:
+    assert shift_labels(torch.tensor([[5, 6, 7], [8, -100, 9]])).tolist() == [[6, 7, -100], [-100, 9, -100]]
+
+
+def test_the_first_label_of_a_row_does_not_count() -> None:
+    assert num_label_tokens(torch.tensor([[5, -100, 7], [8, -100, -100]])) == 1
+
+
+def test_a_batch_without_labels_has_the_loss_zero_and_zero_gradients() -> None:
+    logits, labels = batch(1)
+    logits.requires_grad_()
+    loss = next_token_loss(logits, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    logits, labels = batch(2)
+    loss = cross_entropy_sum(logits.bfloat16().flatten(0, 1), labels.flatten())
+    assert loss.dtype == torch.float32
+
+
+def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:
+    logits, labels = batch(2)
+    with pytest.raises(ValueError, match="0-dim tensor; got shape"):
+        next_token_loss(logits, labels, torch.nn.CrossEntropyLoss(reduction="none"))

@@ -1,0 +1,88 @@
+"""Schedules over the planned steps, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.config.schema import LRSchedulerConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.lr import build_schedule, current_rate, follow_schedule
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def rates(name: str, steps: int, **settings: Any) -> list[float]:
+    sgd = optimizer()
+    schedule = build_schedule(sgd, name, **settings)
+    found = []
+    for _ in range(steps):
+        found.append(current_rate(sgd))
+        sgd.step()
+        schedule.step()
+    return found
+
+
+def test_cosine_warms_up_and_ends_at_zero() -> None:
+    found = rates("cosine", 11, total_steps=10, warmup_steps=2)
+    assert found[:3] == [0.0, 0.5, 1.0]
+    assert found[6] == pytest.approx(0.5 * (1 + math.cos(math.pi * 4 / 8)))
+    assert found[10] == pytest.approx(0.0)
+
+
+def test_the_warm_up_may_be_a_part_of_all_steps_and_the_decay_shorter_than_the_run() -> None:
+    assert rates("linear", 7, total_steps=100, warmup_ratio=0.5, decay_steps=4) == [0, 0.5, 1, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", LRSchedulerConfig.__annotations__ and [
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+])  # fmt: skip
+def test_every_schedule_of_the_schema_without_required_settings_can_be_built(name: str) -> None:
+    assert len(rates(name, 3, total_steps=10)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("cosine_with_min_lr", {"min_lr": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 3}),
+    ],
+)
+def test_every_other_schedule_of_the_schema_takes_its_settings(name: str, kwargs: dict[str, Any]) -> None:
+    assert len(rates(name, 3, total_steps=10, warmup_steps=1, kwargs=kwargs)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "what"),
+    [
+        ("cosine", {"total_steps": None}, "how many steps"),
+        ("constant", {"total_steps": None, "warmup_steps": 3}, "makes no use of warmup_steps"),
+        ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "makes no use of decay_steps"),
+        ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "does not take this"),
+        ("warmup_stable_decay", {"total_steps": 9}, "needs num_decay_steps"),
+    ],
+)
+def test_what_a_schedule_cannot_use_is_refused(name: str, settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        build_schedule(optimizer(), name, **settings)
+
+
+def test_a_loaded_state_follows_the_new_schedule_when_told_to() -> None:
+    old, new = optimizer(), optimizer()
+    short = build_schedule(old, "linear", total_steps=10)
+    for _ in range(5):
+        old.step()
+        short.step()
+    long = build_schedule(new, "linear", total_steps=20)
+    long.load_state_dict(short.state_dict())
+    new.load_state_dict(old.state_dict())
+    assert current_rate(new) == 0.5
+    follow_schedule(long)
+    assert current_rate(new) == 0.75
+    assert long.get_last_lr() == [0.75]

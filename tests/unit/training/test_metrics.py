@@ -1,0 +1,70 @@
+"""The jsonl logs: each step once, whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.training.metrics import JsonlLog
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def filled(path: Path, count: int) -> JsonlLog:
+    log = JsonlLog(path)
+    for step in range(1, count + 1):
+        log.append({"step": step, "loss": 1.0 / step})
+    return log
+
+
+def test_a_line_is_with_the_operating_system_before_anything_is_flushed(tmp_path: Path) -> None:
+    log = filled(tmp_path / "run" / "training.jsonl", 3)
+    assert steps(log.path) == [1, 2, 3]
+    log.close()
+
+
+def test_resuming_drops_later_steps_and_their_events_and_appends(tmp_path: Path) -> None:
+    path = tmp_path / "training.jsonl"
+    log = filled(path, 2)
+    log.append({"event": "save", "step": 2})
+    log.append({"step": 3})
+    log.append({"event": "save", "step": 3})
+    assert log.truncate_after(2) == 2
+    log.append({"step": 3})
+    log.close()
+    assert steps(path) == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"step": 2}', b"\0\0\0\0", b"3\n"])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "training.jsonl"
+    filled(path, 2).close()
+    with open(path, "ab") as file:
+        file.write(tail)
+    assert JsonlLog(path).truncate_after(2) == 1
+    assert steps(path) == [1, 2]
+
+
+def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "training.jsonl"
+    filled(path, 2).close()
+    before = path.stat().st_ino
+    assert JsonlLog(path).truncate_after(2) == 0
+    assert path.stat().st_ino == before
+
+
+def test_a_log_that_is_not_there_yet_has_nothing_to_drop(tmp_path: Path) -> None:
+    assert JsonlLog(tmp_path / "training.jsonl").truncate_after(0) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "log.jsonl")
+    log.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    log.close()
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
