@@ -119,20 +119,16 @@ def isolated_rng() -> Iterator[None]:
 
 
 def read_all(reader: SampleReader, requests: Iterable[Request], num_workers: int) -> Generator[Batch]:
-    """The micro-batches of *requests* in order, read here or by *num_workers* processes. Raises what reading raised."""
-    items = run_workers(reader, num_workers, sampler=requests) if num_workers else _read_here(reader, requests)
+    """The micro-batches of *requests* in order, read here or by *num_workers* processes. Raises what reading raised.
+
+    Reading here moves the global generators: see :func:`isolated_rng`.
+    """
+    items = run_workers(reader, num_workers, sampler=requests) if num_workers else (reader[r] for r in requests)
     with closing(items):
         for item in items:
             if isinstance(item, Failure):
                 raise item.error
             yield item
-
-
-def _read_here(reader: SampleReader, requests: Iterable[Request]) -> Generator[Batch | Failure]:
-    for request in requests:
-        with isolated_rng():
-            item = reader[request]
-        yield item
 
 
 def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Generator[Any]:

@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from automodel_ckpt.data.fetch import Batch, Collate, Request, SampleReader, read_all
+from automodel_ckpt.data.fetch import Batch, Collate, Request, SampleReader, isolated_rng, read_all
 from automodel_ckpt.data.sampler import accumulation_steps, permutation, rank_part
-from automodel_ckpt.data.stream import BatchSizes, StreamPosition, StreamReader, read_stream, restores_exactly
+from automodel_ckpt.data.stream import (
+    BatchSizes,
+    StreamBatch,
+    StreamPosition,
+    StreamReader,
+    read_stream,
+    restores_exactly,
+)
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 log = logging.getLogger(__name__)
@@ -91,7 +98,7 @@ class GlobalBatchLoader:
         size = self.sizes.global_batch_size
         return self.num_samples // size if self.sizes.drop_last else -(-self.num_samples // size)
 
-    def __iter__(self) -> Iterator[GlobalBatch]:
+    def __iter__(self) -> Generator[GlobalBatch]:
         batches = self._stream_batches() if self.num_samples is None else self._map_batches(self.num_samples)
         with closing(batches):
             first = next(batches, None)
@@ -162,7 +169,8 @@ class GlobalBatchLoader:
         with closing(read_all(reader, requests, self.num_workers)) as batches:
             for start in starts:
                 ids = order[start : start + size].tolist()
-                mine = list(islice(batches, len(self._rank_part(ids))))
+                with isolated_rng():
+                    mine = list(islice(batches, len(self._rank_part(ids))))
                 yield GlobalBatch(epoch, start // size, start, ids, mine, last_of_epoch=start == starts[-1])
 
     def _requests(self, epoch: int, ids: torch.Tensor) -> Iterator[Request]:
@@ -177,7 +185,7 @@ class GlobalBatchLoader:
         position = StreamPosition(self.seed, epoch, self.consumed_samples, self._source_state)
         reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
         with closing(read_stream(reader, self.num_workers)) as batches:
-            for part in batches:
+            while (part := _next_isolated(batches)) is not None:
                 ids = list(range(part.start, part.start + part.num_samples))
                 index = part.start // size
                 yield GlobalBatch(epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state)
@@ -250,6 +258,11 @@ class GlobalBatchLoader:
         """Log a consequence once, not on every rank."""
         if self.sizes.dp_rank == 0:
             log.warning(message)
+
+
+def _next_isolated(batches: Iterator[StreamBatch]) -> StreamBatch | None:
+    with isolated_rng():
+        return next(batches, None)
 
 
 def _length(dataset: Any) -> int | None:

@@ -15,7 +15,6 @@ from automodel_ckpt.data.fetch import (
     Collate,
     Failure,
     collate,
-    isolated_rng,
     located,
     run_workers,
     seed_everything,
@@ -73,7 +72,7 @@ class StreamReader(IterableDataset[Any]):
         self.position = position
         self.stateful = restores_exactly(source)
 
-    def __iter__(self) -> Iterator[StreamBatch | Failure]:
+    def __iter__(self) -> Generator[StreamBatch | Failure]:
         try:
             yield from self._batches()
         except AutomodelError as error:
@@ -144,23 +143,16 @@ class StreamReader(IterableDataset[Any]):
 
 
 def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch]:
-    """The batches of *reader*, read here or by one worker process (more would each read the whole stream again)."""
-    items = run_workers(reader, 1) if num_workers else _read_here(reader)
+    """The batches of *reader*, read here or by one worker process (more would each read the whole stream again).
+
+    Reading here moves the global generators: see :func:`isolated_rng`.
+    """
+    items = run_workers(reader, 1) if num_workers else iter(reader)
     with closing(items):
         for item in items:
             if isinstance(item, Failure):
                 raise item.error
             yield item
-
-
-def _read_here(reader: StreamReader) -> Generator[StreamBatch | Failure]:
-    items = iter(reader)
-    while True:
-        with isolated_rng():
-            item = next(items, None)
-        if item is None:
-            return
-        yield item
 
 
 def restores_exactly(source: Any) -> bool:

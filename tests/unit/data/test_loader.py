@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import random
+import signal
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,14 @@ from hypothesis import strategies as st
 
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
-from tests.unit.data.toys import Numbers, StatefulStream, Stream, stack
+from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
 
-SOURCES = {"map-style": Numbers, "stream": Stream, "stateful stream": StatefulStream}
+SOURCES = {
+    "map-style": Numbers,
+    "stream": Stream,
+    "stateful stream": StatefulStream,
+    "stream that remembers its end": StreamThatRemembersItsEnd,
+}
 
 
 def make(dataset: Any, **options: Any) -> GlobalBatchLoader:
@@ -224,7 +232,7 @@ def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) ->
 def test_an_error_of_ours_keeps_its_kind_and_gains_the_sample(num_workers: int) -> None:
     class TooLong(Numbers):
         def __getitem__(self, index: int) -> Any:
-            raise RecipeError("too long", where="data.jsonl:3", value=object(), remedy="cut it")
+            raise RecipeError("too long", where="data.jsonl:3", value=lambda: None, remedy="cut it")
 
     with pytest.raises(RecipeError, match=r"dataset\[\d+\]: data.jsonl:3"):
         list(make(TooLong(4), num_workers=num_workers))
@@ -243,12 +251,33 @@ def test_a_collator_that_fails_names_the_samples() -> None:
 def test_a_worker_that_is_killed_is_an_error_not_a_hang() -> None:
     class Deadly(Numbers):
         def __getitem__(self, index: int) -> Any:
-            import os
-
             os.kill(os.getpid(), 9)
 
     with pytest.raises(AutomodelError, match="a data loading worker died"):
         list(make(Deadly(4), num_workers=1))
+
+
+def test_workers_outlive_a_signal_to_the_whole_job_so_that_the_rank_can_stop_in_order() -> None:
+    loader = make(Numbers(200), num_workers=2)
+    batches = iter(loader)
+    seen = [next(batches)]
+    for worker in multiprocessing.active_children():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker.pid or 0, number)
+    seen += list(batches)
+    assert [b.sample_ids for b in seen] == [b.sample_ids for b in make(Numbers(200))]
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_worker_processes_end_with_the_iteration_or_its_failure(source: str) -> None:
+    abandoned = iter(make(SOURCES[source](200), num_workers=2))
+    next(abandoned)
+    assert multiprocessing.active_children()
+    abandoned.close()
+    broken = make(Numbers(20, broken=13), num_workers=2)
+    with pytest.raises(AutomodelError) as caught:
+        list(broken)
+    assert not multiprocessing.active_children(), caught
 
 
 def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
@@ -299,6 +328,13 @@ def test_a_stateful_stream_goes_on_without_reading_again() -> None:
     second.load_state_dict(first.state_dict())
     next(iter(second))
     assert source.read == 8
+
+
+def test_what_drop_last_leaves_of_a_stateful_stream_does_not_open_the_next_epoch() -> None:
+    first, second = make(StatefulStream(11), drop_last=True), make(StatefulStream(11), global_batch_size=2)
+    assert [trained_on([batch]) for batch in train(first, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    second.load_state_dict(first.state_dict())
+    assert trained_on(train(second, 1)) == [1000, 1001]
 
 
 def test_a_stream_without_state_reads_and_drops_what_was_consumed(caplog: pytest.LogCaptureFixture) -> None:

@@ -79,3 +79,22 @@ class StatefulStream:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position, self.passes = state["position"], state["passes"]
+
+
+class StreamThatRemembersItsEnd(StatefulStream):
+    """Restored at its end it gives nothing, and starts over only at the next pass."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.restored = False
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.position = self.position if self.restored else 0
+        self.restored = False
+        while self.position < self.length:
+            self.position += 1
+            yield sample(self.position - 1)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.restored = True
