@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,7 +154,7 @@ def copy_example(name: str, directory: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as copy:
-            shutil.copyfileobj(found[0].open("rb"), copy)
+            copy.write(found[0].read_bytes())
     except OSError as error:
         reason = "name another directory, or remove what is there"
         raise RecipeError(

@@ -89,16 +89,16 @@ def read_file(path: Path, problems: list[Problem]) -> Node:
 
 def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = False) -> Node:
     """YAML text as a node; ``lines`` adds line numbers to the origin."""
-    reader = _Reader(text, origin, problems, lines=lines)
     try:
+        reader = _Reader(text, origin, problems, lines=lines)
         tree = reader.get_single_node()
         return Node("", origin) if tree is None else reader.node(tree, origin)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        what = f"this is no valid YAML: {error.problem or error.context}"
-        problems.append(Problem(what, reader.place(mark) if mark else origin, "", UNREADABLE))
     except yaml.YAMLError as error:
-        problems.append(Problem(f"this is no valid YAML: {str(error).splitlines()[0]}", origin, "", UNREADABLE))
+        mark = getattr(error, "problem_mark", None)
+        where = f"{origin}:{mark.line + 1}" if mark and lines else origin
+        said = [getattr(error, "context", None), getattr(error, "problem", None)]
+        what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
+        problems.append(Problem(f"this is no valid YAML: {what}", where, "", UNREADABLE))
     return Node("", origin)
 
 

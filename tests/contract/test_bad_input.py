@@ -1,0 +1,227 @@
+"""Bad input ends before torch is imported: one message, all mistakes, where each stands, what to do, exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.cli.train import examples, main
+from automodel_ckpt.config.bind import keys_of
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
+
+RECIPE = """\
+model:
+  from_config: {model_type: llama}
+dataset:
+  _target_: automodel_ckpt.data.python_docs.language_modeling
+  seq_length: 16
+"""
+QUIET = """\
+import sys
+from automodel_ckpt.cli.train import main
+code = main(sys.argv[1:])
+loaded = sorted({"torch", "transformers", "datasets", "peft"} & sys.modules.keys())
+print(f"loaded={loaded}", file=sys.stderr)
+raise SystemExit(code)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return Path("recipe.yaml")
+
+
+def say(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == EXIT_USAGE
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "torch" not in error.partition("remedy")[0] or "torch_save" in error
+    return error
+
+
+# (text added to the recipe, arguments, pieces that the message has)
+TABLE: list[tuple[str, list[str], list[str]]] = [
+    ("optimiser:\n  lr: 1\n", [], ["unknown key optimiser", "recipe.yaml:6", "did you mean optimizer?"]),
+    ("optimizer:\n  lrr: 1\n", [], ["unknown key optimizer.lrr", "recipe.yaml:7", "did you mean optimizer.lr?"]),
+    (
+        "checkpoint:\n  max_steps: 3\n",
+        [],
+        ["unknown key checkpoint.max_steps", "did you mean step_scheduler.max_steps?"],
+    ),
+    ("", ["--checkpoint.verfy=size"], ["unknown key checkpoint.verfy", "--checkpoint.verfy", "checkpoint.verify?"]),
+    ("", ["--seeed", "1"], ["unknown key seeed", "where:  --seeed", "did you mean seed?"]),
+    ("seed: many\n", [], ["seed must be a whole number", "recipe.yaml:6", "value:  many"]),
+    ("seed: 1.5\n", [], ["seed must be a whole number"]),
+    ("seed: null\n", [], ["seed must be a whole number"]),
+    ("seed: -1\n", [], ["seed must be 0 or more"]),
+    ("seed: [1]\n", [], ["seed must be a whole number", "value:  [1]"]),
+    ("deterministic: maybe\n", [], ["deterministic must be true or false"]),
+    ("optimizer: 5\n", [], ["optimizer must be a section or a section with _target_"]),
+    ("optimizer:\n  lr: nan\n", [], ["optimizer.lr must be 0 or more, and finite"]),
+    ("optimizer:\n  lr: -1\n", [], ["optimizer.lr must be 0 or more", "value:  -1"]),
+    ("optimizer:\n  betas: [1, 0.9]\n", [], ["optimizer.betas must be two numbers from 0 to below 1"]),
+    ("optimizer:\n  betas: [0.9]\n", [], ["optimizer.betas must be a list of 2"]),
+    ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
+    ("step_scheduler:\n  ckpt_every_steps: 0\n", [], ["step_scheduler.ckpt_every_steps must be 1 or more", ":7"]),
+    ("step_scheduler:\n  max_time: soon\n", [], ["step_scheduler.max_time must be a number of seconds"]),
+    ("step_scheduler:\n  num_epochs: null\n", [], ["one of num_epochs, max_steps and max_time must be given"]),
+    (
+        "step_scheduler:\n  global_batch_size: 10\n  local_batch_size: 4\n",
+        [],
+        ["global_batch_size must be a multiple of local_batch_size", "recipe.yaml:7", "global_batch_size: 10"],
+    ),
+    (
+        "step_scheduler:\n  global_batch_size: 8\n",
+        ["--nproc-per-node=3"],
+        ["global_batch_size must be a multiple of local_batch_size x ranks", "recipe.yaml:7", "ranks: 3"],
+    ),
+    ("step_scheduler:\n  ckpt_on_best: true\n", [], ["need a validation_dataset"]),
+    (
+        "checkpoint:\n  save_consolidated: sometimes\n",
+        [],
+        ["checkpoint.save_consolidated must be final, every or true or false or null", "value:  sometimes"],
+    ),
+    ("checkpoint:\n  model_save_format: safetensor\n", [], ["safetensors, torch_save", "did you mean safetensors?"]),
+    ("checkpoint:\n  checkpoint_dir: null\n", [], ["checkpoint.checkpoint_dir must be text"]),
+    ("distributed:\n  strategy: fsdp\n", [], ["distributed.strategy must be auto, fsdp2, ddp, single", "fsdp2?"]),
+    ("", ["--model.from_pretrained=x"], ["exactly one of from_pretrained and from_config"]),
+    ("", ["--dataset=null"], ["dataset must be a section with _target_"]),
+    ("", ["--dataset={path: x}"], ["dataset must be a section with _target_", "value:  {path: x}"]),
+    ("recipe: llm_finetun\n", [], ["no recipe has this name", "did you mean llm_finetune?"]),
+    ("seed: 1\nseed: 2\n", [], ["key seed stands twice", "recipe.yaml:7", "first at recipe.yaml:6"]),
+    ("seed: !!int 3\n", [], ["YAML tags are not allowed", "recipe.yaml:6"]),
+    ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
+    ("<<: {seed: 1}\n", [], ["merge keys (<<) are not read", "recipe.yaml:6"]),
+    ("seed: [1\n", [], ["no valid YAML", "recipe.yaml:7"]),
+    ("---\nseed: 1\n", [], ["no valid YAML", "single document"]),
+    ("seed: ${oc.env:CKPT_NOT_SET}\n", [], ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"]),
+    ("seed: ${model}\n", [], ["this interpolation is not allowed", "${oc.env:NAME}"]),
+    ("", ["--nproc-per-nod=2"], ["unknown option --nproc-per-nod", "did you mean --nproc-per-node?"]),
+    ("", ["--nproc-per-node=0"], ["nproc_per_node must be a number from 1, auto, gpu or cpu"]),
+    ("", ["other.yaml"], ["unexpected argument other.yaml"]),
+    ("", ["optimizer.lr=3"], ["unexpected argument optimizer.lr=3", "did you mean --optimizer.lr=3?"]),
+    ("", ["--optimizer.lr"], ["--optimizer.lr needs a value"]),
+    ("", ["--seed.x=1", "-v"], ["unknown argument -v"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "pieces"), TABLE, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_named_with_its_place_and_a_remedy(
+    recipe: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str], pieces: list[str]
+) -> None:
+    recipe.write_text(RECIPE + text)
+    error = say(capsys, str(recipe), *words)
+    for piece in ["error: ", "where: ", "remedy: ", *pieces]:
+        assert piece in error
+
+
+def test_all_mistakes_of_file_and_command_line_are_reported_at_once(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(RECIPE + "seed: x\noptimizer:\n  lrr: 1\nseed: y\nlogging:\n  level: loud\n")
+    error = say(capsys, "--nproc-per-nod=2", str(recipe), "--clip_grad_norm=-1", "extra")
+    pieces = ["seed must", "optimizer.lrr", "stands twice", "logging.level", "nproc-per-nod", "clip_grad", "extra"]
+    assert [piece for piece in pieces if piece not in error] == []
+    assert error.count("where: ") == len(pieces)
+
+
+def test_a_missing_recipe_is_named_with_its_neighbours(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = say(capsys, "recipes.yaml")
+    assert "there is no such recipe file" in error
+    assert str(recipe.absolute().with_name("recipes.yaml")) in error
+    assert "did you mean recipe.yaml?" in error
+    assert "is a directory" in say(capsys, ".")
+    assert "no recipe file was given" in say(capsys)
+
+
+@pytest.mark.parametrize("content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000])
+def test_a_file_that_is_no_recipe_ends_with_one_message(
+    recipe: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    recipe.write_bytes(content)
+    assert "recipe.yaml" in say(capsys, str(recipe))
+
+
+def test_a_mistake_in_a_plug_in_ends_with_the_same_message_before_anything_is_built(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe), "--dataset.seq_lenght=3", "--dataset.split=7.5x", "--loss_fn._target_=os.system"]) == 2
+    assert "loss_fn: os.system is code that nobody trusted" in capsys.readouterr().err
+    assert main([str(recipe), "--dataset.seq_lenght=3", "--optimizer={_target_: torch.optim.SGD, lr: fast}"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown key dataset.seq_lenght\n  where:  --dataset.seq_lenght" in error
+    assert "did you mean dataset.seq_length?" in error
+    assert "optimizer.lr must be a number" in error
+    assert not Path("checkpoints").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["recipe.yaml", "--print-config"], ["recipe.yaml", "--seeed=1"]])
+def test_help_config_and_mistakes_need_no_torch_and_less_than_a_second(recipe: Path, words: list[str]) -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", QUIET, *words], capture_output=True, text=True, check=False)
+        seconds.append(time.perf_counter() - start)
+        assert "loaded=[]" in done.stderr
+        assert done.returncode == (EXIT_USAGE if "--seeed=1" in words else EXIT_DONE)
+    assert min(seconds) < 1
+
+
+def test_only_one_rank_of_a_machine_reports(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([str(recipe), "--seeed=1"]) == EXIT_USAGE
+    assert capsys.readouterr().err == ""
+
+
+# What is asked for instead of training
+
+
+def test_help_has_a_line_for_every_key_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "--wrong"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    leaves = [key for key in keys_of(RecipeConfig) if not hasattr(getattr(RecipeConfig(), key, None), "relations")]
+    for key in leaves:
+        rows = [row for row in text.splitlines() if row.startswith((f"  {key} ", f"{key}: "))]
+        assert len(rows) == 1, key
+        assert "  [" not in rows[0], f"{key} has no description"
+    for flag in LaunchFlags.__dataclass_fields__:
+        assert f"  --{flag.replace('_', '-')} " in text
+
+
+def test_print_config_shows_every_value_with_its_origin(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", str(recipe), "--optimizer.lr", "1e-3"]) == EXIT_DONE
+    rows = capsys.readouterr().out.splitlines()
+    origins = {row.split(":")[0].strip(): row.rpartition("# ")[2] for row in rows if "# " in row}
+    assert (origins["lr"], origins["seq_length"], origins["seed"]) == ("--optimizer.lr", "recipe.yaml:5", "default")
+
+
+def test_a_dry_run_says_what_would_run_and_builds_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(recipe), "--dry-run", "--nproc-per-node=2"]) == EXIT_DONE
+    assert "8 samples = 1 x 2 ranks x 4 accumulated" in capsys.readouterr().out
+    assert not Path("checkpoints").exists()
+
+
+def test_every_shipped_recipe_can_be_listed_copied_and_passes_a_dry_run(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--list"]) == EXIT_DONE
+    listed = [row.split()[0] for row in capsys.readouterr().out.splitlines()]
+    assert listed == list(examples())
+    assert "llm_finetune/tiny_llama_python_docs" in listed
+    for name in listed:
+        assert main(["--copy", name, "copies"]) == EXIT_DONE
+        copy = capsys.readouterr().out.strip()
+        assert main([copy, "--dry-run"]) == EXIT_DONE
+    capsys.readouterr()
+    assert "File exists" in say(capsys, "--copy", listed[0], "copies")
+    assert "no recipe has this name" in say(capsys, "--copy", "../../etc/passwd", "copies")

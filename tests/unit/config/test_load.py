@@ -1,0 +1,293 @@
+"""Recipes from text to types: one rule for file and command line, every mistake at once, no resolved value shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.schema import RecipeConfig, Target, parse_duration
+from automodel_ckpt.errors import RecipeError
+
+BASE = """\
+model:
+  from_pretrained: some/model
+dataset:
+  _target_: automodel_ckpt.data.text.TextDataset
+  path: data.jsonl
+"""
+SECRET = "hunter2-do-not-show"
+
+
+def load(tmp_path: Path, text: str = "", *words: str, schema: type[RecipeConfig] | None = None) -> LoadedRecipe:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(BASE + text)
+    line = parse(words)
+    return load_recipe(recipe, line.overrides, schema=schema, problems=line.problems)
+
+
+def value_at(loaded: LoadedRecipe, key: str) -> Any:
+    value: Any = loaded.config
+    for part in key.split("."):
+        inner = value.kwargs if isinstance(value, Target) and part != "_target_" else value
+        value = inner[part] if isinstance(inner, dict) else getattr(inner, part)
+    return value
+
+
+TYPED = [
+    ("optimizer.lr", "1e-5", 1e-5),
+    ("optimizer.lr", "3", 3.0),
+    ("optimizer.lr", "017", 17.0),
+    ("seed", "017", 17),
+    ("model.attn_implementation", "017", "017"),
+    ("model.attn_implementation", "on", "on"),
+    ("model.attn_implementation", "1e-5", "1e-5"),
+    ("model.attn_implementation", "null", None),
+    ("model.attn_implementation", "None", None),
+    ("model.attn_implementation", "~", None),
+    ("clip_grad_norm", "null", None),
+    ("deterministic", "on", True),
+    ("deterministic", "yes", True),
+    ("deterministic", "True", True),
+    ("deterministic", "off", False),
+    ("deterministic", "False", False),
+    ("checkpoint.save_consolidated", "final", "final"),
+    ("checkpoint.save_consolidated", "true", True),
+    ("checkpoint.save_consolidated", "no", False),
+    ("checkpoint.save_consolidated", "null", None),
+    ("optimizer.betas", "[0.5, 9e-1]", (0.5, 0.9)),
+    ("model.freeze", "[a, 017, on]", ["a", "017", "on"]),
+    ("step_scheduler.max_time", "01:30:00", "01:30:00"),
+    ("lr_scheduler", "null", None),
+    # Inside a plug-in nothing is declared: YAML 1.2 with 1e-5 a float; 017 and on are text.
+    ("dataset.x", "1e-5", 1e-5),
+    ("dataset.x", "017", "017"),
+    ("dataset.x", "on", "on"),
+    ("dataset.x", "true", True),
+    ("dataset.x", "12", 12),
+    ("dataset.x", "-1.5", -1.5),
+    ("dataset.x", "0x10", 16),
+    ("dataset.x", "null", None),
+    ("dataset.x", "[1, a, {b: 2}]", [1, "a", {"b": 2}]),
+    ("dataset.x", ".inf", float("inf")),
+    ("dataset.x", "2024-01-02", "2024-01-02"),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), TYPED)
+def test_a_value_follows_the_type_of_its_field_in_the_file_and_on_the_command_line(
+    tmp_path: Path, key: str, text: str, expected: object
+) -> None:
+    section, _, name = key.rpartition(".")
+    there = f"  {name}: {text}\n" if section == "dataset" else f"{section}:\n  {name}: {text}\n"
+    there = there if section else f"{key}: {text}\n"
+    if section == "model":
+        pair = [BASE.replace("model:\n", f"model:\n  {name}: {text}\n"), BASE]
+    else:
+        pair = [BASE + there, BASE]
+    recipe = tmp_path / "recipe.yaml"
+    for content, words in zip(pair, ([], [f"--{key}={text}"]), strict=True):
+        recipe.write_text(content)
+        value = value_at(load_recipe(recipe, parse(words).overrides), key)
+        assert (value, type(value)) == (expected, type(expected))
+
+
+def test_the_word_null_in_quotes_is_text(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "checkpoint:\n  restore_from: 'null'\n")
+    assert loaded.config.checkpoint.restore_from == "null"
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "optimizer:\n").config.optimizer == RecipeConfig().optimizer
+
+
+def test_a_union_section_is_a_plug_in_when_it_has_a_target(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "optimizer:\n  _target_: torch.optim.SGD\n  lr: 1e-2\n")
+    assert loaded.config.optimizer == Target("torch.optim.SGD", {"lr": 0.01})
+
+
+def test_plug_ins_may_stand_among_the_arguments_of_plug_ins(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "", "--dataset.parts", "[{_target_: a.b, n: 1}]")
+    assert loaded.config.dataset.kwargs["parts"] == [Target("a.b", {"n": 1})]
+
+
+def test_the_schema_is_an_omegaconf_structured_config() -> None:
+    config = RecipeConfig(dataset=Target("a.b", {"n": 1}))
+    assert OmegaConf.to_object(OmegaConf.structured(config)) == config
+
+
+def test_the_shipped_defaults_keep_their_own_rules(tmp_path: Path) -> None:
+    again = tmp_path / "again.yaml"
+    again.write_text(load(tmp_path).to_yaml())
+    assert load_recipe(again).config == load(tmp_path).config
+
+
+def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "seed: 7\n", "--optimizer.lr", "1e-3", "--optimizer.betas.1=0.5")
+    origins = loaded.origins
+    assert origins["seed"] == f"{tmp_path}/recipe.yaml:6"
+    assert origins["dataset.path"] == f"{tmp_path}/recipe.yaml:5"
+    assert origins["optimizer.lr"] == "--optimizer.lr"
+    assert origins["optimizer.eps"] == "default"
+    row = next(row for row in loaded.explain().splitlines() if "betas" in row)
+    assert row.split("# ")[1] == "--optimizer.betas.1"
+
+
+# References to the environment
+
+
+def test_references_are_resolved_in_the_configuration_and_saved_as_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_TEST", SECRET)
+    text = "checkpoint:\n  checkpoint_dir: runs/${oc.env:CKPT_TEST}/x\nseed: ${oc.env:CKPT_NOT_SET,7}\n"
+    loaded = load(tmp_path, text, "--dataset.token=${oc.env:CKPT_TEST}")
+    assert loaded.config.checkpoint.checkpoint_dir == f"runs/{SECRET}/x"
+    assert loaded.config.dataset.kwargs["token"] == SECRET
+    assert loaded.config.seed == 7
+    for shown in (loaded.to_yaml(), loaded.explain()):
+        assert SECRET not in shown
+        assert "runs/${oc.env:CKPT_TEST}/x" in shown
+        assert "${oc.env:CKPT_NOT_SET,7}" in shown
+
+
+def test_a_resolved_value_is_not_resolved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TEST", "${oc.env:HOME}")
+    assert load(tmp_path, "", "--dataset.x=${oc.env:CKPT_TEST}").config.dataset.kwargs["x"] == "${oc.env:HOME}"
+
+
+def test_an_escaped_reference_is_text(tmp_path: Path) -> None:
+    assert load(tmp_path, "  x: \\${a}\n").config.dataset.kwargs["x"] == "${a}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--seed=${oc.env:CKPT_TEST}"],
+        ["--optimizer.lr=${oc.env:CKPT_TEST}"],
+        ["--deterministic=${oc.env:CKPT_TEST}"],
+        ["--checkpoint.verify=${oc.env:CKPT_TEST}"],
+        ["--checkpoint.verfy=${oc.env:CKPT_TEST}"],
+        ["--step_scheduler.max_time=${oc.env:CKPT_TEST}"],
+        ["--optimizer.betas=['${oc.env:CKPT_TEST}', 1]"],
+        ["--optimizer=${oc.env:CKPT_TEST}"],
+        ["--dataset.x=${oc.env:${oc.env:CKPT_TEST}}"],
+    ],
+)
+def test_no_message_shows_a_resolved_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setenv("CKPT_TEST", SECRET)
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, "", *words)
+    assert SECRET not in str(caught.value)
+    assert words[0].partition("=")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${seed}", "${oc.select:seed}", "${oc.env:HOME}${now:}", "a${", "${oc.env:HOME", "${oc.create:[1]}", "${.x}"],
+)
+def test_any_other_interpolation_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RecipeError, match="interpolation"):
+        load(tmp_path, "", f"--dataset.x={text}")
+
+
+def test_a_missing_variable_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="CKPT_NOT_SET is not set"):
+        load(tmp_path, "", "--dataset.x=a/${oc.env:CKPT_NOT_SET}/b")
+
+
+# What is saved loads again
+
+PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(text=PLAIN, rate=st.floats(0, 1e6), items=st.lists(PLAIN.filter(lambda t: t.isprintable()), max_size=3))
+def test_any_recipe_as_run_loads_to_the_same_configuration(
+    tmp_path: Path, text: str, rate: float, items: list[str]
+) -> None:
+    text = text.replace("${", "")
+    quoted = [item.replace("'", "''").replace("${", "") for item in items]
+    words = [f"--optimizer.lr={rate}", f"--dataset.x={text}", f"--model.attn_implementation={text}"]
+    words.append("--model.freeze=[" + ", ".join(f"'{item}'" for item in quoted) + "]")
+    try:
+        loaded = load(tmp_path, "", *words)
+    except RecipeError as error:  # an opening bracket begins YAML inside a plug-in; all else loads
+        assert text[:1] in ("[", "{"), error  # noqa: PT017
+        return
+    again = tmp_path / "again.yaml"
+    again.write_text(loaded.to_yaml())
+    assert load_recipe(again).config == loaded.config
+    assert load_recipe(again).to_yaml() == loaded.to_yaml()
+
+
+# Files that are no recipes
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="levels deep"):
+        load(tmp_path, "  x: " + "[" * 5000 + "]" * 5000 + "\n")
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    rows = ["  a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    with pytest.raises(RecipeError, match="more than 20000 values"):
+        load(tmp_path, "\n".join(rows) + "\n")
+
+
+def test_an_alias_of_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"levels deep|recursive"):
+        load(tmp_path, "  x: &x [*x]\n")
+
+
+def test_an_override_of_one_alias_leaves_the_others(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "  a: &a {n: 1}\n  b: *a\n", "--dataset.b.n=2")
+    assert loaded.config.dataset.kwargs["a"] == {"n": 1}
+    assert loaded.config.dataset.kwargs["b"] == {"n": 2}
+
+
+def test_a_huge_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="too large"):
+        load(tmp_path, "#" * 300_000)
+
+
+# Custom recipes
+
+
+@dataclass
+class Extra:
+    depth: int = 3
+
+
+@dataclass
+class CustomConfig(RecipeConfig):
+    extra: Extra | None = None
+
+
+def test_the_sections_of_a_custom_recipe_wait_for_its_dataclass(tmp_path: Path) -> None:
+    text = "recipe: mine.MyRecipe\nextra:\n  depth: 017\n"
+    assert not hasattr(load(tmp_path, text).config, "extra")
+    assert load(tmp_path, text, schema=CustomConfig).config.extra == Extra(17)
+    with pytest.raises(RecipeError, match=r"unknown key extra\.dept"):
+        load(tmp_path, text, "--extra.dept=1", schema=CustomConfig)
+
+
+def test_the_base_sections_of_a_custom_recipe_are_checked_before_it_is_imported(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"unknown key optimizer\.lrr"):
+        load(tmp_path, "recipe: mine.MyRecipe\n", "--optimizer.lrr=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90.0), ("1.5", 1.5), ("02:30", 150.0), ("01:00:00", 3600.0), ("0", None), ("1:99", None), ("soon", None)],
+)
+def test_durations_are_seconds_or_clock_times(text: str, seconds: float | None) -> None:
+    assert parse_duration(text) == seconds

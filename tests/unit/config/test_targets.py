@@ -1,0 +1,322 @@
+"""Code that a recipe names: what is trusted, how arguments are checked, and what is built."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.targets import Refused, Trust, build, check_targets, prepare, resolve
+from automodel_ckpt.errors import RecipeError
+
+RECIPE = """\
+model:
+  from_pretrained: some/model
+dataset:
+  _target_: trusted_pkg.things.Data
+  path: data.jsonl
+"""
+THINGS = """\
+from __future__ import annotations
+import os
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+class Data:
+    def __init__(self, path: Path, tokenizer: object, *, size: int = 1, ratio: float = 0.5, name: str = "",
+                 on: Optional[bool] = None, mode: Literal["a", "b"] = "a", pair: tuple[int, float] = (1, 2.0),
+                 either: Union[int, str] = 0, parts: list[Any] = [], table: dict[str, float] = {}, free=None):
+        self.__dict__.update(locals())
+
+def any_keywords(**keywords):
+    return keywords
+
+def make(size: int):
+    return size
+"""
+CUSTOM = """\
+from dataclasses import dataclass, field
+from automodel_ckpt.config.schema import RecipeConfig
+
+@dataclass
+class Head:
+    width: int = 8
+
+@dataclass
+class MyConfig(RecipeConfig):
+    head: Head = field(default_factory=Head)
+
+class MyRecipe:
+    Config = MyConfig
+    def __init__(self, config, *, config_yaml): ...
+    def setup(self): ...
+    def run(self): ...
+    def close(self): ...
+
+class NoRecipe: ...
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "trusted_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "things.py").write_text(THINGS)
+    (package / "custom.py").write_text(CUSTOM)
+    (tmp_path / "untrusted_pkg.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(): ...\n")
+    (tmp_path / "own.py").write_text(CUSTOM)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("trusted_pkg", "untrusted_pkg")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    return tmp_path / "recipe.yaml"
+
+
+def load(recipe: Path, *words: str) -> LoadedRecipe:
+    line = parse(words)
+    return load_recipe(recipe, line.overrides, problems=line.problems)
+
+
+def checked(recipe: Path, *words: str, trust: tuple[str, ...] = ("trusted_pkg",)) -> LoadedRecipe:
+    loaded = load(recipe, *words)
+    check_targets(loaded, Trust(trust))
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.optim.AdamW",
+        "torch.nn.CrossEntropyLoss",
+        "transformers.AutoTokenizer.from_pretrained",
+        "datasets.load_dataset",
+        "peft.LoraConfig",
+        "automodel_ckpt.data.collate.PadCollator",
+    ],
+)
+def test_objects_defined_in_the_allowed_libraries_resolve_at_once(name: str) -> None:
+    assert callable(resolve(name, Trust()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "builtins.eval",
+        "subprocess.run",
+        "datasets.load.os.system",
+        "transformers.utils.import_utils.importlib.import_module",
+        "torch.load",
+        "torch.hub.load",
+        "torch.nn.modules.module.functools.partial",
+        "torch.nn.Module.__init__.__globals__",
+        "torch.optim.AdamW.__subclasses__",
+        "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+        "transformers.testing_utils.run_command",
+        "automodel_ckpt.config.targets.resolve_recipe",
+        "automodel_ckpt.config.load.Path.unlink",
+        "torch.nn",
+        "AdamW",
+        "",
+        "..",
+        "torch..nn",
+        "torch.optim.AdamW()",
+        "../evil.py",
+    ],
+)
+@pytest.mark.parametrize("trust", [(), ("os", "builtins", "subprocess", "posix", "functools", "importlib", "pathlib")])
+def test_what_could_run_anything_never_resolves(name: str, trust: tuple[str, ...]) -> None:
+    with pytest.raises(Refused):
+        resolve(name, Trust(trust))
+
+
+def test_an_untrusted_package_is_not_even_imported(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=r"dataset: untrusted_pkg\.f is code that nobody trusted") as caught:
+        checked(recipe, "--dataset._target_=untrusted_pkg.f")
+    assert "--trust untrusted_pkg" in str(caught.value)
+    assert not (recipe.parent / "ran").exists()
+
+
+def test_trust_comes_from_the_flag_or_the_environment_and_covers_what_is_below(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checked(recipe).config.dataset.kwargs["path"] == Path("data.jsonl")
+    monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "other, trusted_pkg")
+    checked(recipe, trust=())
+    monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "trusted_pk")
+    with pytest.raises(RecipeError, match="nobody trusted"):
+        checked(recipe, trust=("trusted_pkg_2", "trusted_pkg.things.Dat"))
+
+
+def test_what_a_trusted_package_only_imported_needs_trust_of_its_own(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="is defined in posix"):
+        checked(recipe, "--loss_fn._target_=trusted_pkg.things.os.system")
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "1", "sometimes"])
+def test_remote_code_needs_trust_wherever_it_stands(recipe: Path, value: str) -> None:
+    for key in ("dataset.trust_remote_code", "model.from_config.trust_remote_code", "dataset.a.b.trust_remote_code"):
+        words = ["--model={from_config: {model_type: llama}}", "--dataset._target_=trusted_pkg.things.any_keywords"]
+        with pytest.raises(RecipeError, match="--trust trust_remote_code") as caught:
+            checked(recipe, *words, f"--{key}={value}")
+        assert f"{key}: runs code that nobody trusted" in str(caught.value)
+        checked(recipe, *words, f"--{key}={value}", trust=("trusted_pkg", "trust_remote_code"))
+        checked(recipe, *words, f"--{key}=false")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("size", "017", 17),
+        ("ratio", "1e-5", 1e-5),
+        ("ratio", "1", 1.0),
+        ("name", "017", "017"),
+        ("name", "on", "on"),
+        ("name", "12", "12"),
+        ("on", "on", True),
+        ("on", "None", None),
+        ("mode", "b", "b"),
+        ("pair", "[3, 4]", (3, 4.0)),
+        ("either", "3", 3),
+        ("either", "x", "x"),
+        ("table", "{a: 1}", {"a": 1.0}),
+        ("free", "1e-5", 1e-5),
+        ("free", "017", "017"),
+    ],
+)
+def test_arguments_take_the_types_of_the_parameters(recipe: Path, name: str, text: str, expected: object) -> None:
+    value = checked(recipe, f"--dataset.{name}={text}").config.dataset.kwargs[name]
+    assert (value, type(value)) == (expected, type(expected))
+
+
+def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe: Path) -> None:
+    recipe.write_text(RECIPE + "  sise: 3\n  mode: c\noptimizer:\n  _target_: torch.optim.AdamW\n  lr: fast\n")
+    with pytest.raises(RecipeError) as caught:
+        checked(recipe, "--dataset.size=1.5", "--dataset.pair=[1]", "--loss_fn._target_=trusted_pkg.things.make")
+    text = str(caught.value)
+    for piece in (
+        f"unknown key dataset.sise\n  where:  {recipe}:6\n  value:  3\n  remedy: did you mean dataset.size?",
+        f"dataset.mode must be a, b\n  where:  {recipe}:7",
+        f"optimizer.lr must be a number\n  where:  {recipe}:10",
+        "dataset.size must be a whole number\n  where:  --dataset.size\n  value:  1.5",
+        "dataset.pair must be a list of 2",
+        "loss_fn.size is missing: trusted_pkg.things.make cannot be called without it",
+    ):
+        assert piece in text
+    assert len(caught.value.problems) == 6
+
+
+def test_arguments_that_the_recipe_supplies_are_not_missed(recipe: Path) -> None:
+    checked(recipe, "--optimizer._target_=torch.optim.SGD", "--optimizer.lr=1")  # params
+
+
+def test_the_arguments_of_a_plug_in_among_arguments_are_checked_too(recipe: Path) -> None:
+    inner = "[{_target_: trusted_pkg.things.make, size: 1.5}]"
+    with pytest.raises(RecipeError, match=r"dataset\.parts\.0\.size must be a whole number"):
+        checked(recipe, f"--dataset.parts={inner}")
+    loaded = checked(recipe, f"--dataset.parts={inner.replace('1.5', '017')}")
+    assert build(loaded.config.dataset, tokenizer=None).parts == [17]
+
+
+def test_a_missing_name_is_reported_with_the_nearest(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="did you mean CrossEntropyLoss"):
+        checked(recipe, "--loss_fn._target_=torch.nn.CrossEntropyLos")
+
+
+def test_a_module_that_cannot_be_imported_is_reported(recipe: Path) -> None:
+    (recipe.parent / "trusted_pkg" / "broken.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(RecipeError, match=r"broken cannot be imported.*not_installed_anywhere"):
+        checked(recipe, "--dataset._target_=trusted_pkg.broken.f")
+
+
+def test_no_message_about_a_plug_in_shows_a_resolved_value(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TEST", "hunter2")
+    reference = "${oc.env:CKPT_TEST}"
+    for words in ([f"--dataset.size={reference}"], [f"--dataset.mode={reference}"], [f"--dataset.sise={reference}"]):
+        with pytest.raises(RecipeError) as caught:
+            checked(recipe, *words)
+        assert "hunter2" not in str(caught.value)
+    for target in (f"{reference}.x", f"torch.nn.{reference}", reference):
+        with pytest.raises(RecipeError) as caught:
+            checked(recipe, f"--dataset._target_={target}")
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(RecipeError) as caught:
+        prepare(load(recipe, f"--recipe={reference}.x"), Trust(["trusted_pkg"]))
+    assert "hunter2" not in str(caught.value)
+
+
+# Building
+
+
+def test_supplied_arguments_go_only_where_the_signature_has_them_and_the_recipe_gave_none() -> None:
+    linear = build(Target("torch.nn.Linear", {"in_features": 2}), out_features=3, tokenizer="ignored")
+    assert (linear.in_features, linear.out_features) == (2, 3)
+    assert build(Target("torch.nn.Linear", {"in_features": 2, "out_features": 5}), out_features=3).out_features == 5
+
+
+def test_an_optimizer_is_built_with_typed_arguments(recipe: Path) -> None:
+    words = ["--optimizer._target_=torch.optim.AdamW", "--optimizer.lr=1e-3", "--optimizer.betas=[0.5, 0.6]"]
+    loaded = checked(recipe, *words)
+    optimizer = build(loaded.config.optimizer, params=[torch.nn.Parameter(torch.zeros(1))])
+    assert optimizer.defaults["lr"] == 1e-3
+    assert optimizer.defaults["betas"] == (0.5, 0.6)
+
+
+def test_building_never_runs_what_nobody_trusted() -> None:
+    with pytest.raises(RecipeError, match="nobody trusted"):
+        build(Target("os.system", {"command": "true"}))
+
+
+# Recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "trust"),
+    [
+        ("trusted_pkg.custom.MyRecipe", "trusted_pkg"),
+        ("own.py:MyRecipe", "own"),
+        ("own.py:MyRecipe", "{folder}/own.py"),
+    ],
+)
+def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: str) -> None:
+    recipe.write_text(f"recipe: {name}\nhead:\n  width: 017\n" + RECIPE)
+    loaded = load_recipe(recipe)
+    cls = prepare(loaded, Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
+    assert cls.__name__ == "MyRecipe"
+    assert loaded.config.head.width == 17
+    assert "width: 017" in loaded.to_yaml()
+    with pytest.raises(RecipeError, match=r"unknown key head\.widht"):
+        prepare(load(recipe, "--head.widht=1"), Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own.py:MyRecipe", "nobody trusted"),
+        ("trusted_pkg.custom.MyRecipe", "nobody trusted"),
+        ("absent.py:MyRecipe", "there is no file absent.py"),
+        ("os.path", "Python's own"),
+    ],
+)
+def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> None:
+    loaded = load(recipe, f"--recipe={name}", "--dataset={_target_: datasets.load_dataset, path: x}")
+    with pytest.raises(RecipeError, match=message):
+        prepare(loaded, Trust())
+
+
+def test_a_class_that_is_no_recipe_is_refused(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="is no recipe"):
+        prepare(load(recipe, "--recipe=trusted_pkg.custom.NoRecipe"), Trust(["trusted_pkg"]))
+
+
+def test_the_built_in_recipe_needs_no_trust(recipe: Path) -> None:
+    loaded = load(recipe, "--dataset={_target_: datasets.load_dataset, path: x}")
+    assert prepare(loaded, Trust()).__name__ == "LLMFinetune"
