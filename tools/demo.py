@@ -1,7 +1,8 @@
 """Train, kill, resume and export a small Llama, and check every claim on the way: `make demo`, about three minutes.
 
 Two processes train on the Python documentation that ships with CPython. Nothing is downloaded and no GPU is used.
-What is written stays in runs/demo for you to look at. Exits with 1 as soon as something is not as it should be.
+What is written stays in runs/demo (or in DEMO_DIRECTORY) for you to look at. Exits with 1 as soon as something is not as
+it should be.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = Path("runs/demo")
+RUNS = Path(os.environ.get("DEMO_DIRECTORY", "runs/demo"))
 UNDISTURBED, KILLED = RUNS / "undisturbed", RUNS / "killed"
 RECIPE = "examples/llm_finetune/tiny_llama_python_docs.yaml"
 NUM_STEPS = 60
@@ -253,7 +254,7 @@ def export_and_generate() -> None:
     heading("6  Export, and generate with plain transformers")
     say("The run's last checkpoint was exported when the run ended. Any other can be, at any time and place:")
     older = ROOT / KILLED / checkpoints_of(KILLED)[0] / "model"
-    run(["env", "NUM_THREADS=1", "bash", str(older.relative_to(ROOT) / "consolidate.sh")])
+    run(["env", "NUM_THREADS=1", "bash", os.path.relpath(older / "consolidate.sh")])
     check((older / "consolidated" / "model.safetensors.index.json").is_file(), "the older checkpoint has an export too")
     script = RUNS / "load_export.py"
     (ROOT / script).write_text(LOAD_EXPORT)
@@ -265,12 +266,13 @@ def export_and_generate() -> None:
 
 
 def prepare() -> None:
-    """An empty runs/demo, and an environment in which nothing is downloaded and no GPU is seen."""
+    """Fresh run directories, and an environment in which nothing is downloaded and no GPU is seen."""
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
-    shutil.rmtree(RUNS, ignore_errors=True)
-    RUNS.mkdir(parents=True)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    for directory in (UNDISTURBED, KILLED):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def main() -> None:
