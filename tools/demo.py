@@ -1,8 +1,8 @@
 """Train, kill, resume and export a small Llama, and check every claim on the way: `make demo`, about three minutes.
 
 Two processes train on the Python documentation that ships with CPython. Nothing is downloaded and no GPU is used.
-What is written stays in runs/demo (or in DEMO_DIRECTORY) for you to look at. Exits with 1 as soon as something is not as
-it should be.
+What is written stays in runs/demo (or DEMO_DIRECTORY) for you to look at. Exits with 1 when something is not as it
+should be.
 """
 
 from __future__ import annotations
