@@ -11,14 +11,15 @@ The protocol, in its order (``Atomicity: staged directory, manifest last, one re
 5. :func:`point` swaps the links ``LATEST`` and ``LOWEST_VAL`` by rename.
 
 Killed before 4, the staging directory is a leftover, which :func:`recover` removes at the next start; killed between 4
-and 5, :func:`recover` points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint takes the
-way back: :func:`withdraw` renames it to a trash name and fsyncs the parent, :func:`discard` deletes its files. An abandoned one is set aside under
-another name (:func:`supersede`); a published checkpoint's content never changes.
+and 5, the next start points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint takes the way back:
+:func:`withdraw` renames it to a trash name and fsyncs the parent, :func:`discard` deletes its files. An abandoned one
+is set aside under another name (:func:`supersede`); a published checkpoint's content never changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -36,6 +37,8 @@ from automodel_ckpt.checkpoint.manifest import FileRecord
 log = logging.getLogger("automodel_ckpt")
 
 _BLOCK_BYTES = 4 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
 
 class DurableFile:
@@ -247,6 +250,19 @@ def supersede(root: Path, name: str) -> str:
     os.rename(root / name, root / aside)
     fsync_directory(root)
     return aside
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two existing paths in one step; False where this system or filesystem cannot (renameat2, Linux)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in _NO_EXCHANGE:
+        raise OSError(code, os.strerror(code), str(b))
+    return False
 
 
 def withdraw(path: Path) -> Path:

@@ -8,7 +8,6 @@ in the log; a process killed in it leaves the old export under a name from which
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -21,9 +20,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.errors import SaveFailed, os_problem
 
-EXPORT_MANIFEST = "export_manifest.json"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+EXPORT_MANIFEST = layout.EXPORT_MANIFEST
 _REMEDY = "free space or choose another --output; nothing was changed"
 
 Log = Callable[[str], None]
@@ -131,22 +128,9 @@ def _publish(staging: Path, target: Path, log: Log) -> None:
         commit.fsync_directory(Path(directory))
     if not os.path.lexists(target):
         os.rename(staging, target)
-    elif not exchange(staging, target):
+    elif not commit.exchange(staging, target):
         _replace_with_gap(staging, target, log)
     commit.fsync_directory(target.parent)
-
-
-def exchange(a: Path, b: Path) -> bool:
-    """Swap two existing paths in one step; False where this system or filesystem cannot (renameat2, Linux)."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code not in _NO_EXCHANGE:
-        raise OSError(code, os.strerror(code), str(b))
-    return False
 
 
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -126,6 +128,44 @@ def _digest(data: memoryview) -> str:
     for start in range(0, len(data), _BLOCK_BYTES):
         hashed.update(data[start : start + _BLOCK_BYTES])
     return "xxh3_128:" + hashed.hexdigest()
+
+
+def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
+    """What :func:`verify` does not look at: every slice's own digest, exports, and files that belong to nothing."""
+    problems = []
+    for path in manifest.files:
+        with contextlib.suppress(OSError, ValueError), mapped(checkpoint / path) as data:
+            if _digest(data) == manifest.files[path].digest and (wrong := [*_damaged(manifest, path, data)]):
+                value = ", ".join(wrong)
+                problems.append(Problem("the manifest's digests disagree", str(checkpoint / path), value, _REMEDY))
+    for path in foreign_files(checkpoint, manifest):
+        remedy = "remove it if it is not yours; nothing reads it"
+        problems.append(Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy))
+    for directory in {path.parent for path in checkpoint.glob(f"*/{layout.CONSOLIDATED}/*")}:
+        problems += _export_problems(directory)
+    return problems
+
+
+def _export_problems(directory: Path) -> list[Problem]:
+    """An export against its own manifest."""
+    remedy = "export again: bash consolidate.sh"
+    try:
+        listed = json.loads((directory / layout.EXPORT_MANIFEST).read_bytes())["files"]
+        records = {path: FileRecord(int(entry["size"]), str(entry["digest"])) for path, entry in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [Problem("an export without a usable manifest", str(directory), repr(error), remedy)]
+    problems = []
+    for path, record in records.items():
+        if reason := layout.unsafe_path(path):
+            problems.append(Problem("an export names a file outside", str(directory), f"{path!r}: {reason}", remedy))
+        elif problem := _size_problem(directory, path, record):
+            problems.append(replace(problem, remedy=remedy))
+        else:
+            with mapped(directory / path) as data:
+                if _digest(data) != record.digest:
+                    what = "a file of the export is not what was written"
+                    problems.append(Problem(what, str(directory / path), "its digest differs", remedy))
+    return problems
 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

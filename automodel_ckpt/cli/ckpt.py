@@ -7,12 +7,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
+from automodel_ckpt.cli import upkeep
 from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast every ordinary float tensor")
     export.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
     export.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each process (default: 5)")
-    for command in (ls, show, export):
+    for command in (ls, show, export, *upkeep.add_parsers(commands, where)):
         command.add_argument("--json", action="store_true", help="print JSON")
     return result
 
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt``; returns its exit code."""
     arguments = parser().parse_args(argv)
-    command = {"ls": _ls, "show": _show, "consolidate": _consolidate}[arguments.command]
+    command = _COMMANDS[arguments.command]
     try:
         return command(arguments)
     except BrokenPipeError:
@@ -129,11 +130,14 @@ def _ls(arguments: argparse.Namespace) -> int:
 def rows_of(run: Path) -> Iterator[Row]:
     """A row for each directory of a run that is, or might be taken for, a checkpoint; oldest first."""
     from automodel_ckpt.checkpoint import commit, layout
+    from automodel_ckpt.checkpoint.upkeep import pinned_names
 
     pointers: dict[str, list[str]] = {}
     for pointer in layout.POINTERS:
         if (target := commit.pointed(run, pointer)) is not None:
             pointers.setdefault(target, []).append(pointer)
+    for name in pinned_names(run):
+        pointers.setdefault(name, []).append("pinned")
     found = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
     rows = [row_of(path, pointers) for path in found if _looks_like_checkpoint(path)]
     yield from sorted(rows, key=lambda row: (row.step is None, row.step or 0, row.epoch or 0, row.name))
@@ -283,6 +287,16 @@ def _consolidate(arguments: argparse.Namespace) -> int:
         print(json.dumps({**asdict(report), "output": str(report.output), "casts": casts}, indent=2))
     return EXIT_DONE
 
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "ls": _ls,
+    "show": _show,
+    "consolidate": _consolidate,
+    "verify": lambda arguments: upkeep.verify(arguments, find_checkpoint, run_directory),
+    "prune": lambda arguments: upkeep.prune(arguments, run_directory),
+    "pin": lambda arguments: upkeep.pin(arguments, find_checkpoint),
+    "unpin": lambda arguments: upkeep.pin(arguments, find_checkpoint),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

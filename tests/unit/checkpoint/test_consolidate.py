@@ -359,7 +359,7 @@ def consolidated_once(tmp_path: Path) -> Path:
 def test_an_earlier_export_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     output = consolidated_once(tmp_path)
     if not exchange:
-        monkeypatch.setattr(export_publish, "exchange", lambda *_: False)
+        monkeypatch.setattr(export_publish.commit, "exchange", lambda *_: False)
     said: list[str] = []
     inode = output.stat().st_ino
     assert consolidate(tmp_path / "c", log=said.append).output == output

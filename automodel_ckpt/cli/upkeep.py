@@ -1,0 +1,159 @@
+"""``ckpt verify``, ``prune``, ``pin`` and ``unpin``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, size_text, table
+from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
+
+Find = Callable[[Path], Path]
+
+
+def add_parsers(commands: Any, where: str) -> list[argparse.ArgumentParser]:
+    """Add the commands to ``ckpt``'s; *where* describes what a PATH may be."""
+    verify = commands.add_parser(
+        "verify", help="compare files with their digests",
+        description="Compare every file of a checkpoint (of a run: of each checkpoint) with its digest.",
+    )  # fmt: skip
+    verify.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
+    verify.add_argument("--deep", action="store_true", help="also each slice, exports, and files the manifest lacks")
+    verify.add_argument("--num-threads", type=int, default=2, metavar="N", help="threads that read (default: 2)")
+    prune = commands.add_parser(
+        "prune", help="remove old checkpoints",
+        description="Remove checkpoints that need not stay. Never removed: the newest complete one, what LATEST, "
+        "LOWEST_VAL, a pin or any other link in the directory points to, and what is no complete checkpoint.",
+    )  # fmt: skip
+    prune.add_argument("path", nargs="?", default=".", metavar="RUN", help="a run directory (default: here)")
+    prune.add_argument("--keep-last", type=int, metavar="N", help="the newest N stay")
+    prune.add_argument("--keep-best", type=int, default=0, metavar="K", help="the best K by --metric stay (default: 0)")
+    prune.add_argument("--keep-every-steps", type=int, metavar="N", help="multiples of N steps stay")
+    prune.add_argument("--keep-steps", type=int, nargs="+", default=[], metavar="S", help="these steps stay")
+    prune.add_argument("--metric", default="val_loss", help="value in losses.json that ranks (default: val_loss)")
+    prune.add_argument("--max", action="store_true", help="the highest value is the best")
+    prune.add_argument("--superseded", action="store_true", help="also what was set aside when the run went back")
+    prune.add_argument("--drop-optimizer", action="store_true", help="keep their weights, drop only optimizer state")
+    prune.add_argument("--dry-run", action="store_true", help="only show what would go")
+    pin = commands.add_parser("pin", help="keep a checkpoint for good", description="Keep a checkpoint for good.")
+    unpin = commands.add_parser("unpin", help="take a pin away", description="Take a pin away.")
+    for command in (pin, unpin):
+        command.add_argument("path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST")
+    return [verify, prune, pin, unpin]
+
+
+def verify(arguments: argparse.Namespace, find: Find, run_directory: Callable[[Path], Path | None]) -> int:
+    """Exit code 3 where anything is wrong; every problem is printed."""
+    from automodel_ckpt.checkpoint import resume
+
+    path = Path(arguments.path)
+    run = run_directory(path) if path.is_dir() else None
+    targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))] if run else [find(path)]
+    results = [(target, _problems(target, arguments)) for target in targets]
+    if arguments.json:
+        print(json.dumps([{"path": str(t), "ok": not p, "problems": [_as_json(q) for q in p]} for t, p in results]))
+    else:
+        for target, problems in results:
+            verdict = coloured("damaged", "red", sys.stdout) if problems else coloured("ok", "green", sys.stdout)
+            print(f"{printable(str(target))}: {verdict}")
+            for problem in problems:
+                print(printable_lines(f"  {problem}".replace("\n", "\n  ")))
+    return EXIT_UNUSABLE if any(problems for _, problems in results) else EXIT_DONE
+
+
+def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.verify import verify as verify_files
+    from automodel_ckpt.checkpoint.verify import verify_deep
+
+    try:
+        manifest = Manifest.read(checkpoint)
+    except CheckpointUnusable as error:
+        return list(error.problems)
+    problems = verify_files(checkpoint, manifest, "digest", num_threads=max(arguments.num_threads, 1))
+    return problems + (verify_deep(checkpoint, manifest) if arguments.deep else [])
+
+
+def _as_json(problem: Problem) -> dict[str, str]:
+    return {name: str(getattr(problem, name)) for name in ("what", "where", "value", "remedy")}
+
+
+def prune(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | None]) -> int:
+    """Preview or remove; a live run in the directory is left alone."""
+    from automodel_ckpt.checkpoint import policy, upkeep
+    from automodel_ckpt.checkpoint.lease import Lease
+
+    run = run_directory(Path(arguments.path))
+    if run is None:
+        raise CheckpointUnusable(
+            "there are no checkpoints here", where=arguments.path, value="", remedy="name a run directory"
+        )
+    keep = _policy(arguments, policy)
+    removals = upkeep.removable(run, keep, metric_key=arguments.metric, superseded=arguments.superseded)
+    freed = {removal.name: removal.nbytes for removal in removals}
+    if not arguments.dry_run and removals:
+        lease = Lease(run)
+        try:
+            if arguments.drop_optimizer:
+                freed = {name: upkeep.drop_optimizer(run, name) for name in freed}
+            else:
+                upkeep.remove(run, list(freed))
+        finally:
+            lease.release()
+    elif arguments.drop_optimizer:
+        freed = {name: _optimizer_bytes(run / name) for name in freed}
+    _print_prune(arguments, freed)
+    return EXIT_DONE
+
+
+def _policy(arguments: argparse.Namespace, policy: Any) -> Any:
+    if arguments.keep_last is None and not arguments.superseded:
+        raise RecipeError(
+            "prune needs to know what stays", where="ckpt prune", value="no --keep-last",
+            remedy="say how many of the newest stay, as --keep-last 3 (with --dry-run to see first), or --superseded",
+        )  # fmt: skip
+    return policy.KeepPolicy(
+        arguments.keep_last, arguments.keep_best, arguments.keep_every_steps, frozenset(arguments.keep_steps),
+        "max" if arguments.max else "min",
+    )  # fmt: skip
+
+
+def _optimizer_bytes(checkpoint: Path) -> int:
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.upkeep import without_optimizer
+
+    manifest = Manifest.read(checkpoint)
+    return manifest.nbytes - without_optimizer(manifest).nbytes
+
+
+def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
+    if arguments.json:
+        removed = [{"name": name, "nbytes": nbytes} for name, nbytes in freed.items()]
+        print(json.dumps({"dry_run": arguments.dry_run, "drop_optimizer": arguments.drop_optimizer, "pruned": removed}))
+        return
+    what = "optimizer state of" if arguments.drop_optimizer else ""
+    verb = "would remove" if arguments.dry_run else "removed"
+    if freed:
+        print("\n".join(table([(f"{verb} {what}".strip(), printable(n), size_text(b)) for n, b in freed.items()])))
+    print(f"{size_text(sum(freed.values()))} {'to free' if arguments.dry_run else 'freed'}")
+
+
+def pin(arguments: argparse.Namespace, find: Find) -> int:
+    """Pin or unpin, as the command says."""
+    from automodel_ckpt.checkpoint import upkeep
+
+    root, name = upkeep.run_of(find(Path(arguments.path)))
+    if arguments.command == "pin":
+        upkeep.pin(root, name)
+        done = True
+    else:
+        done = upkeep.unpin(root, name)
+    if arguments.json:
+        print(json.dumps({"checkpoint": name, "pinned": arguments.command == "pin", "changed": done}))
+    else:
+        print(f"{arguments.command}ned {printable(name)}" if done else f"{printable(name)} was not pinned")
+    return EXIT_DONE

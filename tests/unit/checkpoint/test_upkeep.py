@@ -1,0 +1,144 @@
+"""ckpt verify, prune, pin, unpin: on real checkpoints, through the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint import Manifest, commit, upkeep
+from automodel_ckpt.checkpoint.lease import Lease
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support import tiny
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = tiny.recipe()
+    for step, value in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5)):
+        tiny.save(tmp_path, made, step=step, losses={"val_loss": value}, validated=True)
+        tiny.train(made, 1)
+    return tmp_path
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.name.startswith("epoch"))
+
+
+def test_prune_previews_and_then_removes_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = names(run)
+    assert main(["prune", str(run), "--keep-last", "1", "--dry-run", "--json"]) == 0
+    preview = json.loads(capsys.readouterr().out)
+    assert names(run) == before
+    assert main(["prune", str(run), "--keep-last", "1", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert preview["pruned"] == done["pruned"]
+    assert [entry["name"] for entry in done["pruned"]] == ["epoch_0_step_10", "epoch_0_step_30"]
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:
+    assert main(["pin", str(run / "epoch_0_step_10")]) == 0
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+    assert upkeep.pinned_names(run) == {"epoch_0_step_10"}
+    assert main(["unpin", str(run / "epoch_0_step_10")]) == 0
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
+
+
+def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(run: Path) -> None:
+    weights = {p.name: p.read_bytes() for p in (run / "epoch_0_step_10/model").iterdir()}
+    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 0
+    assert names(run) == [f"epoch_0_step_{step}" for step in (10, 20, 30, 40)]
+    slim = run / "epoch_0_step_10"
+    assert not (slim / "optim").exists() and (run / "epoch_0_step_20/optim").exists()
+    assert {p.name: p.read_bytes() for p in (slim / "model").iterdir()} == weights
+    assert main(["verify", str(run), "--deep"]) == 0
+    with pytest.raises(CheckpointUnusable, match="optimizer: here, but not saved"):
+        tiny.load(run, tiny.recipe(), restore_from="epoch_0_step_10")
+    allowed = ["optimizer", "lr_scheduler"]
+    assert tiny.load(run, tiny.recipe(), restore_from="epoch_0_step_10", allow_missing_state=allowed)
+    assert upkeep.drop_optimizer(run, "epoch_0_step_10") == 0
+
+
+def test_an_export_survives_the_dropping_of_the_optimizer(run: Path) -> None:
+    export = run / "epoch_0_step_10/model/consolidated"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    upkeep.drop_optimizer(run, "epoch_0_step_10")
+    assert (export / "config.json").read_text() == "{}"
+
+
+def test_where_directories_cannot_be_swapped_nothing_is_dropped(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 4
+    assert "cannot swap" in capsys.readouterr().err and (run / "epoch_0_step_10/optim").exists()
+    assert commit.recover(run) == []
+
+
+def test_superseded_checkpoints_go_only_when_asked_for(run: Path) -> None:
+    commit.supersede(run, "epoch_0_step_40")
+    (run / "mine").symlink_to("epoch_0_step_30")
+    assert main(["prune", str(run), "--keep-last", "9"]) == 0 and "epoch_0_step_40.superseded-1" in names(run)
+    assert main(["prune", str(run), "--superseded"]) == 0
+    assert names(run) == [f"epoch_0_step_{step}" for step in (10, 20, 30)]
+
+
+def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lease = Lease(run)
+    assert main(["prune", str(run), "--keep-last", "1"]) == 2
+    lease.release()
+    assert "another run is alive" in capsys.readouterr().err and len(names(run)) == 4
+
+
+def test_prune_asks_what_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(run)]) == 2
+    assert "--keep-last" in capsys.readouterr().err
+
+
+def test_verify_of_a_run_names_the_damaged_checkpoint_file_and_tensor(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(run)]) == 0
+    path = run / "epoch_0_step_20"
+    piece = Manifest.read(path).trees["model"].tensors["frozen"].slices[0]
+    with open(path / piece.file, "r+b") as file:
+        file.seek(piece.start + 3)
+        byte = file.read(1)[0]
+        file.seek(piece.start + 3)
+        file.write(bytes([byte ^ 4]))
+    capsys.readouterr()
+    assert main(["verify", str(run), "--json"]) == 3
+    results = {Path(entry["path"]).name: entry for entry in json.loads(capsys.readouterr().out)}
+    assert [name for name, entry in results.items() if not entry["ok"]] == ["epoch_0_step_20"]
+    (problem,) = results["epoch_0_step_20"]["problems"]
+    assert "tensor frozen" in problem["value"] and piece.file in problem["where"]
+
+
+@pytest.mark.parametrize("damage", ["foreign", "missing", "longer", "swapped", "fifo", "link"])
+def test_verify_finds_every_kind_of_damage(run: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "epoch_0_step_30"
+    shard = path / "model/shard-00001-model-00001-of-00001.safetensors"
+    if damage == "foreign":
+        (path / "model/shard-00002-model-00001-of-00001.safetensors").write_bytes(b"x")
+    elif damage == "longer":
+        with open(shard, "ab") as file:
+            file.write(b"\0")
+    elif damage == "swapped":
+        shutil.copy(run / "epoch_0_step_40" / shard.relative_to(path), shard)
+    else:
+        shard.unlink()
+        if damage == "fifo":
+            os.mkfifo(shard)
+        elif damage == "link":
+            shard.symlink_to(run / "epoch_0_step_40" / shard.relative_to(path))
+    assert main(["verify", str(path), "--deep"]) == 3
+    assert "shard-0000" in capsys.readouterr().out
