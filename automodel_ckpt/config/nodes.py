@@ -65,8 +65,11 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
     if isinstance(value, list | tuple):
         return Node([node_of(item, origin) for item in value], origin)
     if isinstance(value, str):
-        return Node(value, origin, quoted=value in NULL_WORDS)
-    return Node("null" if value is None else str(value).lower() if isinstance(value, bool) else str(value), origin)
+        is_word = value[:1].isalpha() and value not in NULL_WORDS and value.lower() not in ("true", "false")
+        return Node(value, origin, quoted=not is_word)
+    if isinstance(value, bool) or value is None:
+        return Node("null" if value is None else str(value).lower(), origin)
+    return Node(str(value).replace("inf", ".inf").replace("nan", ".nan"), origin)
 
 
 def read_file(path: Path, problems: list[Problem]) -> Node:

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from automodel_ckpt.config.convert import members, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig, Target, parse_duration
 from automodel_ckpt.errors import RecipeError
@@ -79,6 +81,18 @@ TYPED = [
     ("dataset.x", ".inf", float("inf")),
     ("dataset.x", "2024-01-02", "2024-01-02"),
 ]
+UNIONS: list[tuple[Any, str, object]] = [
+    (int | float, "3", 3),
+    (float | int, "3", 3),
+    (float | int, "3.5", 3.5),
+    (bool | int, "1", 1),
+    (str | int, "3", 3),
+    (str | float, "3", 3.0),
+    (bool | str, "on", "on"),
+    (bool | str, "true", True),
+    (int | None, "null", None),
+    (str | None, "null", None),
+]
 
 
 @pytest.mark.parametrize(("key", "text", "expected"), TYPED)
@@ -97,6 +111,14 @@ def test_a_value_follows_the_type_of_its_field_in_the_file_and_on_the_command_li
         recipe.write_text(content)
         value = value_at(load_recipe(recipe, parse(words).overrides), key)
         assert (value, type(value)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(("union", "text", "expected"), UNIONS)
+def test_of_several_types_the_one_that_yaml_sees_comes_first_and_text_last(
+    union: Any, text: str, expected: object
+) -> None:
+    value = typed(text, members(union))
+    assert (value, type(value)) == (expected, type(expected))
 
 
 def test_the_word_null_in_quotes_is_text(tmp_path: Path) -> None:
@@ -226,6 +248,23 @@ def test_any_recipe_as_run_loads_to_the_same_configuration(
     again.write_text(loaded.to_yaml())
     assert load_recipe(again).config == loaded.config
     assert load_recipe(again).to_yaml() == loaded.to_yaml()
+
+
+@pytest.mark.parametrize("text", ["1e-5", "017", "12", "true", "null", "", "~", "on", "2024-01-02", "[a]", "a: b", "#"])
+def test_quoted_text_in_a_plug_in_stays_text_when_saved(tmp_path: Path, text: str) -> None:
+    loaded = load(tmp_path, f"  x: '{text}'\n  y: [\"{text}\"]\n")
+    again = tmp_path / "again.yaml"
+    again.write_text(loaded.to_yaml())
+    assert load_recipe(again).config.dataset.kwargs == {"path": "data.jsonl", "x": text, "y": [text]}
+
+
+@pytest.mark.parametrize(
+    "value", ["", "null", "None", "017", "12", "True", True, None, 1e-8, float("inf"), [1, "a"], {"a": ""}]
+)
+def test_a_default_is_shown_as_text_that_reads_back(tmp_path: Path, value: object) -> None:
+    loaded = load(tmp_path, f"  x: {node_of(value)}\n")
+    found = loaded.config.dataset.kwargs["x"]
+    assert (found, type(found)) == (value, type(value))
 
 
 # Files that are no recipes

@@ -117,6 +117,15 @@ def test_the_later_override_wins(recipe: Path) -> None:
     assert load(recipe, "--seed=1", "--seed=2").config.seed == 2
 
 
+def test_overrides_can_be_applied_twice(recipe: Path) -> None:
+    """A custom recipe is loaded again when its dataclass is known."""
+    line = parse(["--optimizer={lr: 1}", "--optimizer.betas=[0.5, 0.5]", "--optimizer.betas.0=0.25"])
+    before = [str(override.node.value) for override in line.overrides]
+    loaded = [load_recipe(recipe, line.overrides) for _ in range(2)]
+    assert loaded[0].to_yaml() == loaded[1].to_yaml()
+    assert [str(override.node.value) for override in line.overrides] == before
+
+
 def test_a_value_has_no_keys(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="seed"):
         load(recipe, "--seed=1", "--seed.x=2")
