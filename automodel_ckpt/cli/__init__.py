@@ -1,0 +1,1 @@
+"""The commands `ckpt-train` and `ckpt`."""

@@ -1,0 +1,159 @@
+"""One failure record per rank, and which of them the user gets to read.
+
+The launcher's ranks share a directory: each leaves its process id there when it starts, and a record when it fails.
+A record is *primary* when the failure began in that rank, and an echo when another rank's failure reached it (a broken
+connection, an error that the ranks agreed on). The earliest primary record is the run's verdict.
+
+    stop                      one byte per signal that the launcher was sent
+    attempt_0/rank_1.pid      of every restart of its own: attempt_0, attempt_1, ...
+    attempt_0/rank_1.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_SAVE_FAILED, EXIT_STOPPED, EXIT_UNUSABLE, EXIT_USAGE, describe
+
+FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
+"""Codes that a restart cannot better: the ranks return them instead of dying."""
+
+LOST_PEER = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed")
+LOST_PEER_CLASSES = frozenset({"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"})
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why a rank ended: ``time`` in seconds since the epoch, the exit code, and the message for the user."""
+
+    time: float
+    rank: int
+    code: int
+    message: str
+    primary: bool = True
+    details: str = ""
+    """The traceback of an internal error, else empty."""
+    names_rank: bool = False
+    """The message says already which rank it happened on."""
+
+
+def record_of(error: BaseException, rank: int) -> FailureRecord:
+    """The record of an exception that ended this rank, now."""
+    code, message = describe(error)
+    origin = getattr(error, "rank", None)
+    primary = not lost_peer(error) if origin is None else origin == rank
+    details = "".join(traceback.format_exception(error)) if code == EXIT_INTERNAL else ""
+    return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None)
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, says that the connection to another rank broke."""
+    while error is not None:
+        if any(base.__name__ in LOST_PEER_CLASSES for base in type(error).__mro__):
+            return True
+        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def death_of(rank: int, exitcode: int, when: float) -> FailureRecord:
+    """The record that a rank could not write itself: killed by a signal (a negative exit code), or gone silently."""
+    if exitcode < 0:
+        name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
+        hint = " (out of memory?)" if exitcode == -signal.SIGKILL else ""
+        message = f"error: rank {rank} was killed by {name}{hint}"
+    else:
+        message = f"error: rank {rank} ended with exit code {exitcode} and said nothing"
+    return FailureRecord(when, rank, EXIT_INTERNAL, message, names_rank=True)
+
+
+def stopped_at_once(rank: int, number: int) -> FailureRecord:
+    """The record of a rank that a second signal ends."""
+    name = signal.Signals(number).name
+    message = f"stopped at once by a second {name}; the last complete checkpoint is as it was"
+    return FailureRecord(time.time(), rank, 128 + number, message, names_rank=True)
+
+
+def verdict(records: Iterable[FailureRecord]) -> FailureRecord | None:
+    """The earliest primary record; without one the earliest echo; None when nothing failed."""
+    return min(records, key=lambda record: (not record.primary, record.time), default=None)
+
+
+def text_of(record: FailureRecord, *, several_ranks: bool) -> str:
+    """What the user reads: an internal error's traceback, then the message, and the rank where it matters."""
+    rank = f"\n  rank:   {record.rank}" if several_ranks and not record.names_rank else ""
+    return f"{record.details}{record.message}{rank}"
+
+
+class Board:
+    """The directory that the launcher and its ranks share (see the module's text)."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def sign_in(self, attempt: int, rank: int) -> None:
+        """Leave this process's id, so that signals and the other ranks find it."""
+        self._write(attempt, f"rank_{rank}.pid", str(os.getpid()))
+
+    def write(self, attempt: int, record: FailureRecord) -> None:
+        """Leave the record of its rank; the rank's first one stays."""
+        if not (self._attempt(attempt) / f"rank_{record.rank}.json").exists():
+            self._write(attempt, f"rank_{record.rank}.json", json.dumps(asdict(record)))
+
+    def records(self, attempt: int) -> list[FailureRecord]:
+        """All records of one attempt, in no order."""
+        return [FailureRecord(**json.loads(file.read_text())) for file in self._attempt(attempt).glob("rank_*.json")]
+
+    def processes(self, attempt: int) -> dict[int, int]:
+        """{rank: process id} of those that started on this machine."""
+        files = self._attempt(attempt).glob("rank_*.pid")
+        return {int(file.stem.removeprefix("rank_")): int(file.read_text()) for file in files}
+
+    def attempts(self) -> list[int]:
+        """The attempts so far, oldest first."""
+        return sorted(self._attempt_numbers())
+
+    def sign_stop(self, number: int) -> None:
+        """Note that the launcher was sent this signal."""
+        with open(self.directory / "stop", "ab") as file:
+            file.write(bytes([number]))
+
+    def stop_signals(self) -> bytes:
+        """The numbers of the signals that the launcher was sent."""
+        try:
+            return (self.directory / "stop").read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _attempt(self, attempt: int) -> Path:
+        return self.directory / f"attempt_{attempt}"
+
+    def _attempt_numbers(self) -> Iterator[int]:
+        for path in self.directory.glob("attempt_*"):
+            yield int(path.name.removeprefix("attempt_"))
+
+    def _write(self, attempt: int, name: str, text: str) -> None:
+        """Readers see the whole file or none."""
+        directory = self._attempt(attempt)
+        directory.mkdir(exist_ok=True)
+        staged = directory / f".{name}"
+        staged.write_text(text)
+        staged.rename(directory / name)
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process has ended (its parent may not have asked for its exit status yet)."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,294 @@
+"""Start the ranks of a run, or join those that torchrun or srun started; return the exit code of `ckpt-train`.
+
+One rank runs in this process. Several are forked by torch's elastic agent (the engine of `torch.distributed.run`) after
+this process has imported torch, transformers and the recipe's class, so that they start at once; until then it computes
+nothing and leaves CUDA alone, since neither survives a fork. :mod:`automodel_ckpt.cli.worker` tells how ranks end.
+
+Signals go to the ranks, which save and return 75. The agent would stop them itself after a few seconds, so it handles
+SIGQUIT only; SIGTERM, SIGUSR1 and SIGINT are ours, from before the imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import FrameType
+from typing import Any, NoReturn
+
+from automodel_ckpt.cli.failure import Board, FailureRecord, death_of, is_gone, record_of, text_of, verdict
+from automodel_ckpt.cli.topology import (
+    Rendezvous,
+    cores,
+    count_ranks,
+    rendezvous,
+    set_threads,
+    slurm_ranks,
+    started_by,
+    visible_gpus,
+)
+from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, joined_rank, launched_rank, run_rank, say
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, stop_request
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, describe
+
+MONITOR_SECONDS = 0.1
+SHUTDOWN_SECONDS = 10
+STORE_SECONDS = 5.0
+NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+Prepare = Callable[[], RecipeClass]
+
+
+def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare | None = None) -> int:
+    """Run a loaded recipe as the flags and the environment say; what went wrong is printed last, once.
+
+    ``prepare`` imports what the ranks need and returns the recipe's class (by default :func:`import_recipe`); it is
+    called once in this process, after the environment that torch reads at import is set. Raises nothing.
+    """
+    prepare = prepare or (lambda: import_recipe(loaded, flags))
+    try:
+        started = started_by(os.environ, flags)
+        if started == "srun":
+            os.environ.update(slurm_ranks(os.environ, flags))
+        if started != "nobody":
+            return _join(loaded, prepare, serve=started == "srun")
+        if flags.nproc_per_node == "1" and flags.nnodes == "1" and flags.max_restarts == 0:
+            return _run_here(loaded, prepare)
+        return _run_forked(loaded, flags, prepare)
+    except Exception as error:
+        record = record_of(error, 0)
+        say(text_of(record, several_ranks=False))
+        return record.code
+
+
+def import_recipe(loaded: Loaded, flags: LaunchFlags) -> RecipeClass:
+    """Import torch and the class that the recipe names, and check every ``_target_`` against its signature.
+
+    Raises :class:`RecipeError` for what may not be run, does not exist, or would be called wrongly.
+    """
+    targets = importlib.import_module("automodel_ckpt.config.targets")
+    trust = targets.Trust(flags.trust)
+    recipe_class: RecipeClass = targets.resolve_recipe(loaded.config.recipe, trust)
+    targets.check_targets(loaded.config, trust)
+    return recipe_class
+
+
+def leave(code: int) -> NoReturn:
+    """End the process of a command with this code, past the interpreter's teardown.
+
+    After distributed work that teardown sometimes aborts in a library's threads; a finished run must not fail there.
+    """
+    atexit._run_exitfuncs()
+    exit_now(code)
+
+
+def _run_here(loaded: Loaded, prepare: Prepare) -> int:
+    stop_request().install()
+    _hush(os.environ)
+    recipe_class = prepare()
+    return run_rank(loaded, recipe_class, lambda record: say(text_of(record, several_ranks=False)))
+
+
+def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
+    stop_request().install()
+    _hush(os.environ)
+    store = _serve_store() if serve else None
+    try:
+        recipe_class = prepare()
+    except AutomodelError as error:
+        if claim_last_word():
+            say(describe(error)[1])
+        code = error.exit_code
+    else:
+        code = joined_rank(loaded, recipe_class, claim_last_word)
+    if store is not None:
+        if code != EXIT_DONE:
+            time.sleep(STORE_SECONDS)  # the other ranks ask it who speaks
+        return code
+    # torchrun knows only success and failure, and a rank that saved for a signal did not fail.
+    return EXIT_DONE if code == EXIT_STOPPED and "TORCHELASTIC_RUN_ID" in os.environ else code
+
+
+def _serve_store() -> Any:
+    """Under srun rank 0 serves the ranks' store, as torchrun's agent does; None elsewhere."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if os.environ["RANK"] != "0":
+        return None
+    distributed = importlib.import_module("torch.distributed")
+    port = int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
+
+
+def claim_last_word() -> bool:
+    """Whether this rank is the first of its run to ask; the store that outlives the ranks knows. True without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    distributed = importlib.import_module("torch.distributed")
+    timeout = importlib.import_module("datetime").timedelta(seconds=STORE_SECONDS)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    key = f"automodel_ckpt/last_word/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store = distributed.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return bool(store.add(key, 1) == 1)
+    except RuntimeError:  # the base of torch's store and network errors
+        return True
+
+
+def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
+    meet = rendezvous(flags, os.environ)
+    asked = flags.nproc_per_node
+    guess = int(asked) if asked.isdigit() else cores() if asked == "cpu" else visible_gpus(os.environ) or cores()
+    with tempfile.TemporaryDirectory(prefix="ckpt-train-") as directory, _Forwarder(Board(directory)) as signals:
+        set_threads(os.environ, guess)
+        _hush(os.environ)
+        recipe_class = prepare()
+        torch = importlib.import_module("torch")
+        on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
+        num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)
+        _refuse_started_cuda(torch)
+        if signals.received:
+            say(f"stopped by {signal.Signals(signals.received).name} before training began")
+            return EXIT_STOPPED
+        return _elastic(loaded, recipe_class, meet, num_ranks, flags.max_restarts, Board(directory))
+
+
+def _elastic(
+    loaded: Loaded, recipe_class: RecipeClass, meet: Rendezvous, num_ranks: int, max_restarts: int, board: Board
+) -> int:
+    """Let the elastic agent run the ranks, and say why it ended."""
+    api = importlib.import_module("torch.distributed.launcher.api")
+    importlib.import_module("automodel_ckpt.distributed.rendezvous").register_local_rendezvous()
+    config = _launch_config(api, meet, num_ranks, max_restarts, str(board.directory / "agent"))
+    flush()  # what stands in a buffer would be printed by every rank
+    codes: dict[int, int] = {}
+    deaths: list[FailureRecord] = []
+    try:
+        codes = api.elastic_launch(config, launched_rank)(loaded, recipe_class, str(board.directory), os.getpid())
+    except api.ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            deaths.append(death_of(rank, failure.exitcode, float(failure.timestamp)))
+    except api.SignalException as error:
+        deaths.append(FailureRecord(0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True))
+    except Exception as error:
+        raise _no_meeting(meet, error) from error
+    return _conclude(board, codes, deaths, several_ranks=num_ranks * meet.max_nodes > 1)
+
+
+def _launch_config(api: Any, meet: Rendezvous, num_ranks: int, max_restarts: int, log_dir: str) -> Any:
+    static = {"rank": meet.node_rank} if meet.rdzv_backend == "static" else {}
+    return api.LaunchConfig(
+        min_nodes=meet.min_nodes,
+        max_nodes=meet.max_nodes,
+        nproc_per_node=num_ranks,
+        run_id=meet.run_id,
+        rdzv_backend=meet.rdzv_backend,
+        rdzv_endpoint=meet.rdzv_endpoint,
+        rdzv_configs=static,
+        max_restarts=max_restarts,
+        monitor_interval=MONITOR_SECONDS,
+        start_method="fork",
+        signals_to_handle="SIGQUIT",
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        logs_specs=api.DefaultLogsSpecs(log_dir=log_dir),
+    )
+
+
+def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
+    return RecipeError(
+        "the ranks could not be started",
+        where=f"rendezvous {meet.rdzv_backend} at {meet.rdzv_endpoint}",
+        value=f"{type(error).__name__}: {error}",
+        remedy="check that the address is this run's, that its port is free, and that all machines were started",
+    )
+
+
+def _conclude(board: Board, codes: Mapping[int, int], deaths: list[FailureRecord], *, several_ranks: bool) -> int:
+    """The run's exit code; says why it failed, if it did.
+
+    A death that the agent saw counts only where the rank left no record. Records of restarted attempts do not count.
+    """
+    attempts = board.attempts()
+    recorded = board.records(attempts[-1]) if attempts else []
+    silent = [death for death in deaths if death.rank not in {record.rank for record in recorded}]
+    why = verdict(recorded + silent)
+    if why is None:
+        return max(codes.values(), default=EXIT_DONE)
+    if not deaths and set(codes.values()) == {EXIT_DONE}:
+        return EXIT_DONE
+    common = len({record.message for record in recorded}) == 1 and len(recorded) == len(codes or recorded)
+    say(text_of(why, several_ranks=several_ranks and not (common and len(recorded) > 1)))
+    return why.code or EXIT_INTERNAL
+
+
+def _refuse_started_cuda(torch: Any) -> None:
+    if torch.cuda.is_initialized():
+        raise RecipeError(
+            "code of the recipe uses a GPU while it is imported; ranks forked after that cannot use any",
+            where="recipe, _target_",
+            value="torch.cuda is initialised",
+            remedy="move that code into a function, or start the ranks with torchrun",
+        )
+
+
+def _hush(environment: MutableMapping[str, str]) -> None:
+    """What torch reads from the environment: few words on the terminal, and no CUDA started for counting GPUs."""
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # A store that outlives a restart hands the new ranks the old ones' addresses (pytorch #135712).
+    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for name in NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        logger.addHandler(logging.NullHandler())
+
+
+class _Forwarder:
+    """Passes this process's signals on to the ranks while it is entered; the second one ends a run without ranks."""
+
+    def __init__(self, board: Board) -> None:
+        self.received = 0
+        self._board = board
+        self._process = os.getpid()
+        self._first_at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Forwarder:
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a rank that has not installed its own handlers yet
+            stop_request().note(number)
+            return
+        self._board.sign_stop(number)
+        again = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
+        if not self.received:
+            self.received, self._first_at = number, time.monotonic()
+        told = [self._tell(process, number) for process in self._ranks()]
+        if again and not any(told):
+            sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
+            os._exit(128 + number)
+
+    def _ranks(self) -> Iterator[int]:
+        for attempt in self._board.attempts()[-1:]:
+            yield from self._board.processes(attempt).values()
+
+    def _tell(self, process: int, number: int) -> bool:
+        if is_gone(process):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+            return True
+        return False

@@ -1,0 +1,192 @@
+"""Who starts the ranks of a run, how many, and where they meet: pure functions of flags and environment."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.errors import RecipeError
+
+DEFAULT_PORT = 29500
+LOCAL = "automodel_ckpt_local"
+"""Name of distributed/rendezvous.py's backend (that module imports torch)."""
+
+
+def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
+    """Who started this process as one rank of several: "torchrun", "srun" or "nobody".
+
+    A batch script of Slurm's carries SLURM_PROCID and SLURM_NTASKS too, but no step; flags that ask for ranks mean that
+    srun started one launcher per machine. Raises :class:`RecipeError` for such flags under torchrun.
+    """
+    asked = flags.nproc_per_node != "1" or flags.nnodes != "1" or flags.max_restarts > 0
+    if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        if asked:
+            raise RecipeError(
+                "this process is already a rank, started by torchrun or alike",
+                where="--nproc-per-node, --nnodes, --max-restarts",
+                value=f"RANK={environment['RANK']} WORLD_SIZE={environment['WORLD_SIZE']}",
+                remedy="give these flags to torchrun only, or run ckpt-train by itself",
+            )
+        return "torchrun"
+    in_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
+    if "SLURM_PROCID" in environment and in_step and not asked and _slurm_tasks(environment) > 1:
+        return "srun"
+    return "nobody"
+
+
+def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str, str]:
+    """The variables that torchrun would have set, from srun's; given ones stay.
+
+    MASTER_ADDR is the step's first node (this machine where there is one node); the port follows from job and step.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
+    single = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or "1") == 1
+    job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
+    port = 20000 + (int(job) * 31 + int(step)) % 10000
+    ranks = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(_slurm_tasks(environment)),
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "MASTER_ADDR": flags.master_addr or ("127.0.0.1" if single or not nodes else first_host(nodes)),
+        "MASTER_PORT": str(flags.master_port or port),
+    }
+    if cores := environment.get("SLURM_CPUS_PER_TASK"):
+        ranks["OMP_NUM_THREADS"] = cores
+    return ranks | {name: environment[name] for name in ranks if name in environment}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's compressed list: ``gpu[007-009,12],login`` is ``gpu007``."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return head.partition(",")[0]
+    ranges, _, tail = rest.partition("]")
+    return head + ranges.partition(",")[0].partition("-")[0] + tail.partition(",")[0]
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> int:
+    return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where and how the machines of a run meet; fields are named as in torch's LaunchConfig."""
+
+    rdzv_backend: str
+    rdzv_endpoint: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    node_rank: int | None = None
+
+
+def rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Rendezvous:
+    """As torch.distributed.run maps its flags; a single machine meets itself on a free port.
+
+    Raises :class:`RecipeError` for flags that contradict each other or leave open where to meet.
+    """
+    least, _, most = flags.nnodes.partition(":")
+    nodes = (int(least), int(most or least))
+    if flags.rdzv_endpoint:
+        _refuse_static_flags(flags)
+        return Rendezvous("c10d", flags.rdzv_endpoint, flags.rdzv_id or "none", *nodes)
+    if nodes == (1, 1):
+        _node_rank(flags, nodes, environment)
+        host = flags.master_addr or "127.0.0.1"
+        return Rendezvous(LOCAL, f"{host}:{flags.master_port or 0}", flags.rdzv_id or str(uuid.uuid4()), 1, 1)
+    node_rank = _node_rank(flags, nodes, environment)
+    endpoint = f"{flags.master_addr}:{flags.master_port or DEFAULT_PORT}"
+    return Rendezvous("static", endpoint, flags.rdzv_id or "none", *nodes, node_rank=node_rank)
+
+
+def _refuse_static_flags(flags: LaunchFlags) -> None:
+    for name in ("node_rank", "master_addr", "master_port"):
+        value = getattr(flags, name)
+        if value is not None:
+            raise RecipeError(
+                "two ways to meet the other machines",
+                where=f"--{name.replace('_', '-')} beside --rdzv-endpoint",
+                value=value,
+                remedy="give --rdzv-endpoint (ranks are assigned there), or --master-addr with --node-rank",
+            )
+
+
+def _node_rank(flags: LaunchFlags, nodes: tuple[int, int], environment: Mapping[str, str]) -> int:
+    least, most = nodes
+    if least != most:
+        raise RecipeError(
+            "an elastic number of machines needs a place to meet",
+            where="--nnodes",
+            value=flags.nnodes,
+            remedy="add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all machines",
+        )
+    if most > 1 and flags.master_addr is None:
+        raise RecipeError(
+            "several machines need a place to meet",
+            where="--nnodes",
+            value=flags.nnodes,
+            remedy="add --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N",
+        )
+    if most > 1 and flags.max_restarts:
+        raise RecipeError(
+            "restarts on several machines need a rendezvous that can be repeated",
+            where="--max-restarts",
+            value=flags.max_restarts,
+            remedy="give --rdzv-endpoint HOST:PORT instead of --master-addr and --node-rank",
+        )
+    given = "0" if most == 1 else environment.get("SLURM_NODEID")
+    rank = flags.node_rank if flags.node_rank is not None else given
+    if rank is None or int(rank) >= most:
+        raise RecipeError(
+            "this machine's number is missing or too large",
+            where="--node-rank",
+            value=rank,
+            remedy=f"give each machine its own number from 0 to {most - 1}",
+        )
+    return int(rank)
+
+
+def cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """GPUs as the driver's files and CUDA_VISIBLE_DEVICES tell, without torch; a first estimate."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def set_threads(environment: MutableMapping[str, str], num_ranks: int) -> None:
+    """Share the cores among the ranks, unless the user said otherwise; torch reads this once, at its import."""
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, num_ranks))))
+
+
+def count_ranks(asked: str, num_gpus: int, *, on_gpu: bool) -> int:
+    """Ranks on this machine for ``--nproc-per-node``, which has ``num_gpus`` GPUs; ``on_gpu``: the ranks will use them.
+
+    Raises :class:`RecipeError` where there are fewer GPUs than asked for.
+    """
+    if asked == "cpu" or (asked == "auto" and num_gpus == 0):
+        return cores()
+    wanted = num_gpus if asked == "auto" else 1 if asked == "gpu" and num_gpus == 0 else num_gpus
+    if asked not in ("auto", "gpu"):
+        wanted = int(asked)
+    missing = num_gpus == 0 if asked == "gpu" else on_gpu and 0 < num_gpus < wanted
+    if missing:
+        raise RecipeError(
+            "more ranks on this machine than it has GPUs" if num_gpus else "this machine has no GPU",
+            where="--nproc-per-node",
+            value=f"{asked} ({num_gpus} GPUs are visible)",
+            remedy="lower --nproc-per-node, or train on the CPU with --distributed.backend gloo"
+            if num_gpus
+            else "use --nproc-per-node cpu, auto or a number",
+        )
+    return wanted

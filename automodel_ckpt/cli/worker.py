@@ -1,0 +1,237 @@
+"""What every rank does, however it was started: build the recipe, run it, and end so that its peers end too.
+
+How a rank ends, under the launcher of this package:
+
+* Done, or with a code that a restart cannot better (2, 3, 4, 75): it *returns* the code. The elastic agent takes a
+  returned value, whatever it is, for success: it neither restarts nor signals anybody.
+* With anything else (code 1): it leaves with exit status 1, so that the agent restarts the ranks or ends them.
+
+When only one rank fails, its peers wait for it in a collective. They learn of it in three ways, the first that applies:
+
+1. It writes its failure record, *then* leaves its process groups. With gloo that breaks the peers' connections and
+   raises in their collectives. A rank that fails so finds the record there, and returns its code if that is final.
+2. Every rank has a thread that looks for records of other ranks and for ranks that died without one. It ends its own
+   rank when that has not ended by itself after PEER_GRACE_SECONDS: a backend may not notice (NCCL), or the rank may be
+   busy elsewhere.
+3. The agent sends SIGTERM when a rank died, and SIGKILL later.
+
+A rank whose connections broke waits ECHO_SECONDS before it leaves, so that the agent meets the one that died first.
+A rank restarted although the verdict is final (way 2 exits with 1) returns that verdict at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from automodel_ckpt.cli.failure import (
+    FINAL_CODES,
+    Board,
+    FailureRecord,
+    is_gone,
+    record_of,
+    stopped_at_once,
+    text_of,
+    verdict,
+)
+from automodel_ckpt.distributed.stop import stop_request
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
+
+PEER_GRACE_SECONDS = 10.0
+ECHO_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
+POLL_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+class Recipe(Protocol):
+    """What the launcher asks of a recipe; its class is called as ``cls(config, config_yaml=text)``."""
+
+    def setup(self) -> None: ...
+    def run(self) -> None: ...
+    def close(self) -> None: ...
+
+
+RecipeClass = Callable[..., Recipe]
+
+
+class Loaded(Protocol):
+    """What the launcher needs of a loaded recipe file."""
+
+    @property
+    def config(self) -> Any: ...
+    def to_yaml(self) -> str: ...
+
+
+def run_rank(loaded: Loaded, recipe_class: RecipeClass, on_failure: Callable[[FailureRecord], None]) -> int:
+    """Run the recipe in this process, as the rank that RANK says (0 without it), and leave its process groups.
+
+    ``on_failure`` gets the record of what ended the run, before anything is closed. Returns the exit code; raises
+    nothing. In this process afterwards no thread of a process group is left, unless closing took CLOSE_SECONDS.
+    """
+    recipe: Recipe | None = None
+    try:
+        recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+        recipe.setup()
+        recipe.run()
+        recipe.close()
+        _leave_process_groups()
+        return EXIT_DONE
+    except BaseException as error:
+        record = record_of(error, this_rank())
+        on_failure(record)
+        _close_quietly(recipe)
+        return record.code
+
+
+def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board_directory: str, launcher: int) -> int:
+    """A rank forked by our launcher (process id ``launcher``). Returns its code, or does not return: see above."""
+    _die_with(launcher)
+    board, attempt, rank = Board(board_directory), restart_count(), this_rank()
+    earlier = verdict(board.records(attempt - 1)) if attempt else None
+    if attempt and (board.stop_signals() or (earlier and earlier.code in FINAL_CODES)):
+        return earlier.code if earlier else EXIT_INTERNAL
+    _sign_in(board, attempt, rank)
+    if attempt and os.environ.get("LOCAL_RANK") == "0":
+        _announce_restart(earlier)
+    done = threading.Event()
+    threading.Thread(target=_watch_peers, args=(board, attempt, rank, done), daemon=True).start()
+    failures: list[FailureRecord] = []
+
+    def on_failure(record: FailureRecord) -> None:
+        failures.append(record)
+        board.write(attempt, record)
+
+    code = run_rank(loaded, recipe_class, on_failure)
+    done.set()
+    return _ending(board, attempt, code, failures)
+
+
+def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool]) -> int:
+    """A rank that somebody else started (torchrun, srun). It says itself why it failed, if ``claim`` lets it."""
+
+    def on_failure(record: FailureRecord) -> None:
+        if not record.primary:
+            time.sleep(ECHO_SECONDS)
+        if claim():
+            say(text_of(record, several_ranks=world_size() > 1))
+
+    return run_rank(loaded, recipe_class, on_failure)
+
+
+def say(text: str) -> None:
+    """The last word to the user, after everything this process has printed."""
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def this_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def restart_count() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _ending(board: Board, attempt: int, code: int, failures: list[FailureRecord]) -> int:
+    if failures and not failures[0].primary and code not in FINAL_CODES:
+        time.sleep(ECHO_SECONDS)
+        cause = verdict(board.records(attempt))
+        if cause is not None and cause.code in FINAL_CODES:
+            return cause.code
+    if code not in FINAL_CODES and code != EXIT_DONE:
+        exit_now(EXIT_INTERNAL)
+    flush()
+    return code
+
+
+def exit_now(code: int) -> NoReturn:
+    """End without the interpreter's teardown, where libraries that ran threads sometimes abort."""
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    """Write out what the standard streams still hold; a reader that went away is no failure of the run."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def _die_with(launcher: int) -> None:
+    """Be killed when the launcher is, even by SIGKILL; a save is atomic, so nothing is lost but time."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(EXIT_INTERNAL)
+
+
+def _sign_in(board: Board, attempt: int, rank: int) -> None:
+    """From here on the launcher's signals reach this rank; those that came before stand on the board."""
+    stop = stop_request()
+    stop.at_once = lambda number: board.write(attempt, stopped_at_once(rank, number))
+    stop.install()
+    board.sign_in(attempt, rank)
+    for number in board.stop_signals()[:1]:
+        stop.note(number)
+
+
+def _announce_restart(earlier: FailureRecord | None) -> None:
+    reason = text_of(earlier, several_ranks=world_size() > 1) if earlier and earlier.primary else "a rank died"
+    total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+    say(f"{reason}\nrestart {restart_count()} of {total}")
+
+
+def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event) -> None:
+    while not done.wait(POLL_SECONDS):
+        failed = _failed_peer(board, attempt, rank)
+        if failed is not None and not done.wait(PEER_GRACE_SECONDS):
+            message = f"rank {rank} was ended because rank {failed} had failed"
+            echo = FailureRecord(time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True)
+            board.write(attempt, echo)
+            exit_now(EXIT_INTERNAL)
+
+
+def _failed_peer(board: Board, attempt: int, rank: int) -> int | None:
+    """A rank of this machine that failed or died, if any; one that stopped for a signal did neither."""
+    for record in board.records(attempt):
+        if record.rank != rank and record.code != EXIT_STOPPED:
+            return record.rank
+    gone = (peer for peer, process in board.processes(attempt).items() if peer != rank and is_gone(process))
+    return next(gone, None)
+
+
+def _close_quietly(recipe: Recipe | None) -> None:
+    """Close a failed recipe and leave its groups; both may hang on peers that are gone, so only for so long."""
+
+    def close() -> None:
+        try:
+            if recipe is not None:
+                recipe.close()
+        except BaseException:  # noqa: S110 - the failure that counts is recorded; this one follows from it
+            pass
+        finally:
+            _leave_process_groups()
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(CLOSE_SECONDS)
+
+
+def _leave_process_groups() -> None:
+    distributed = importlib.import_module("torch.distributed")
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,0 +1,154 @@
+"""`ckpt-train` with a hand-made recipe that fails in one chosen way: the launcher's tests run it as a command.
+
+python -m tests.support.fake_train CASE [--nproc-per-node 2] [--max-restarts 1] ... [--notes DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from automodel_ckpt.cli.launch import launch, leave
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.distributed.stop import stop_request
+from automodel_ckpt.errors import RecipeError, SaveFailed, Stopped
+
+
+class FakeRecipe:
+    """Two gloo steps; what happens after them is the method named by the case."""
+
+    def __init__(self, config: Any, *, config_yaml: str) -> None:
+        self.config = config
+        self.notes = Path(config.notes)
+
+    def setup(self) -> None:
+        import torch.distributed as dist
+
+        if self.config.case == "wrong_everywhere":
+            raise RecipeError("the data set is empty", where="dataset", value="0 samples", remedy="give it samples")
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if self.size > 1:
+            dist.init_process_group("gloo")
+        self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
+
+    def run(self) -> None:
+        for _ in range(2):
+            self.step()
+        getattr(self, self.config.case)()
+
+    def close(self) -> None:
+        self.note("closed", "")
+
+    def note(self, name: str, text: str) -> None:
+        with open(self.notes / f"{name}_{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(text + "\n")
+
+    def step(self, stop: int = 0) -> int:
+        import torch
+        import torch.distributed as dist
+
+        control = torch.tensor([float(stop)])
+        if self.size > 1:
+            dist.all_reduce(control, op=dist.ReduceOp.MAX)
+        return int(control.item())
+
+    def ok(self) -> None:
+        print(f"rank {self.rank} trained")
+
+    def train_until_stopped(self) -> None:
+        self.note("training", "")
+        while True:
+            number = self.step(stop_request().requested)
+            if number:
+                raise Stopped(f"stopped by {signal.Signals(number).name}", where="", value="", remedy="run it again")
+            time.sleep(0.05)
+
+    def deaf_until_stopped(self) -> None:
+        """As long as rank 0 does not step, rank 1 waits in a collective, where no Python handler runs."""
+        self.note("training", "")
+        if self.rank == 0:
+            time.sleep(60)
+        self.step()
+
+    def save_fails_on_all(self) -> None:
+        import torch.distributed as dist
+
+        from automodel_ckpt.distributed.agree import all_or_nothing
+
+        all_or_nothing(dist.group.WORLD, self.disk_full() if self.rank == 1 else None)
+
+    def save_fails_on_one(self) -> None:
+        self.only_on_rank_1(self.disk_full())
+
+    def value_error_on_one(self) -> None:
+        self.only_on_rank_1(ValueError("boom"))
+
+    def value_error_on_one_of_the_busy(self) -> None:
+        if self.rank == 0:
+            time.sleep(60)
+        self.value_error_on_one()
+
+    def value_error_once(self) -> None:
+        if len((self.notes / "started_1").read_text().splitlines()) == 1:
+            self.value_error_on_one()
+
+    def killed(self) -> None:
+        self.die(signal.SIGKILL)
+
+    def segfault(self) -> None:
+        self.die(signal.SIGSEGV)
+
+    def killed_once(self) -> None:
+        if len((self.notes / "started_1").read_text().splitlines()) == 1:
+            self.killed()
+
+    def leaves_without_a_word(self) -> None:
+        if self.rank == 1:
+            os._exit(7)
+        self.step()
+
+    def die(self, number: int) -> None:
+        if self.rank == 1:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.kill(os.getpid(), number)
+        self.step()
+
+    def only_on_rank_1(self, error: Exception) -> None:
+        if self.rank == 1:
+            raise error
+        self.step()
+
+    def disk_full(self) -> SaveFailed:
+        return SaveFailed("cannot write", where="shard", value="ENOSPC", remedy="make room")
+
+
+def import_recipe() -> type[FakeRecipe]:
+    importlib.import_module("torch.distributed")
+    return FakeRecipe
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case")
+    parser.add_argument("--notes", default=".")
+    for flag in ("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--master-addr"):
+        parser.add_argument(flag)
+    for flag in ("--max-restarts", "--node-rank", "--master-port"):
+        parser.add_argument(flag, type=int)
+    given = vars(parser.parse_args())
+    loaded = SimpleNamespace(config=SimpleNamespace(case=given.pop("case"), notes=given.pop("notes")))
+    loaded.to_yaml = lambda: ""
+    flags = LaunchFlags(**{name: value for name, value in given.items() if value is not None})
+    return launch(loaded, flags, import_recipe)
+
+
+if __name__ == "__main__":
+    leave(main())
