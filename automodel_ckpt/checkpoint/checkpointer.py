@@ -38,7 +38,7 @@ from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, safe_load
 from automodel_ckpt.checkpoint.lease import Lease
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Tree, merge_files, merge_tree
+from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, Tree, merge_files, merge_tree
 from automodel_ckpt.checkpoint.trees import Owners, module_state, set_module_state
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
@@ -228,13 +228,12 @@ class Checkpointer:
             if self.is_leader:
                 commit.discard(staging)
             raise
-        published = time.monotonic()
         if self.is_leader and manifest is not None:
             self._point(manifest, validated)
         self._tell_once(snapshot.items)
         pruned = self._prune(str(name)) if self.is_leader else ()
         export = self._export(name) if self._exports(last) else None
-        return self._report(name, started, published, manifest, pruned, export)
+        return self._report(name, started, manifest, pruned, export)
 
     def _snapshot(self, state: Mapping[str, Any]) -> _Snapshot:
         snapshot = _Snapshot(classify(state))
@@ -373,7 +372,7 @@ class Checkpointer:
         if name is None:
             return None
         with contextlib.suppress(CheckpointUnusable):
-            return policy.metric_of(Manifest.read(root / name).losses, self._metric_key)
+            return policy.metric_of(Summary.read(root / name).losses, self._metric_key)
         return None
 
     def _prune(self, just_saved: str) -> tuple[str, ...]:
@@ -413,7 +412,6 @@ class Checkpointer:
         self,
         name: layout.CheckpointName,
         started: float,
-        published: float,
         manifest: Manifest | None,
         pruned: tuple[str, ...],
         export: Path | None,
@@ -423,7 +421,7 @@ class Checkpointer:
             path=self.directory / str(name),
             step=name.step,
             stall_seconds=now - started,
-            total_seconds=published - started,
+            total_seconds=now - started,
             nbytes=manifest.nbytes if manifest else 0,
             free_bytes=_free_bytes(self.directory),
             pruned=pruned,

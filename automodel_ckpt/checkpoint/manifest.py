@@ -8,10 +8,11 @@ checkpoint of this format exactly is refused with :class:`CheckpointUnusable`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,37 @@ class StateRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Summary:
+    """What choosing and listing checkpoints asks of a manifest; its tensors and files are not looked at."""
+
+    step: int
+    epoch: int
+    created: float
+    nbytes: int
+    losses: Mapping[str, Any]
+    lineage: Mapping[str, Any]
+    has_optimizer: bool
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Summary:
+        """As :meth:`Manifest.read`, a few times faster; the digest is compared all the same."""
+        path = checkpoint / layout.MANIFEST
+        with _refusing_other_forms(path):
+            raw = _checked_json(_read_regular(path), path)
+            return cls(
+                step=_integer(raw["step"]),
+                epoch=_integer(raw["epoch"]),
+                created=float(raw["created"]),
+                nbytes=sum(record["size"] for record in raw["files"].values()),
+                losses=_mapping(raw["losses"]),
+                lineage=_mapping(raw["lineage"]),
+                has_optimizer=any(
+                    r["kind"] == "optimizer" and r["scope"] != "not saved" for r in raw["state"].values()
+                ),
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """All that is known of a checkpoint without reading its tensors."""
 
@@ -100,11 +132,8 @@ class Manifest:
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
         """The manifest in *data*; *path* is for the messages."""
-        raw = _checked_json(data, path)
-        try:
-            manifest = _from_json(raw)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise _unusable("the manifest is not of the known form", path, repr(error)) from error
+        with _refusing_other_forms(path):
+            manifest = _from_json(_checked_json(data, path))
         if fault := manifest.fault():
             raise _unusable("the manifest contradicts itself", path, fault)
         return manifest
@@ -215,6 +244,14 @@ def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str,
 def digest_of(data: bytes | memoryview) -> str:
     """The digest, with the name of its algorithm, of bytes in memory."""
     return "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
+
+
+@contextlib.contextmanager
+def _refusing_other_forms(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _unusable("the manifest is not of the known form", path, repr(error)) from error
 
 
 def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout, policy
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 
@@ -43,10 +43,10 @@ def records(root: Path, metric_key: str) -> Iterator[policy.Record]:
     """The complete checkpoints of a run, newest first, with the value that ranks them; the others are passed over."""
     for name in checkpoint_names(root):
         try:
-            manifest = Manifest.read(root / str(name))
+            summary = Summary.read(root / str(name))
         except CheckpointUnusable:
             continue
-        yield policy.Record(str(name), name.step, name.epoch, policy.metric_of(manifest.losses, metric_key))
+        yield policy.Record(str(name), name.step, name.epoch, policy.metric_of(summary.losses, metric_key))
 
 
 def protected_names(root: Path) -> set[str]:
@@ -101,7 +101,7 @@ def request_text(root: Path, restore_from: str | None) -> str | None:
 def _published_under(newest: list[Path], request: str | None) -> Path | None:
     for path in newest:
         try:
-            lineage = Manifest.read(path).lineage
+            lineage = Summary.read(path).lineage
         except CheckpointUnusable:
             continue
         return path if lineage.get("restore_from") == request else None

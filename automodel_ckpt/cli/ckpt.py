@@ -153,7 +153,7 @@ def _looks_like_checkpoint(path: Path) -> bool:
 def row_of(path: Path, pointers: Mapping[str, Sequence[str]]) -> Row:
     """What is known of the checkpoint directory *path*; *pointers* lists the pointers to each name."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.manifest import Summary
 
     name = layout.parse_checkpoint_name(path.name)
     step, epoch = (name.step, name.epoch) if name else (None, None)
@@ -164,14 +164,15 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]]) -> Row:
         what = "torn, or another program's" if name else "foreign"
         return Row(path.name, False, step, epoch, pointers=here, reason=f"{what}: it has no {layout.MANIFEST}")
     try:
-        manifest = Manifest.read(path)
+        summary = Summary.read(path)
     except CheckpointUnusable as error:
         problem = error.problems[0]
         return Row(path.name, False, step, epoch, pointers=here, reason=f"{problem.what}: {problem.value}")
     reason = "superseded: the run went back and on from an earlier step" if layout.is_superseded(path.name) else ""
-    train_loss, val_loss = (_number(manifest.losses.get(key)) for key in ("train_loss", "val_loss"))
+    reason = reason or ("" if summary.has_optimizer else "weights only")
+    train_loss, val_loss = (_number(summary.losses.get(key)) for key in ("train_loss", "val_loss"))
     return Row(
-        path.name, True, manifest.step, manifest.epoch, train_loss, val_loss, manifest.nbytes, manifest.created, here,
+        path.name, True, summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, summary.created, here,
         reason,
     )  # fmt: skip
 

@@ -1,0 +1,86 @@
+"""Which checkpoint is chosen, and how fast."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint import layout, resume
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tiny.save(tmp_path_factory.mktemp("run"), tiny.recipe()).path
+    return (path / layout.MANIFEST).read_bytes()
+
+
+def crowd(root: Path, manifest: bytes, number: int) -> None:
+    """Directories of every kind: complete, torn, damaged, of a future version, another program's."""
+    future = manifest.replace(b'"format_version":1', b'"format_version":9', 1)
+    contents = [manifest, manifest, None, manifest[:-5], future, b"{}"]
+    for step in range(1, number + 1):
+        path = root / f"epoch_0_step_{step}"
+        path.mkdir()
+        content = contents[step % len(contents)]
+        if content is not None:
+            (path / layout.MANIFEST).write_bytes(content)
+
+
+def test_listing_a_thousand_directories_takes_less_than_a_second(
+    tmp_path: Path, manifest: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crowd(tmp_path, manifest, 1000)
+    started = time.perf_counter()
+    assert main(["ls", str(tmp_path)]) == 0
+    assert time.perf_counter() - started < 1
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == 1001
+    for reason in ("no MANIFEST.json", "damaged", "later format", "weights"):
+        assert (reason in text) == (reason != "weights"), reason
+
+
+def test_choosing_with_ten_bad_ones_ahead_and_a_thousand_behind_takes_less_than_50_ms(
+    tmp_path: Path, manifest: bytes
+) -> None:
+    crowd(tmp_path, manifest, 1000)
+    for step in range(1001, 1011):
+        (tmp_path / f"epoch_0_step_{step}").mkdir()
+        (tmp_path / f"epoch_0_step_{step}" / layout.MANIFEST).write_bytes(manifest[:-9])
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for path in resume.candidates(tmp_path, None).candidates:
+            try:
+                Manifest.read(path)
+                break
+            except CheckpointUnusable:
+                continue
+        times.append(time.perf_counter() - started)
+    assert path.name == "epoch_0_step_997" and min(times) < 0.05
+
+
+def test_names_are_ordered_by_step_and_strangers_passed_over(tmp_path: Path) -> None:
+    for name in ("epoch_0_step_9", "epoch_1_step_10", "epoch_0_step_10", "epoch_0_step_011", "epoch_0_step_5x", "x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "epoch_0_step_99").write_text("a file")
+    os.symlink("epoch_0_step_9", tmp_path / "epoch_0_step_98")
+    names = [str(name) for name in resume.checkpoint_names(tmp_path)]
+    assert names == ["epoch_1_step_10", "epoch_0_step_10", "epoch_0_step_9"]
+
+
+def test_every_link_and_pointer_file_in_the_directory_protects(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        (tmp_path / f"epoch_0_step_{step}" / "model").mkdir(parents=True)
+    (tmp_path / "LATEST").symlink_to("epoch_0_step_1")
+    (tmp_path / "deep").symlink_to(tmp_path / "epoch_0_step_2" / "model")
+    (tmp_path / "LOWEST_VAL.txt").write_text("epoch_0_step_3\n")
+    (tmp_path / "elsewhere").symlink_to("/tmp")
+    (tmp_path / "notes.txt").write_text("epoch_0_step_4 is the good one")
+    assert resume.protected_names(tmp_path) == {"epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_3"}
