@@ -173,6 +173,8 @@ class FinetuneRecipe:
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """The sums of a few numbers over all ranks, in float64 (exact for counts below 2**53)."""
+        if self.layout.world_size == 1:
+            return [float(value) for value in values]
         vector = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(vector, group=self.layout.gloo_group)
         sums: list[float] = vector.tolist()
