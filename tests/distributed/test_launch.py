@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,7 +86,260 @@ class Start:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", FAKE, case]
         return self._begin(words, {"OMP_NUM_THREADS": "1"})
 
-    def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
+    def srun(self, case: str) -> list[Command]:
+        """What srun would start for two tasks on one node."""
+        step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+        tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in (0, 1)]
+        return [self(case, ranks=0, **step, **task) for task in tasks]
+
+    def _begin(self, words: list[str], variables: dict[str, str]) -> Command:
+        self.commands.append(Command(self.notes, words, variables))
+        return self.commands[-1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    start = Start(tmp_path)
+    yield start
+    for command in start.commands:
+        if command.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.communicate()
+
+
+def test_two_ranks_that_finish_say_nothing_but_their_own_words(start: Start) -> None:
+    done = start("ok").wait()
+    assert (done.code, done.err) == (0, "")
+    assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
+    assert done.note("closed_0") == done.note("closed_1") == [""]
+
+
+def test_the_cores_are_shared_unless_the_user_says_otherwise(start: Start) -> None:
+    done = start("ok").wait()
+    assert done.note("started_0")[0].split()[1] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    done = start("ok", OMP_NUM_THREADS="3").wait()
+    assert done.note("started_0")[1].split()[1] == "3"
+
+
+def test_one_rank_runs_in_the_process_of_the_command(start: Start) -> None:
+    command = start("ok", ranks=1).wait()
+    assert (command.code, command.out, command.err) == (0, "rank 0 trained\n", "")
+    assert command.note("started_0")[0].split()[0] == str(command.process.pid)
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "message"),
+    [
+        ("wrong_everywhere", 2, "error: the data set is empty\n  where:  dataset\n  value:  0 samples\n"),
+        ("save_fails_on_all", 4, f"error: rank 1: {DISK_FULL}\n"),
+        ("save_fails_on_one", 4, f"error: {DISK_FULL}\n  rank:   1\n"),
+        ("killed", 1, "error: rank 1 was killed by SIGKILL (out of memory?)\n"),
+        ("leaves_without_a_word", 1, "error: rank 1 ended with exit code 7 and said nothing\n"),
+    ],
+)
+def test_the_first_failing_ranks_code_and_message_are_the_commands(
+    start: Start, case: str, code: int, message: str
+) -> None:
+    done = start(case).wait(30)
+    assert done.code == code
+    assert done.err.startswith(message)
+    assert done.err.count("error:") == 1
+    assert "Traceback" not in done.err
+    assert len(done.err.splitlines()) <= 6, "nothing but the message"
+
+
+def test_a_segfault_is_told_last_after_the_interpreters_own_dump(start: Start) -> None:
+    done = start("segfault").wait(30)
+    assert done.code == 1
+    assert done.err.startswith("Fatal Python error: Segmentation fault")
+    assert done.err.endswith("\nerror: rank 1 was killed by SIGSEGV\n")
+
+
+def test_an_internal_error_shows_its_traceback_and_then_the_message_last(start: Start) -> None:
+    done = start("value_error_on_one").wait(30)
+    assert done.code == 1
+    assert done.err.startswith("Traceback")
+    assert done.err.endswith("\ninternal error: ValueError: boom\n  rank:   1\n")
+    assert done.err.count("boom") == 3, "the line of the code, the traceback's last line, the message"
+
+
+def test_a_rank_that_notices_nothing_is_ended_with_the_failing_one(start: Start) -> None:
+    begun = time.monotonic()
+    done = start("value_error_on_one_of_the_busy").wait(40)
+    assert done.code == 1
+    assert done.err.endswith("internal error: ValueError: boom\n  rank:   1\n")
+    assert time.monotonic() - begun < 30
+    assert not any(is_alive(pid) for pid in done.pids())
+
+
+def test_no_orphans_are_left_when_the_launcher_is_killed(start: Start) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    command.process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in command.pids()), 10)
+
+
+@pytest.mark.parametrize("case", ["value_error_once", "killed_once"])
+def test_a_crash_is_restarted_and_the_run_goes_on(start: Start, case: str) -> None:
+    done = start(case, "--max-restarts", "2").wait()
+    assert done.code == 0
+    assert [len(done.note(f"started_{rank}")) for rank in (0, 1)] == [2, 2]
+    assert done.err.count("restart") == 1
+
+
+def test_a_restart_says_why(start: Start) -> None:
+    assert start("value_error_once", "--max-restarts", "2").wait().err.splitlines()[-3:] == [
+        "internal error: ValueError: boom",
+        "  rank:   1",
+        "restart 1 of 2",
+    ]
+
+
+def test_restarts_end_and_then_the_last_failure_counts(start: Start) -> None:
+    done = start("killed", "--max-restarts", "1").wait()
+    assert done.code == 1
+    assert len(done.note("started_0")) == 2
+    assert done.err.splitlines() == [
+        "a rank died",
+        "restart 1 of 1",
+        "error: rank 1 was killed by SIGKILL (out of memory?)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "code"), [("wrong_everywhere", 2), ("save_fails_on_all", 4), ("save_fails_on_one", 4)]
+)
+def test_what_a_restart_cannot_better_is_not_restarted(start: Start, case: str, code: int) -> None:
+    done = start(case, "--max-restarts", "3").wait()
+    assert done.code == code
+    assert len(done.note("started_0")) == (0 if case == "wrong_everywhere" else 1)
+    assert "restart" not in done.err
+    assert done.err.count("error:") == 1
+
+
+def test_one_rank_is_restarted_too(start: Start) -> None:
+    done = start("ok", "--max-restarts", "1", ranks=1).wait()
+    assert (done.code, done.err) == (0, "")
+    assert done.note("started_0")[0].split()[0] != str(done.process.pid), "forked, so that it can be started again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number: signal.Signals) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    command.process.send_signal(number)
+    done = command.wait(20)
+    assert done.code == 75
+    assert done.err == f"error: stopped by {number.name}\n  remedy: run it again\n"
+    assert done.note("closed_0") == done.note("closed_1") == [""]
+
+
+def test_ctrl_c_to_the_whole_terminal_counts_once(start: Start) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    os.killpg(command.process.pid, signal.SIGINT)
+    done = command.wait(20)
+    assert done.code == 75
+    assert done.err.count("stopped by SIGINT") == 1
+
+
+def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    os.kill(command.pids()[1], signal.SIGTERM)
+    done = command.wait(20)
+    assert (done.code, done.err.count("stopped by SIGTERM")) == (75, 1)
+
+
+def test_a_signal_before_the_ranks_start_is_not_lost(start: Start) -> None:
+    command = start("train_until_stopped")
+    wait_until(lambda: catches(command.process.pid, signal.SIGUSR1), 20)
+    command.process.send_signal(signal.SIGUSR1)
+    done = command.wait(30)
+    assert done.code == 75
+    assert "stopped by SIGUSR1" in done.err
+
+
+def catches(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal."""
+    status = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-restarts", "2")])
+def test_a_second_signal_stops_at_once_even_in_a_collective(start: Start, flags: tuple[str, ...]) -> None:
+    command = start("deaf_until_stopped", *flags).wait_for("training_0", "training_1")
+    command.process.terminate()
+    time.sleep(1.2)
+    assert command.process.poll() is None
+    command.process.terminate()
+    done = command.wait(15)
+    assert done.code == 128 + signal.SIGTERM
+    assert done.err == "stopped at once by a second SIGTERM; the last complete checkpoint is as it was\n"
+    assert not any(is_alive(pid) for pid in command.pids())
+
+
+def test_a_single_process_takes_signals_itself(start: Start) -> None:
+    command = start("train_until_stopped", ranks=1).wait_for("training_0")
+    command.process.send_signal(signal.SIGUSR1)
+    done = command.wait(20)
+    assert (done.code, done.err) == (75, "error: stopped by SIGUSR1\n  remedy: run it again\n")
+
+
+def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:
+    commands = [start("ok") for _ in range(3)]
+    assert [command.wait().code for command in commands] == [0, 0, 0]
+    assert all(command.err == "" for command in commands)
+
+
+def test_two_machines_meet_at_a_rendezvous(start: Start) -> None:
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "both"]
+    commands = [start("ok", *meet, ranks=1) for _ in range(2)]
+    assert [command.wait().code for command in commands] == [0, 0]
+    assert sorted(command.out for command in commands) == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+def test_two_machines_meet_at_a_master(start: Start) -> None:
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    commands = [start("ok", *meet, str(node), ranks=1) for node in (0, 1)]
+    assert [command.wait().code for command in commands] == [0, 0]
+    assert [command.out for command in commands] == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+def test_a_port_that_is_taken_is_an_error_with_its_address(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = start("ok", "--master-addr", "127.0.0.1", "--master-port", str(port)).wait()
+    assert done.code == 2
+    assert done.err.startswith("error: the ranks could not be started\n")
+    assert f"at 127.0.0.1:{port}\n" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_under_torchrun_the_command_is_a_rank(start: Start) -> None:
+    done = start.torchrun("ok").wait()
+    assert (done.code, done.err) == (0, "")
+    assert len(done.note("started_0")) == len(done.note("started_1")) == 1
+
+
+@pytest.mark.parametrize("case", ["wrong_everywhere", "save_fails_on_all", "save_fails_on_one"])
+def test_under_torchrun_a_failure_is_said_once_before_torchruns_own_table(start: Start, case: str) -> None:
+    done = start.torchrun(case).wait()
+    assert done.code == 1
+    assert done.err.count("error: ") == 1
+    assert done.err.startswith("error: ")
+
+
+def test_under_torchrun_a_rank_that_saved_for_a_signal_succeeds(start: Start) -> None:
+    command = start.torchrun("train_until_stopped").wait_for("training_0", "training_1")
+    for pid in command.pids():
+        os.kill(pid, signal.SIGUSR1)
+    done = command.wait(30)
+    assert done.code == 0
+    assert done.err.count("stopped by SIGUSR1") == 1
+
+
+def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
     commands = [command.wait() for command in start.srun("ok")]
     assert [(command.code, command.out, command.err) for command in commands] == [
         (0, "rank 0 trained\n", ""),
