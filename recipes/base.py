@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, discover, policy
-from automodel_ckpt.checkpoint.checkpointer import SaveReport
+from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import StopRequest
-from automodel_ckpt.errors import Stopped
+from automodel_ckpt.errors import AutomodelError, SaveFailed, Stopped
 from automodel_ckpt.training.loss import num_label_tokens
 from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
@@ -85,6 +85,8 @@ class FinetuneRecipe:
         self.config_yaml = config_yaml
         self.untracked: set[str] = set()
         self.checkpointer = None
+        self.resumed: Resumed | None = None
+        self.save_failure: AutomodelError | None = None
         self.progress = Progress(enabled=False)
         self.last_step: StepResult | None = None
         self.last_save: SaveReport | None = None
@@ -136,12 +138,22 @@ class FinetuneRecipe:
             log.info("not saved, since it is untracked: %s", name)
         self.checkpointer.check(state)
         recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
-        resumed = self.checkpointer.load(state)
-        if resumed is not None:
+        self.resumed = self.checkpointer.load(state)
+        if self.resumed is not None:
             self._say_changed_rates(recipe_rates)
+        self.make_sure_of_space(self.checkpointer, state)
         if self.layout.is_leader and not self.step_scheduler.is_finished():
             for jsonl in (self.training_log, self.validation_log):
                 jsonl.truncate_after(self.step_scheduler.step)
+
+    def make_sure_of_space(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
+        """Before the first step: a checkpoint has to fit on the disk."""
+        if self.step_scheduler.is_finished():
+            return
+        try:
+            checkpointer.refuse_too_little_space(state)
+        except SaveFailed as failure:
+            self.note_failure(failure)
 
     def _say_changed_rates(self, recipe_rates: list[Any]) -> None:
         """The loaded state holds the learning rates of the run that saved it: say so, and follow a changed schedule."""
@@ -283,23 +295,13 @@ class FinetuneRecipe:
             self.step_scheduler.note_save(0.0)
             return
         scheduler = self.step_scheduler
-        self.training_log.flush()
-        self.validation_log.flush()
-        report = self.checkpointer.save(
-            discover(self),
-            step=scheduler.step,
-            epoch=scheduler.epoch,
-            config_yaml=self.config_yaml,
-            losses=self.losses(validation),
-            progress={
-                "consumed_samples": scheduler.consumed_samples,
-                "consumed_tokens": scheduler.consumed_tokens,
-                "elapsed_seconds": scheduler.elapsed_seconds,
-            },
-            validated=validation is not None,
-            last=last,
-        )
+        try:
+            report = self.save_now(self.checkpointer, validation, last=last)
+        except SaveFailed as failure:
+            self.note_failure(failure)
+            return
         scheduler.note_save(time.monotonic() - started)
+        self.save_failure = None
         self.last_save = report
         self.progress.saved_step = report.step
         event = {
@@ -312,6 +314,40 @@ class FinetuneRecipe:
             "pruned": list(report.pruned),
         }
         self.append(self.training_log, event)
+        if report.export_failure is not None:
+            self.note_failure(report.export_failure)
+
+    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
+        """The checkpoint of the present step."""
+        scheduler = self.step_scheduler
+        return checkpointer.save(
+            discover(self),
+            step=scheduler.step,
+            epoch=scheduler.epoch,
+            config_yaml=self.config_yaml,
+            losses=self.losses(validation),
+            progress={
+                "consumed_samples": scheduler.consumed_samples,
+                "consumed_tokens": scheduler.consumed_tokens,
+                "elapsed_seconds": scheduler.elapsed_seconds,
+            },
+            validated=validation is not None,
+            last=last,
+            before_publishing=self.flush_logs,
+        )
+
+    def flush_logs(self) -> None:
+        """Have every line up to this step on disk."""
+        self.training_log.flush()
+        self.validation_log.flush()
+
+    def note_failure(self, failure: AutomodelError) -> None:
+        """What ``checkpoint.on_save_failure`` says: end here, or train on and end with this failure's code."""
+        if self.config.checkpoint.on_save_failure == "stop":
+            raise failure
+        self.save_failure = failure
+        log.warning("%s", failure)
+        log.warning("training goes on, since checkpoint.on_save_failure is continue")
 
     # ---------------------------------------------------------------- end
 
@@ -330,8 +366,8 @@ class FinetuneRecipe:
             remedy="the same command goes on from there" if saved else "the same command starts over",
         )
 
-    def say_end(self) -> None:
-        """The last line of a run that ended by itself."""
+    def end(self) -> None:
+        """The last lines of a run that ended by itself. Raises what made its last save fail, if it went on then."""
         scheduler = self.step_scheduler
         loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
         log.info("done: step %d, %s", scheduler.step, loss)
@@ -339,6 +375,14 @@ class FinetuneRecipe:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
+        if self.save_failure is not None:
+            raise self.save_failure
+
+    def already_complete(self) -> None:
+        """A finished run is started again: say so, and make the final export if a kill had prevented it."""
+        log.info("already complete at step %d", self.step_scheduler.step)
+        if self.checkpointer is not None and self.resumed is not None:
+            self.checkpointer.export_if_missing(self.resumed)
 
     def close(self) -> None:
         """Let go of logs, checkpointer and process groups; safe after a failed or missing ``setup``."""

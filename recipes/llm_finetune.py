@@ -66,6 +66,7 @@ class LLMFinetune(FinetuneRecipe):
         self.layout = self.join_ranks()
         self.stop_request = stop_request()
         choose_strategy(config.distributed.strategy, self.layout.world_size)
+        self.checkpointer = self.build_checkpointer()
         self.tokenizer = self.build_tokenizer()
         self.model_config = self.check_model_config()
         self.dataloader = self.build_dataloader(config.dataset)
@@ -76,7 +77,8 @@ class LLMFinetune(FinetuneRecipe):
         self.lr_scheduler = self.build_lr_scheduler()
         self.loss_fn = self.build_loss_fn()
         self.rng = StatefulRNG(config.seed, self.layout.rank)
-        self.checkpointer = self.build_checkpointer()
+        if self.checkpointer is not None:
+            self.checkpointer.assets.update(self.build_assets())
         self.resume()
 
     def build_tokenizer(self) -> Any:
@@ -244,24 +246,29 @@ class LLMFinetune(FinetuneRecipe):
         return loss_fn  # type: ignore[no-any-return]
 
     def build_checkpointer(self) -> Checkpointer | None:
-        """The ``checkpoint`` section; None when it is not enabled."""
+        """The ``checkpoint`` section, its directory held; None when it is not enabled."""
         section = self.config.checkpoint
         if not section.enabled:
             return None
-        return Checkpointer(
+        checkpointer = Checkpointer(
             section.checkpoint_dir,
             ranks=self.layout,
             group=self.layout.gloo_group,
-            assets=self.build_assets(),
             model_save_format=section.model_save_format,
             save_consolidated=section.save_consolidated,
             restore_from=section.restore_from,
             save_optimizer=section.save_optimizer,
             best_metric_key=section.best_metric_key,
             best_mode=section.best_mode,
+            keep_last=section.keep_last,
+            keep_best=section.keep_best,
+            keep_every_steps=section.keep_every_steps,
+            keep_steps=section.keep_steps,
             verify=section.verify,
             allow_missing_state=section.allow_missing_state,
         )
+        checkpointer.open()
+        return checkpointer
 
     def build_assets(self) -> dict[str, HFAssets]:
         """What an export of ``model`` needs beside its weights; nothing for a model that is not transformers'."""
@@ -278,11 +285,11 @@ class LLMFinetune(FinetuneRecipe):
     def run(self) -> None:
         """Train from where the run stands to its end. Raises :class:`Stopped` when a signal came in."""
         if self.step_scheduler.is_finished():
-            log.info("already complete at step %d", self.step_scheduler.step)
+            self.already_complete()
             return
         while not self.step_scheduler.is_finished():
             self.run_epoch()
-        self.say_end()
+        self.end()
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the run is over."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -42,7 +42,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summ
 from automodel_ckpt.checkpoint.trees import Owners, module_state, set_module_state
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, SaveFailed, os_problem
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError, SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -72,7 +72,7 @@ class Resumed:
 @dataclass(frozen=True, slots=True)
 class SaveReport:
     """A save that became a checkpoint. Seconds of wall time, bytes of all its files; *export* is the consolidated
-    directory where one was made."""
+    directory where one was made, *export_failure* why there is none though one was due."""
 
     path: Path
     step: int
@@ -82,6 +82,7 @@ class SaveReport:
     free_bytes: int
     pruned: tuple[str, ...] = ()
     export: Path | None = None
+    export_failure: AutomodelError | None = None
 
 
 @dataclass(slots=True)
@@ -108,7 +109,8 @@ class Checkpointer:
     """Saves and loads the state of a run in *directory*.
 
     *group* is a gloo process group of all ranks, used by nothing else meanwhile; *assets* gives, by the attribute name
-    of a module, what its export needs. The other arguments are the recipe's ``checkpoint:`` keys of the same names.
+    of a module, what its export needs (entries may come later, before the first save). The other arguments are the
+    recipe's ``checkpoint:`` keys of the same names.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Checkpointer:
     ) -> None:
         self.directory = Path(directory)
         self._ranks, self._group = ranks, group
-        self._assets = dict(assets or {})
+        self.assets = dict(assets or {})
         self._format = model_save_format
         self._export_when = _export_when(save_consolidated, model_save_format)
         self._restore_from = restore_from
@@ -141,6 +143,7 @@ class Checkpointer:
         self._metric_key, self._mode = best_metric_key, best_mode
         self._keep = policy.KeepPolicy(keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode)
         self._lease: Lease | None = None
+        self._made_directory = False
         self._removals: list[threading.Thread] = []
         self._verify: Level = verify
         self._allow_missing = frozenset(allow_missing_state)
@@ -154,6 +157,15 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- before training
 
+    def open(self) -> None:
+        """Create the run directory and hold it, before anything expensive is built. Called on all ranks.
+
+        Raises :class:`RecipeError`, the same on all ranks, where it cannot be written or another live run holds it.
+        """
+        with self._failing_together("opening checkpoint.checkpoint_dir", RecipeError):
+            if self.is_leader:
+                self._hold()
+
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
         for item in classify(state):
@@ -161,12 +173,12 @@ class Checkpointer:
                 refuse_unsafe(item.name, item.value.state_dict())
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
-        """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check` does."""
+        """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""
         nbytes = forecast_bytes(
             classify(state),
             world_size=self._ranks.world_size,
             save_optimizer=self._save_optimizer,
-            num_exports=1 if self._assets and self._export_when == "every" else 0,
+            num_exports=1 if self.assets and self._export_when == "every" else 0,
         )
         return Forecast(nbytes, _free_bytes(self.directory))
 
@@ -201,11 +213,13 @@ class Checkpointer:
         progress: Mapping[str, Any],
         validated: bool = False,
         last: bool = False,
+        before_publishing: Callable[[], None] | None = None,
     ) -> SaveReport:
         """Save *state* as ``epoch_{epoch}_step_{step}``; returns when it is published.
 
         *losses* go to losses.json, and with *validated* rank the checkpoint; *last* marks the last one of a run that
-        ends by itself. Called on all ranks. Raises :class:`SaveFailed`, the same on all ranks, and leaves no trace.
+        ends by itself; the leader calls *before_publishing* when all is written. Called on all ranks. Raises
+        :class:`SaveFailed`, the same on all ranks, and leaves no trace.
         """
         started = time.monotonic()
         name = layout.CheckpointName(step=step, epoch=epoch)
@@ -222,8 +236,12 @@ class Checkpointer:
                 if self.is_leader:
                     self._write_common(staging, part, snapshot, config_yaml, losses)
                 (staging / layout.part_file(self._ranks.rank)).write_bytes(part.to_bytes())
+            manifest = None
             with self._failing_together(f"publishing {name}"):
-                manifest = self._publish(staging, name, snapshot, records, losses, progress) if self.is_leader else None
+                if self.is_leader:
+                    if before_publishing is not None:
+                        before_publishing()
+                    manifest = self._publish(staging, name, snapshot, records, losses, progress)
         except SaveFailed:
             if self.is_leader:
                 commit.discard(staging)
@@ -232,8 +250,8 @@ class Checkpointer:
             self._point(manifest, validated)
         self._tell_once(snapshot.items)
         pruned = self._prune(str(name)) if self.is_leader else ()
-        export = self._export(name) if self._exports(last) else None
-        return self._report(name, started, manifest, pruned, export)
+        report = self._report(name, started, manifest, pruned)
+        return self._with_export(report, name, started) if self._exports(last) else report
 
     def _snapshot(self, state: Mapping[str, Any]) -> _Snapshot:
         snapshot = _Snapshot(classify(state))
@@ -271,7 +289,7 @@ class Checkpointer:
         for tree in snapshot.trees.values():
             tree.settle([proposal.plans[tree.name] for proposal in proposals], self._ranks.rank)
             if kinds[tree.name] == "module" and self._format == "safetensors":
-                assets = self._assets.get(tree.name)
+                assets = self.assets.get(tree.name)
                 safetensors.write(tree, staging, part, file_mapping=assets.file_index_mapping if assets else None)
             else:
                 torch_save.write(tree, staging, part)
@@ -294,7 +312,7 @@ class Checkpointer:
             (layout.LOSSES, (_json_text(losses) + "\n").encode()),
         ):
             part.files[file] = commit.write_file(staging / file, data)
-        for name, assets in self._assets.items():
+        for name, assets in self.assets.items():
             self._write_assets(staging, part, snapshot.trees[name].directory, assets)
 
     def _write_assets(self, staging: Path, part: Part, directory: str, assets: Assets) -> None:
@@ -394,7 +412,15 @@ class Checkpointer:
         return tuple(withdrawn)
 
     def _exports(self, last: bool) -> bool:
-        return bool(self._assets) and (self._export_when == "every" or (self._export_when == "final" and last))
+        return bool(self.assets) and (self._export_when == "every" or (self._export_when == "final" and last))
+
+    def export_if_missing(self, resumed: Resumed) -> None:
+        """The final export of a finished run that was killed before it had one. Called on all ranks."""
+        directories = [resumed.path / layout.state_directory(name) / layout.CONSOLIDATED for name in self.assets]
+        absent = self.is_leader and not all(path.is_dir() for path in directories)
+        wanted = self._exports(last=True) and resumed.path.parent == self.directory.absolute()
+        if agree.broadcast_object(self._group, wanted and absent):
+            self._export(layout.CheckpointName(resumed.step, resumed.epoch))
 
     def _export(self, name: layout.CheckpointName) -> Path | None:
         """The Hugging Face export of a published checkpoint; its failure leaves the checkpoint as it is."""
@@ -403,30 +429,26 @@ class Checkpointer:
         export = None
         with self._failing_together(f"exporting {name}; the checkpoint itself is safe"):
             if self.is_leader:
-                for attribute in self._assets:
+                for attribute in self.assets:
                     source = self.directory.absolute() / str(name) / layout.state_directory(attribute)
                     export = consolidate(source, log=log.info).output
         return export
 
+    def _with_export(self, report: SaveReport, name: layout.CheckpointName, started: float) -> SaveReport:
+        try:
+            report = replace(report, export=self._export(name))
+        except AutomodelError as failure:
+            report = replace(report, export_failure=failure)
+        seconds = time.monotonic() - started
+        return replace(report, stall_seconds=seconds, total_seconds=seconds)
+
     def _report(
-        self,
-        name: layout.CheckpointName,
-        started: float,
-        manifest: Manifest | None,
-        pruned: tuple[str, ...],
-        export: Path | None,
+        self, name: layout.CheckpointName, started: float, manifest: Manifest | None, pruned: tuple[str, ...]
     ) -> SaveReport:
-        now = time.monotonic()
-        return SaveReport(
-            path=self.directory / str(name),
-            step=name.step,
-            stall_seconds=now - started,
-            total_seconds=now - started,
-            nbytes=manifest.nbytes if manifest else 0,
-            free_bytes=_free_bytes(self.directory),
-            pruned=pruned,
-            export=export,
-        )
+        seconds = time.monotonic() - started
+        nbytes = manifest.nbytes if manifest else 0
+        path = self.directory / str(name)
+        return SaveReport(path, name.step, seconds, seconds, nbytes, _free_bytes(self.directory), pruned)
 
     def _tell_once(self, items: Iterable[Item]) -> None:
         if self._told or not self.is_leader:
@@ -464,9 +486,12 @@ class Checkpointer:
 
     def _hold(self) -> None:
         """Be the only run that writes here."""
-        commit.make_run_directory(self.directory.absolute())
+        root = self.directory.absolute()
+        if not root.is_dir():
+            commit.make_run_directory(root)
+            self._made_directory = True
         if self._lease is None:
-            self._lease = Lease(self.directory.absolute())
+            self._lease = Lease(root)
 
     def _look(self) -> resume.Request:
         root = self.directory.absolute()
@@ -537,6 +562,9 @@ class Checkpointer:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        if self._made_directory:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.directory)  # only where nothing came into it
 
     @contextlib.contextmanager
     def _failing_together(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> Iterator[None]:

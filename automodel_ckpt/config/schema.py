@@ -191,7 +191,7 @@ class StepSchedulerConfig:
     max_steps: int | None = setting(None, AT_LEAST_1)
     """Optimizer steps at most."""
     max_time: str | None = setting(None, DURATION)
-    """Training time at most, over all starts of the run: seconds or HH:MM:SS."""
+    """Training time at most, of this start of the run: seconds or HH:MM:SS."""
     ckpt_every_steps: int | None = setting(None, AT_LEAST_1)
     """Save each time the step is a multiple of this."""
     ckpt_every_epochs: int | None = setting(1, AT_LEAST_1)
@@ -244,6 +244,16 @@ class CheckpointConfig:
     """The value that LOWEST_VAL goes by."""
     best_mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest best_metric_key is the best."""
+    keep_last: int | None = setting(None, AT_LEAST_1)
+    """Remove all but the newest this many; null keeps all. Linked and pinned checkpoints always stay."""
+    keep_best: int = setting(0, AT_LEAST_0)
+    """Of those that keep_last lets go, keep this many of the best by best_metric_key."""
+    keep_every_steps: int | None = setting(None, AT_LEAST_1)
+    """Of those that keep_last lets go, keep the multiples of this many steps."""
+    keep_steps: list[int] = field(default_factory=list)
+    """Of those that keep_last lets go, keep these steps."""
+    on_save_failure: Literal["stop", "continue"] = "stop"
+    """stop ends the run when a save fails; continue warns, and the exit code tells unless a later save succeeds."""
     verify: Literal["none", "size", "digest"] = "digest"
     """What a resume checks of each file before use."""
     allow_missing_state: list[str] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -13,26 +14,44 @@ from typing import IO, Any
 
 import torch
 
+from automodel_ckpt.errors import os_problem
+
+log = logging.getLogger("automodel_ckpt")
+
 
 class JsonlLog:
     """An append-only log of records that carry a ``step``.
 
     :meth:`append` hands each line to the operating system, so that a killed process loses none; :meth:`flush` makes
-    them survive a power cut, and is called before the checkpoint of that step is published.
+    them survive a power cut, and is called before the checkpoint of that step is published. A disk that is full for a
+    while stops nothing: lines that could not be written wait for the next ones, and the next save needs them all.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: IO[bytes] | None = None
+        self._unwritten = b""
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line; numbers that JSON does not know (NaN, infinities) become null."""
-        self._open().write(json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n")
+        waiting = bool(self._unwritten)
+        self._unwritten += json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not waiting:
+                log.warning("%s", os_problem(error, f"{self.path} cannot be written now", remedy="free space"))
 
     def flush(self) -> None:
-        """Return when everything appended is on disk."""
+        """Return when everything appended is on disk. Raises OSError where it cannot be."""
+        self._write()
         if self._file is not None:
             os.fsync(self._file.fileno())
+
+    def _write(self) -> None:
+        while self._unwritten:
+            count = self._open().write(self._unwritten)
+            self._unwritten = self._unwritten[count:]
 
     def truncate_after(self, step: int) -> int:
         """Drop the records of later steps and a torn last line, by an atomic rewrite; returns how many went."""
@@ -51,9 +70,11 @@ class JsonlLog:
 
     def close(self) -> None:
         if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None
 
     def _open(self) -> IO[bytes]:
         if self._file is None:

@@ -149,7 +149,10 @@ def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler
 
 
 def tear_down_logging(handler: ProgressHandler) -> None:
-    logging.getLogger(PACKAGE_LOGGER).removeHandler(handler)
+    """Leave the package's logger as it was found."""
+    logger = logging.getLogger(PACKAGE_LOGGER)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,70 @@
+"""What a run does when a save fails: through the command, on a file system that is really full."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint import Manifest, commit
+from automodel_ckpt.checkpoint.verify import verify
+
+RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> object:
+    """A file system of 8 MB: two checkpoints of 3 MB fit, with the logs, a third does not."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable, "-m", "automodel_ckpt.cli.train", str(RECIPE), "--checkpoint.checkpoint_dir", str(directory),
+        "--step_scheduler.max_steps", "8", "--step_scheduler.ckpt_every_steps", "2", "--validation_dataset", "null",
+        "--checkpoint.save_consolidated", "false", *overrides,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_full_disk_ends_the_run_with_code_4_and_leaves_the_checkpoints_before(small_disk: Path, ranks: str) -> None:
+    ended = train(small_disk, "--nproc-per-node", ranks)
+    assert ended.returncode == 4, ended.stderr
+    assert ended.stderr.count("does not fit on the disk") == 1 and "are free" in ended.stderr
+    left = sorted(path.name for path in small_disk.iterdir() if path.name.startswith("epoch"))
+    assert left == ["epoch_0_step_2", "epoch_0_step_4"]
+    assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_4"
+    assert all(verify(small_disk / name, Manifest.read(small_disk / name)) == [] for name in left)
+    assert [path.name for path in small_disk.iterdir() if path.name.startswith(".")] == []
+
+
+def test_with_continue_training_goes_on_and_the_exit_code_tells(small_disk: Path) -> None:
+    ended = train(small_disk, "--checkpoint.on_save_failure", "continue")
+    assert ended.returncode == 4, ended.stderr
+    assert "training goes on" in ended.stderr
+    steps = [json.loads(line).get("step") for line in (small_disk / "training.jsonl").read_text().splitlines()]
+    assert max(steps) == 8
+
+
+def test_with_continue_a_later_save_that_succeeds_clears_the_code(small_disk: Path) -> None:
+    ended = train(small_disk, "--checkpoint.on_save_failure", "continue", "--checkpoint.keep_last", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_8"
+
+
+def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(tmp_path: Path) -> None:
+    for place in (Path("/proc/x"), Path("/dev/null/x")):
+        ended = train(place, "--nproc-per-node", "2")
+        assert ended.returncode == 2, ended.stderr
+        assert ended.stderr.count("opening checkpoint.checkpoint_dir failed") == 1 and "parameters" not in ended.stderr
