@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -47,13 +48,12 @@ NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "tor
 Prepare = Callable[[], RecipeClass]
 
 
-def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare | None = None) -> int:
+def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     """Run a loaded recipe as the flags and the environment say; what went wrong is printed last, once.
 
-    ``prepare`` imports what the ranks need and returns the recipe's class (by default :func:`import_recipe`); it is
-    called once in this process, after the environment that torch reads at import is set. Raises nothing.
+    ``prepare`` imports what the ranks need and returns the recipe's class; it is called once in this process, after
+    the environment that torch reads at import is set. Raises nothing.
     """
-    prepare = prepare or (lambda: import_recipe(loaded, flags))
     try:
         started = started_by(os.environ, flags)
         if started == "srun":
@@ -69,16 +69,17 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare | None = None) -
         return record.code
 
 
-def import_recipe(loaded: Loaded, flags: LaunchFlags) -> RecipeClass:
-    """Import torch and the class that the recipe names, and check every ``_target_`` against its signature.
+def _imported(prepare: Prepare) -> RecipeClass:
+    """Call ``prepare`` without the garbage collector, which would search the modules' objects again and again.
 
-    Raises :class:`RecipeError` for what may not be run, does not exist, or would be called wrongly.
+    They live as long as the process: freezing them spares later collections, and the ranks' copies of their pages.
     """
-    targets = importlib.import_module("automodel_ckpt.config.targets")
-    trust = targets.Trust(flags.trust)
-    recipe_class: RecipeClass = targets.resolve_recipe(loaded.config.recipe, trust)
-    targets.check_targets(loaded.config, trust)
-    return recipe_class
+    gc.disable()
+    try:
+        return prepare()
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def leave(code: int) -> NoReturn:
@@ -93,7 +94,7 @@ def leave(code: int) -> NoReturn:
 def _run_here(loaded: Loaded, prepare: Prepare) -> int:
     stop_request().install()
     _hush(os.environ)
-    recipe_class = prepare()
+    recipe_class = _imported(prepare)
     return run_rank(loaded, recipe_class, lambda record: say(text_of(record, several_ranks=False)))
 
 
@@ -102,7 +103,7 @@ def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
     _hush(os.environ)
     store = _serve_store() if serve else None
     try:
-        recipe_class = prepare()
+        recipe_class = _imported(prepare)
     except AutomodelError as error:
         if claim_last_word():
             say(describe(error)[1])
@@ -149,7 +150,7 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     with tempfile.TemporaryDirectory(prefix="ckpt-train-") as directory, _Forwarder(Board(directory)) as signals:
         set_threads(os.environ, guess)
         _hush(os.environ)
-        recipe_class = prepare()
+        recipe_class = _imported(prepare)
         torch = importlib.import_module("torch")
         on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
         num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)
