@@ -1,0 +1,110 @@
+"""Which of several failure records the user gets to read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from automodel_ckpt.cli.failure import (
+    Board,
+    FailureRecord,
+    death_of,
+    is_gone,
+    lost_peer,
+    record_of,
+    text_of,
+    verdict,
+)
+from automodel_ckpt.errors import RecipeError, SaveFailed
+
+
+def disk_full() -> SaveFailed:
+    return SaveFailed("cannot write", where="shard", value="ENOSPC", remedy="make room")
+
+
+def record(time: float, rank: int, *, primary: bool = True, code: int = 1) -> FailureRecord:
+    return FailureRecord(time, rank, code, f"rank {rank}", primary)
+
+
+def test_the_earliest_primary_record_decides() -> None:
+    first, later, echo = record(2, 1), record(3, 0), record(1, 2, primary=False)
+    assert verdict([later, echo, first]) is first
+    assert verdict([echo]) is echo
+    assert verdict([]) is None
+
+
+def test_a_broken_connection_is_an_echo_and_so_is_what_it_caused() -> None:
+    closed = RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1")
+    assert not record_of(closed, 0).primary
+    wrapped = SaveFailed("cannot write", where="", value="", remedy="")
+    wrapped.__cause__ = closed
+    assert not record_of(wrapped, 0).primary
+    assert record_of(wrapped, 0).code == 4
+
+
+def test_torchs_own_network_errors_are_echoes() -> None:
+    import torch.distributed as dist
+
+    assert lost_peer(dist.DistNetworkError("reset"))
+    assert lost_peer(dist.DistBackendError("aborted"))
+    assert not lost_peer(RuntimeError("shape mismatch"))
+    assert not lost_peer(ValueError("Connection closed by peer"))
+
+
+def test_an_error_the_ranks_agreed_on_is_primary_where_it_began() -> None:
+    error = disk_full()
+    error.rank = 1  # type: ignore[attr-defined]
+    assert [record_of(error, rank).primary for rank in (0, 1)] == [False, True]
+    assert text_of(record_of(error, 1), several_ranks=True) == f"error: {error}"
+
+
+def test_a_message_names_its_rank_only_where_there_are_several() -> None:
+    error = RecipeError("wrong", where="x", value=1, remedy="y")
+    assert text_of(record_of(error, 3), several_ranks=True).endswith("\n  rank:   3")
+    assert "rank" not in text_of(record_of(error, 0), several_ranks=False)
+
+
+def test_only_an_internal_error_carries_its_traceback() -> None:
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        text = text_of(record_of(error, 0), several_ranks=False)
+    assert text.startswith("Traceback")
+    assert text.endswith("internal error: ValueError: boom")
+    assert record_of(disk_full(), 0).details == ""
+
+
+def test_a_death_is_told_by_signal_or_exit_code() -> None:
+    assert death_of(1, -signal.SIGKILL, 0).message == "error: rank 1 was killed by SIGKILL (out of memory?)"
+    assert death_of(1, -signal.SIGSEGV, 0).message == "error: rank 1 was killed by SIGSEGV"
+    assert death_of(0, 7, 0).message == "error: rank 0 ended with exit code 7 and said nothing"
+    assert death_of(0, -62, 0).message == "error: rank 0 was killed by signal 62"
+
+
+def test_a_board_keeps_each_ranks_first_record_by_attempt(tmp_path: Path) -> None:
+    board = Board(tmp_path)
+    assert (board.attempts(), board.records(0), board.stop_signals()) == ([], [], b"")
+    board.sign_in(0, 1)
+    board.write(0, record(1, 1, code=4))
+    board.write(0, record(2, 1, code=1))
+    board.write(10, record(3, 0))
+    assert board.records(0) == [record(1, 1, code=4)]
+    assert board.processes(0) == {1: os.getpid()}
+    assert board.attempts() == [0, 10]
+    board.sign_stop(signal.SIGTERM)
+    board.sign_stop(signal.SIGINT)
+    assert list(board.stop_signals()) == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_an_ended_process_is_gone_before_its_parent_asked() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not is_gone(process.pid)
+    assert process.stdin is not None
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_gone(process.pid)
+    process.wait(10)
+    assert is_gone(process.pid)

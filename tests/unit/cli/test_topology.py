@@ -1,0 +1,156 @@
+"""Who starts the ranks, how many, and where they meet, from flags and environment alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from automodel_ckpt.cli.topology import (
+    LOCAL,
+    count_ranks,
+    first_host,
+    rendezvous,
+    set_threads,
+    slurm_ranks,
+    started_by,
+    visible_gpus,
+)
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.errors import RecipeError
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "who"),
+    [
+        ({}, LaunchFlags(), "nobody"),
+        (TORCHRUN, LaunchFlags(), "torchrun"),
+        (STEP, LaunchFlags(), "srun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, LaunchFlags(), "srun"),
+        (STEP | {"SLURM_NTASKS": "1"}, LaunchFlags(), "nobody"),
+        (STEP, LaunchFlags(nproc_per_node="8", nnodes="4"), "nobody"),
+    ],
+)
+def test_who_started_this_process(environment: dict[str, str], flags: LaunchFlags, who: str) -> None:
+    assert started_by(environment, flags) == who
+
+
+def test_a_batch_script_is_no_task_of_srun() -> None:
+    script = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    assert started_by(script, LaunchFlags()) == "nobody"
+
+
+def test_flags_that_ask_for_ranks_are_refused_under_torchrun() -> None:
+    with pytest.raises(RecipeError, match="already a rank"):
+        started_by(TORCHRUN, LaunchFlags(nproc_per_node="2"))
+
+
+def test_sruns_variables_become_torchs() -> None:
+    nodes = {"SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "gpu[07-09],login", "SLURM_CPUS_PER_TASK": "6"}
+    ranks = slurm_ranks(STEP | nodes, LaunchFlags())
+    assert ranks == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": ranks["MASTER_PORT"],
+        "OMP_NUM_THREADS": "6",
+    }
+    assert 20000 <= int(ranks["MASTER_PORT"]) < 30000
+    assert slurm_ranks(STEP | nodes | {"SLURM_PROCID": "0"}, LaunchFlags())["MASTER_PORT"] == ranks["MASTER_PORT"]
+
+
+def test_what_the_user_set_stays_under_srun() -> None:
+    given = {"MASTER_ADDR": "mine", "MASTER_PORT": "1", "OMP_NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "6"}
+    ranks = slurm_ranks(STEP | given, LaunchFlags())
+    assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"], ranks["OMP_NUM_THREADS"]) == ("mine", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("one", "one"), ("a,b", "a"), ("gpu[007-009,12],login", "gpu007"), ("a,gpu[1-2]", "a"), ("n[3,5].lab", "n3.lab")],
+)
+def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_one_machine_meets_itself_on_a_free_port_or_the_given_one() -> None:
+    meet = rendezvous(LaunchFlags(), {})
+    assert (meet.rdzv_backend, meet.rdzv_endpoint) == (LOCAL, "127.0.0.1:0")
+    assert meet.run_id != rendezvous(LaunchFlags(), {}).run_id
+    assert rendezvous(LaunchFlags(master_port=7777), {}).rdzv_endpoint == "127.0.0.1:7777"
+
+
+def test_several_machines_meet_as_with_torchrun() -> None:
+    elastic = rendezvous(LaunchFlags(nnodes="2:4", rdzv_endpoint="head:29400", rdzv_id="job"), {})
+    assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes, elastic.run_id) == ("c10d", 2, 4, "job")
+    static = rendezvous(LaunchFlags(nnodes="2", master_addr="head", node_rank=1), {})
+    assert (static.rdzv_backend, static.rdzv_endpoint, static.node_rank) == ("static", "head:29500", 1)
+    assert rendezvous(LaunchFlags(nnodes="2", master_addr="head"), {"SLURM_NODEID": "1"}).node_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        (LaunchFlags(nnodes="2"), "--nnodes"),
+        (LaunchFlags(nnodes="1:2", master_addr="head"), "--nnodes"),
+        (LaunchFlags(nnodes="2", master_addr="head"), "--node-rank"),
+        (LaunchFlags(nnodes="2", master_addr="head", node_rank=2), "--node-rank"),
+        (LaunchFlags(node_rank=1), "--node-rank"),
+        (LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1), "--max-restarts"),
+        (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", node_rank=0), "--node-rank"),
+        (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", master_port=5), "--master-port"),
+    ],
+)
+def test_flags_that_contradict_each_other_or_say_too_little_are_refused(flags: LaunchFlags, where: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        rendezvous(flags, {})
+    assert raised.value.problems[0].where.startswith(where)
+    assert raised.value.problems[0].remedy
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "on_gpu", "ranks"),
+    [
+        ("3", 0, True, 3),
+        ("3", 2, False, 3),
+        ("2", 2, True, 2),
+        ("gpu", 4, True, 4),
+        ("auto", 4, True, 4),
+        ("auto", 0, True, CORES),
+        ("cpu", 4, True, CORES),
+    ],
+)
+def test_how_many_ranks(asked: str, num_gpus: int, on_gpu: bool, ranks: int) -> None:
+    assert count_ranks(asked, num_gpus, on_gpu=on_gpu) == ranks
+
+
+def test_more_gpus_than_there_are_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(RecipeError, match="more ranks") as raised:
+        count_ranks("3", 2, on_gpu=True)
+    assert "3 (2 GPUs are visible)" in str(raised.value)
+    with pytest.raises(RecipeError, match="no GPU"):
+        count_ranks("gpu", 0, on_gpu=True)
+
+
+def test_gpus_are_counted_without_torch_from_what_is_visible() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2,GPU-8f"}) == 3
+
+
+def test_threads_are_shared_unless_set() -> None:
+    environment = {}
+    set_threads(environment, CORES)
+    assert environment == {"OMP_NUM_THREADS": "1"}
+    set_threads(environment, 1)
+    assert environment == {"OMP_NUM_THREADS": "1"}
+    crowded: dict[str, str] = {}
+    set_threads(crowded, 100 * CORES)
+    assert crowded == {"OMP_NUM_THREADS": "1"}

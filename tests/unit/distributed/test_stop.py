@@ -1,0 +1,71 @@
+"""A signal asks for a stop; the next one does not ask."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    script = "import os, signal, sys, time\nfrom automodel_ckpt.distributed.stop import stop_request\n"
+    script += "stop = stop_request()\nstop.install()\n" + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_remembered(number: signal.Signals) -> None:
+    done = run(f"assert stop.requested == 0; os.kill(os.getpid(), {int(number)}); print(stop.requested)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
+
+
+def test_signals_that_come_together_are_one_request_and_the_first_counts() -> None:
+    done = run("""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        time.sleep(0.3)
+        print(signal.Signals(stop.requested).name)
+    """)
+    assert (done.returncode, done.stdout) == (0, "SIGUSR1\n")
+
+
+def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() -> None:
+    done = run("""
+        import threading
+        stop.at_once = lambda number: print("last words", number, flush=True)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(1.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    """)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, f"last words {int(signal.SIGINT)}\n")
+
+
+def test_last_words_that_fail_do_not_keep_the_process() -> None:
+    done = run("""
+        stop.at_once = lambda number: 1 / 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    """)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+def test_a_forked_workers_signals_are_not_the_processs() -> None:
+    done = run("""
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        time.sleep(0.2)
+        print(os.WTERMSIG(status), stop.requested)
+    """)
+    assert done.stdout == f"{int(signal.SIGTERM)} 0\n"
