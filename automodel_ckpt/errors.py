@@ -98,6 +98,8 @@ def os_problem(error: OSError, what: str, *, remedy: str) -> Problem:
 
 def describe(error: BaseException) -> tuple[int, str]:
     """(exit code, message for the user) of any exception; our own carry both, others are internal errors."""
+    if isinstance(error, Stopped):
+        return error.exit_code, str(error)
     if isinstance(error, AutomodelError):
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
+from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
@@ -612,7 +613,7 @@ class _ObjectWriter:
     def _store(self, file: str, state: Any) -> None:
         path = self._staging / file
         path.parent.mkdir(exist_ok=True)
-        with commit.DurableFile(path) as out:
+        with DurableFile(path) as out:
             torch.save(state, out)  # type: ignore[arg-type]  # anything with write() will do
         self._part.files[file] = out.close()
 

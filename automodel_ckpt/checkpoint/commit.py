@@ -3,8 +3,9 @@
 The protocol, in its order (``Atomicity: staged directory, manifest last, one rename``):
 
 1. :func:`reserve` a staging directory beside the final one, on the same file system, under a name of its own.
-2. Every rank writes its files through :class:`DurableFile`: created exclusively, digested while written, flushed and
-   fsynced, the close checked. A failed fsync is never tried again: the kernel may have dropped the data.
+2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.durable.DurableFile`: created exclusively,
+   digested while written, flushed and fsynced, the close checked. A failed fsync is never tried again: the kernel may
+   have dropped the data.
 3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
    fsync, rename) and fsyncs the directory that holds it. From here the directory is a complete checkpoint.
 4. :func:`publish` renames the staging directory to its final name and fsyncs the parent. Only now is it reported.
@@ -25,13 +26,12 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
 log = logging.getLogger("automodel_ckpt")
@@ -39,78 +39,6 @@ log = logging.getLogger("automodel_ckpt")
 _BLOCK_BYTES = 4 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
-
-
-class DurableFile:
-    """A new file that is on disk, with its size and digest known, when it is closed.
-
-    Writes go straight to the file descriptor in the order given; ``tell()`` is the number of bytes written so far. Used
-    as a context manager it is closed, with all that entails, unless an exception passes. *nbytes* reserves space
-    first, so that a full disk shows before any data is moved. Raises :class:`OSError` naming the file.
-    """
-
-    def __init__(self, path: Path, *, nbytes: int = 0) -> None:
-        self.path = path
-        self.record: FileRecord | None = None
-        self._hash = xxhash.xxh3_128()
-        self._written = 0
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with self._named():
-            _preallocate(self._descriptor, nbytes)
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write and digest all of *data*; returns its length in bytes."""
-        view = memoryview(data).cast("B")
-        with self._named():
-            for start in range(0, len(view), _BLOCK_BYTES):
-                block = view[start : start + _BLOCK_BYTES]
-                self._hash.update(block)
-                _write_all(self._descriptor, block)
-        self._written += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._written
-
-    def flush(self) -> None:
-        """Nothing is buffered here; torch.save asks for this method."""
-
-    def read_back(self, start: int, nbytes: int) -> bytes:
-        """Bytes already written, to look up what a library laid out."""
-        with self._named():
-            return os.pread(self._descriptor, nbytes, start)
-
-    def close(self) -> FileRecord:
-        """Fsync and close. Returns the file's size and digest."""
-        if self.record is None:
-            descriptor, self._descriptor = self._descriptor, -1
-            with self._named():
-                try:
-                    os.ftruncate(descriptor, self._written)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            self.record = FileRecord(self._written, "xxh3_128:" + self._hash.hexdigest())
-        return self.record
-
-    def __enter__(self) -> DurableFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        elif self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """System calls on a descriptor do not know the file's name: put it into their errors."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
 
 
 def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
@@ -300,18 +228,3 @@ def _is_leftover(name: str) -> bool:
     stem, _, unique = name[1:].rpartition(".") if name.startswith(".") else ("", "", "")
     temporary = len(unique) == 32 and stem in {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS)}
     return layout.is_staging(name) or layout.is_trash(name) or temporary
-
-
-def _preallocate(descriptor: int, nbytes: int) -> None:
-    if nbytes <= 0:
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise
-
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(descriptor, view) :]

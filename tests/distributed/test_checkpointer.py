@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.checkpoint import Manifest, commit
+from automodel_ckpt.checkpoint import Manifest, durable
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support import ranks, tiny
@@ -147,7 +147,7 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
     made = build("fsdp2")
     tiny.save(root, made, step=20)
     if dist.get_rank() == 1:
-        write, calls = commit._write_all, []
+        write, calls = durable._write_all, []
 
         def broken(descriptor: int, view: memoryview) -> None:
             calls.append(1)
@@ -155,11 +155,11 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
                 raise OSError(28, os.strerror(28))
             write(descriptor, view)
 
-        commit._write_all = broken
+        durable._write_all = broken
     started = time.monotonic()
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40)
-    commit._write_all = write if dist.get_rank() == 1 else commit._write_all
+    durable._write_all = write if dist.get_rank() == 1 else durable._write_all
     tiny.save(root, made, step=60)
     return str(caught.value), time.monotonic() - started
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.commit import DurableFile
+from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan, file_index
 from automodel_ckpt.checkpoint.manifest import Blob, Part, TreePart, digest_of
 from automodel_ckpt.checkpoint.safetensors_header import build_header

@@ -13,19 +13,23 @@ import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.commit import DurableFile, write_file
+from automodel_ckpt.checkpoint.commit import write_file
 from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan
 from automodel_ckpt.checkpoint.manifest import Blob, DcpItem, Part, TreePart, digest_of
 
 NAME = "torch_save"
 _VERSION = "1.0.0"
+# Parts of an archive of this size or less are remembered: its directory is, its tensor need not be.
+_BULK_BYTES = 1 << 16
 
 
 def write(plan: TreePlan, staging: Path, part: Part) -> None:
@@ -47,30 +51,41 @@ def _write_tensor(plan: TreePlan, share: TensorShare, out: DurableFile, file: st
     tensor = plan.tensor(share).to("cpu").contiguous()
     if tensor.untyped_storage().nbytes() != share.nbytes:
         tensor = tensor.clone()
-    start = out.tell()
-    torch.save(tensor, out)  # type: ignore[arg-type]  # streams into write(), no second copy in memory
-    nbytes = out.tell() - start
-    data_start = start + _raw_record(_Window(out, start, nbytes))
+    start, archive = out.tell(), _Archive(out)
+    torch.save(tensor, archive)  # type: ignore[arg-type]  # streams into write(), no second copy in memory
+    data_start = start + archive.data_start()
     written.tensors.append(share.stored(file, data_start, digest_of(raw_bytes(tensor))))
-    written.dcp_items.append(DcpItem(share.fqn, share.offsets, file, start, nbytes))
+    written.dcp_items.append(DcpItem(share.fqn, share.offsets, file, start, archive.tell()))
 
 
-def _raw_record(archive: _Window) -> int:
-    """Where the raw bytes of the only tensor in a torch.save archive begin, relative to the archive."""
-    with zipfile.ZipFile(archive) as entries:
-        info = next(entry for entry in entries.infolist() if entry.filename.endswith("/data/0"))
-    archive.seek(info.header_offset)
-    local = archive.read(30)
-    # Local file header (source: PKWARE APPNOTE 4.3.7): 30 fixed bytes, then a name and an extra field of these lengths.
-    name, extra = int.from_bytes(local[26:28], "little"), int.from_bytes(local[28:30], "little")
-    return info.header_offset + 30 + name + extra
+class _Archive(io.RawIOBase):
+    """Passes a torch.save archive on to a file and remembers all of it but the bulk, to look up where that stands."""
 
+    def __init__(self, out: DurableFile) -> None:
+        self._out, self._nbytes, self._at = out, 0, 0
+        self._remembered: list[tuple[int, bytes]] = []
 
-class _Window(io.RawIOBase):
-    """A range of a file being written, as a file to read."""
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) <= _BULK_BYTES:
+            self._remembered.append((self._nbytes, bytes(view)))
+        self._nbytes += self._out.write(view)
+        self._at = self._nbytes
+        return len(view)
 
-    def __init__(self, file: DurableFile, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+    def data_start(self) -> int:
+        """Where the raw bytes of the archive's only tensor begin."""
+        with zipfile.ZipFile(self) as entries:
+            info = next(entry for entry in entries.infolist() if entry.filename.endswith("/data/0"))
+        self.seek(info.header_offset)
+        local = self.read(30)
+        # Local file header (source: PKWARE APPNOTE 4.3.7): 30 fixed bytes, then a name and an extra field so long.
+        name, extra = int.from_bytes(local[26:28], "little"), int.from_bytes(local[28:30], "little")
+        self._at = self._nbytes
+        return info.header_offset + 30 + name + extra
+
+    def writable(self) -> bool:
+        return True
 
     def readable(self) -> bool:
         return True
@@ -87,10 +102,14 @@ class _Window(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._nbytes - self._at, 0)
-        data = self._file.read_back(self._start + self._at, left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
+        stop = self._nbytes if size < 0 else min(self._at + size, self._nbytes)
+        data = bytearray(max(stop - self._at, 0))
+        for start, piece in self._remembered:
+            low, high = max(start, self._at), min(start + len(piece), stop)
+            if low < high:
+                data[low - self._at : high - self._at] = piece[low - start : high - start]
+        self._at = max(stop, self._at)
+        return bytes(data)
 
 
 def write_metadata(plan: TreePlan, staging: Path, parts: Sequence[Part]) -> None:

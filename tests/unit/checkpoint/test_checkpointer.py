@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from automodel_ckpt.checkpoint import Manifest, commit, discover
+from automodel_ckpt.checkpoint import Manifest, commit, discover, durable
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
@@ -334,7 +334,7 @@ def test_a_failed_save_leaves_the_one_before_and_no_trace(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(commit, "_write_all", full)
+    monkeypatch.setattr(durable, "_write_all", full)
     with pytest.raises(SaveFailed, match=r"ENOSPC") as caught:
         tiny.save(tmp_path, tiny.recipe(), step=40)
     assert caught.value.exit_code == 4 and "epoch_0_step_40" in str(caught.value)

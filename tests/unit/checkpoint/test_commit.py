@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from automodel_ckpt.checkpoint import commit
+from automodel_ckpt.checkpoint import commit, durable
+from automodel_ckpt.checkpoint.manifest import FileRecord
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(tmp_path: Path, calls: list[Any]) -> None:
-    data = os.urandom(3 * commit._BLOCK_BYTES + 17)
-    with commit.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+    data = os.urandom(3 * durable._BLOCK_BYTES + 17)
+    with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
         for start in range(0, len(data), 5_000_011):
             file.write(memoryview(data)[start : start + 5_000_011])
     record = file.close()
@@ -44,15 +46,74 @@ def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(tmp_path:
     assert calls == [("fsync", "file")]
 
 
+SIZES = [8 << 20, (8 << 20) + 1, (8 << 20) - 1, (12 << 20) + 4096, (12 << 20) + 4095, 3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("hint", [0, 8 << 20, 64 << 20])
+def test_a_file_of_any_size_holds_what_was_written_whichever_way_it_took(tmp_path: Path, size: int, hint: int) -> None:
+    data = os.urandom(size)
+    with durable.DurableFile(tmp_path / "file", nbytes=hint) as file:
+        assert (file._direct is not None) == (hint >= durable.DIRECT_FROM_BYTES)
+        at, pieces = 0, [1, 100, 4095, 4097, 5_000_000]
+        while at < size:
+            at += file.write(memoryview(data)[at : at + pieces[at % 5]])
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.close() == FileRecord(size, "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
+
+
+def test_a_file_system_that_takes_o_direct_and_refuses_the_write_is_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = os.pwrite, []
+
+    def picky(descriptor: int, data: Any, position: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(position)
+            raise OSError(22, os.strerror(22))
+        return real(descriptor, data[: max(1, len(data) // 3)], position)
+
+    monkeypatch.setattr(os, "pwrite", picky)
+    data = os.urandom((8 << 20) + 77)
+    with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+        file.write(data)
+    assert refused == [0] and (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize("at_close", [True, False])
+def test_a_write_that_fails_behind_the_callers_back_is_raised_with_the_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_close: bool
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with (
+        pytest.raises(OSError, match=r"No space.*the-file"),
+        durable.DurableFile(tmp_path / "the-file", nbytes=32 << 20) as file,
+    ):
+        file.write(bytes(1 << 20 if at_close else 12 << 20))
+
+
+def test_where_o_direct_does_not_exist_files_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_bypass_page_cache", lambda *_: False)
+    data = os.urandom(9 << 20)
+    with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+        file.write(data)
+    assert file._direct is None and (tmp_path / "file").read_bytes() == data
+
+
 def test_a_file_that_exists_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     with pytest.raises(FileExistsError):
-        commit.DurableFile(tmp_path / "file")
+        durable.DurableFile(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_space_reserved_too_much_is_given_back(tmp_path: Path) -> None:
-    with commit.DurableFile(tmp_path / "file", nbytes=1 << 20) as file:
+    with durable.DurableFile(tmp_path / "file", nbytes=1 << 20) as file:
         file.write(b"short")
     assert file.close().size == (tmp_path / "file").stat().st_size == 5
 

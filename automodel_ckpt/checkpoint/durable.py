@@ -1,0 +1,189 @@
+"""A new file that is on disk, with its size and digest known, when it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from automodel_ckpt.checkpoint.manifest import FileRecord
+
+_BLOCK_BYTES = 4 << 20
+_SECTOR_BYTES = 4096
+# Below this the page cache is as fast, and setting up costs more than it saves.
+DIRECT_FROM_BYTES = 8 << 20
+
+
+class DurableFile:
+    """A new file, written front to back, digested on the way, flushed and fsynced when it is closed.
+
+    Used as a context manager it is closed, with all that entails, unless an exception passes. *nbytes* (a guess will
+    do) reserves space first, so that a full disk shows before any data is moved; a file of 8 MiB or more bypasses the
+    page cache where the file system allows it, which is twice as fast and leaves the machine's memory alone. A failed
+    write or fsync is never tried again. Raises :class:`OSError` naming the file.
+    """
+
+    def __init__(self, path: Path, *, nbytes: int = 0) -> None:
+        self.path = path
+        self.record: FileRecord | None = None
+        self._hash = xxhash.xxh3_128()
+        self._written = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._direct: _DirectWriter | None = None
+        with self._named():
+            _preallocate(self._descriptor, nbytes)
+            if nbytes >= DIRECT_FROM_BYTES and _bypass_page_cache(self._descriptor, True):
+                self._direct = _DirectWriter(self._descriptor)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write and digest all of *data*; returns its length in bytes."""
+        view = memoryview(data).cast("B")
+        with self._named():
+            for start in range(0, len(view), _BLOCK_BYTES):
+                block = view[start : start + _BLOCK_BYTES]
+                self._hash.update(block)
+                if self._direct is not None:
+                    self._direct.write(block)
+                else:
+                    _write_all(self._descriptor, block)
+        self._written += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._written
+
+    def flush(self) -> None:
+        """Nothing to do before :meth:`close`; torch.save asks for this method."""
+
+    def close(self) -> FileRecord:
+        """Flush, fsync and close. Returns the file's size and digest."""
+        if self.record is None:
+            descriptor, self._descriptor = self._descriptor, -1
+            with self._named():
+                try:
+                    if self._direct is not None:
+                        self._direct.finish()
+                    os.ftruncate(descriptor, self._written)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            self.record = FileRecord(self._written, "xxh3_128:" + self._hash.hexdigest())
+        return self.record
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif self._descriptor >= 0:
+            if self._direct is not None:
+                self._direct.abandon()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """System calls on a descriptor do not know the file's name: put it into their errors."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
+
+class _DirectWriter:
+    """Gathers what is written into two aligned blocks; while one goes to disk the other fills."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        # Anonymous mappings begin at a page, as O_DIRECT asks of memory.
+        self._blocks = [memoryview(mmap.mmap(-1, _BLOCK_BYTES)) for _ in range(2)]
+        self._pending: list[Future[None] | None] = [None, None]
+        self._current, self._filled, self._position = 0, 0, 0
+        self._disk = ThreadPoolExecutor(1, "direct-write")
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            taken = min(len(data), _BLOCK_BYTES - self._filled)
+            self._blocks[self._current][self._filled : self._filled + taken] = data[:taken]
+            self._filled += taken
+            data = data[taken:]
+            if self._filled == _BLOCK_BYTES:
+                self._submit(_BLOCK_BYTES)
+
+    def finish(self) -> None:
+        """Write what is left, padded to whole sectors (the caller truncates), and wait for all of it."""
+        try:
+            if self._filled:
+                padded = -(-self._filled // _SECTOR_BYTES) * _SECTOR_BYTES
+                self._blocks[self._current][self._filled : padded] = bytes(padded - self._filled)
+                self._submit(padded)
+            self._wait(0)
+            self._wait(1)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let a write that is under way end; nothing more is written."""
+        self._disk.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, nbytes: int) -> None:
+        block = self._blocks[self._current][:nbytes]
+        self._pending[self._current] = self._disk.submit(self._to_disk, block, self._position)
+        self._position += nbytes
+        self._current, self._filled = 1 - self._current, 0
+        self._wait(self._current)
+
+    def _wait(self, index: int) -> None:
+        pending, self._pending[index] = self._pending[index], None
+        if pending is not None:
+            pending.result()
+
+    def _to_disk(self, block: memoryview, position: int) -> None:
+        while block:
+            try:
+                count = os.pwrite(self._descriptor, block, position)
+            except OSError as error:
+                # Some file systems take the flag and refuse the write: through the page cache, then.
+                if error.errno != errno.EINVAL or not _bypass_page_cache(self._descriptor, False):
+                    raise
+                continue
+            block, position = block[count:], position + count
+            if block and position % _SECTOR_BYTES:
+                _bypass_page_cache(self._descriptor, False)
+
+
+def _bypass_page_cache(descriptor: int, bypass: bool) -> bool:
+    """Set or clear O_DIRECT; False where that changes nothing or cannot be."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if bypass else flags & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
+    except OSError:
+        return False
+    return wanted != flags
+
+
+def _preallocate(descriptor: int, nbytes: int) -> None:
+    if nbytes <= 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]
