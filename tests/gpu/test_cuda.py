@@ -1,0 +1,124 @@
+"""The same recipe on a GPU: run by hand on a machine that has one (`pytest tests/gpu`), skipped elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.verify import verify
+from tests.support import tiny
+
+RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+
+
+def command(directory: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable, "-m", "automodel_ckpt.cli.train", str(RECIPE), "--checkpoint.checkpoint_dir", str(directory),
+        "--step_scheduler.max_steps", "30", "--step_scheduler.ckpt_every_steps", "10", "--deterministic", "true",
+        "--logging.sample_ids", "true", *overrides,
+    ]  # fmt: skip
+
+
+def train(directory: Path, *overrides: str) -> None:
+    done = subprocess.run(command(directory, *overrides), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def steps(directory: Path) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in (directory / "training.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "event" not in line]
+    return [(r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex(), r["lr"], r["samples"]) for r in rows]
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Of every tensor and of the generators' state of the last checkpoint."""
+    manifest = Manifest.read(directory / "epoch_0_step_30")
+    tensors = {
+        f"{tree}:{fqn}": tensor.slices[0].digest or ""
+        for tree, content in manifest.trees.items()
+        for fqn, tensor in content.tensors.items()
+    }
+    return tensors | {name: record.digest for name, record in manifest.files.items() if name.startswith("rng/")}
+
+
+def kill_after(directory: Path, step: int, *overrides: str) -> None:
+    process = subprocess.Popen(command(directory, *overrides), stderr=subprocess.DEVNULL, start_new_session=True)
+    log = directory / "training.jsonl"
+    end = time.monotonic() + 240
+    while time.monotonic() < end and process.poll() is None:
+        if log.exists() and any(row[0] >= step for row in steps(directory)):
+            break
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("--model.dtype", "bfloat16", "--checkpoint.model_save_format", "torch_save"),
+        ("--distributed.strategy", "fsdp2"),
+    ],
+    ids=["fp32 safetensors single", "bf16 torch_save", "fsdp2 of one rank"],
+)
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path: Path, overrides: Any) -> None:
+    train(tmp_path / "straight", *overrides)
+    kill_after(tmp_path / "killed", 13, *overrides)
+    kill_after(tmp_path / "killed", 24, *overrides)
+    train(tmp_path / "killed", *overrides)
+    assert len(steps(tmp_path / "straight")) == 30
+    assert steps(tmp_path / "killed") == steps(tmp_path / "straight")
+    assert digests(tmp_path / "killed") == digests(tmp_path / "straight")
+    path = tmp_path / "killed/epoch_0_step_30"
+    assert verify(path, Manifest.read(path)) == []
+
+
+def test_the_run_is_on_the_gpu_and_its_export_loads(tmp_path: Path) -> None:
+    train(tmp_path, "--checkpoint.save_consolidated", "final")
+    rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "LATEST/model/consolidated")
+    allocated = min(row["mem"] for row in rows if "mem" in row)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    # Memory of a CUDA device is counted from zero; a process's resident memory would be hundreds of megabytes.
+    assert 3 * weights < allocated < 200e6
+
+
+@pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])
+def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(tmp_path: Path, model_save_format: Any) -> None:
+    def on(device: str, seed: int) -> SimpleNamespace:
+        made = tiny.recipe(seed)
+        made.model.to(device)
+        made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=0.1, fused=True)
+        made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1, 3, 3])
+        for _ in range(2):
+            made.optimizer.zero_grad()
+            made.model(torch.ones(2, 4, device=device)).backward()
+            made.optimizer.step()
+            made.lr_scheduler.step()
+        return made
+
+    saved = on("cuda", 1)
+    tiny.save(tmp_path, saved, model_save_format=model_save_format)
+    for device in ("cuda", "cpu"):
+        loaded = on(device, 2)
+        assert tiny.load(tmp_path, loaded) is not None
+        ours, theirs = tiny.tensors_of(loaded), tiny.tensors_of(saved)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name].cpu(), theirs[name].cpu()) for name in ours), device
+        assert next(loaded.model.parameters()).device.type == device
