@@ -79,15 +79,15 @@ def rows(num_ranks: int) -> dict[str, Callable[[], float]]:
 
 
 def measure(num_runs: int, num_ranks: int) -> dict[str, list[float]]:
-    """Seconds of each run of each row; the first round prepares data and file caches and is left out."""
+    """Seconds of each run of each row, after a round that prepares data and file caches; 0 runs: of that round."""
     measured = rows(num_ranks)
     rounds = [{name: run() for name, run in measured.items()} for _ in range(num_runs + 1)]
-    return {name: [seconds[name] for seconds in rounds[1:]] for name in measured}
+    return {name: [seconds[name] for seconds in rounds[1:] or rounds] for name in measured}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5, help="0: one round, not warmed up")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -229,7 +229,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number:
     command.process.send_signal(number)
     done = command.wait(20)
     assert done.code == 75
-    assert done.err == f"error: stopped by {number.name}\n  remedy: run it again\n"
+    assert done.err == f"stopped by {number.name}\n  remedy: run it again\n"
     assert done.note("closed_0") == done.note("closed_1") == [""]
 
 
@@ -281,7 +281,7 @@ def test_a_single_process_takes_signals_itself(start: Start) -> None:
     command = start("train_until_stopped", ranks=1).wait_for("training_0")
     command.process.send_signal(signal.SIGUSR1)
     done = command.wait(20)
-    assert (done.code, done.err) == (75, "error: stopped by SIGUSR1\n  remedy: run it again\n")
+    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  remedy: run it again\n")
 
 
 def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:
