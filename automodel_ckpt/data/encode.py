@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Truncation:
                 value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
                 remedy="raise dataset.seq_length, cut such samples with dataset.truncation right, or leave them out",
             )
-        if sample.num_prompt_tokens >= self.seq_length:
+        if not any(sample.labelled[1 : self.seq_length]):
             self.num_left_out += 1
             return None
         self.num_cut += 1
-        return TokenizedSample(sample.tokens[: self.seq_length], sample.num_prompt_tokens)
+        return TokenizedSample(sample.tokens[: self.seq_length], sample.labelled[: self.seq_length])
 
     def apply_to_all(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> TokenizedDataset:
         """The data set of what is left of all *samples*; *where* says the place of the n-th."""
@@ -83,15 +83,12 @@ class Encoder:
 
     def documents(self, texts: Sequence[str]) -> list[TokenizedSample]:
         """Each text as a sample that is learnt from its first token on."""
-        return [TokenizedSample(self.begin + ids + self.end, 0) for ids in self._encode(texts)]
+        return [TokenizedSample.whole(self.begin + ids + self.end) for ids in self._encode(texts)]
 
     def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
         """Each prompt with its completion, tokenized apart so that the border between them is a token border."""
         parts = zip(self._encode(prompts), self._encode(completions), strict=True)
-        return [
-            TokenizedSample(self.begin + prompt + completion + self.end, len(self.begin) + len(prompt))
-            for prompt, completion in parts
-        ]
+        return [TokenizedSample.answer(self.begin + prompt, completion + self.end) for prompt, completion in parts]
 
     def _starts_with(self, token_id: int) -> bool:
         return list(self.tokenizer("a")["input_ids"])[:1] == [token_id]
@@ -110,7 +107,7 @@ def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[Tokeni
     """
     stream = [token for document in documents for token in document.tokens]
     starts = range(0, len(stream) - 1, seq_length)
-    return [TokenizedSample(stream[start : start + seq_length], 0) for start in starts]
+    return [TokenizedSample.whole(stream[start : start + seq_length]) for start in starts]
 
 
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:

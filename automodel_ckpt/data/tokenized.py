@@ -16,29 +16,39 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FILES = ("tokens", "ends", "num_prompt_tokens", "counts")
+_FILES = ("tokens", "ends", "labelled", "counts")
 
 
 class TokenizedSample(NamedTuple):
-    """All tokens of a sample, of which the first *num_prompt_tokens* carry no label."""
+    """All tokens of a sample, and for each whether it carries a label."""
 
     tokens: list[int]
-    num_prompt_tokens: int
+    labelled: list[bool]
+
+    @classmethod
+    def whole(cls, tokens: list[int]) -> TokenizedSample:
+        """Every token is learnt."""
+        return cls(tokens, [True] * len(tokens))
+
+    @classmethod
+    def answer(cls, prompt: list[int], completion: list[int]) -> TokenizedSample:
+        """Only the completion is learnt."""
+        return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
 
 class TokenizedDataset:
-    """Map-style: ``dataset[i]`` is ``{"input_ids": list[int], "labels": list[int]}``, prompt tokens labelled -100."""
+    """Map-style: ``dataset[i]`` is ``{"input_ids": list[int], "labels": list[int]}``, with -100 for no label."""
 
     def __init__(
         self,
         tokens: npt.NDArray[np.int32],
         ends: npt.NDArray[np.int64],
-        num_prompt_tokens: npt.NDArray[np.int64],
+        labelled: npt.NDArray[np.bool_],
         counts: npt.NDArray[np.int64],
     ) -> None:
         self.tokens = tokens
         self.ends = ends
-        self.num_prompt_tokens = num_prompt_tokens
+        self.labelled = labelled
         self.counts = counts
 
     @classmethod
@@ -46,8 +56,8 @@ class TokenizedDataset:
         """The data set of *samples*; the counts say how many of them were cut, and how many more left out."""
         tokens = np.fromiter((token for sample in samples for token in sample.tokens), dtype=np.int32)
         ends = np.fromiter(accumulate(len(sample.tokens) for sample in samples), dtype=np.int64)
-        prompts = np.fromiter((sample.num_prompt_tokens for sample in samples), dtype=np.int64)
-        return cls(tokens, ends, prompts, np.array([num_cut, num_left_out], dtype=np.int64))
+        labelled = np.fromiter((learnt for sample in samples for learnt in sample.labelled), dtype=np.bool_)
+        return cls(tokens, ends, labelled, np.array([num_cut, num_left_out], dtype=np.int64))
 
     @classmethod
     def load(cls, directory: Path) -> TokenizedDataset:
@@ -67,7 +77,7 @@ class TokenizedDataset:
         if max_samples < 1:
             what = "max_samples must be at least 1"
             raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="leave it out for all")
-        return TokenizedDataset(self.tokens, self.ends[:max_samples], self.num_prompt_tokens[:max_samples], self.counts)
+        return TokenizedDataset(self.tokens, self.ends[:max_samples], self.labelled, self.counts)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -75,16 +85,16 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         if not 0 <= index < len(self.ends):
             raise IndexError(index)
-        start = int(self.ends[index - 1]) if index else 0
-        input_ids: list[int] = self.tokens[start : int(self.ends[index])].tolist()
-        masked = int(self.num_prompt_tokens[index])
-        return {"input_ids": input_ids, "labels": [IGNORE_INDEX] * masked + input_ids[masked:]}
+        part = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        tokens = self.tokens[part]
+        labels = np.where(self.labelled[part], tokens, IGNORE_INDEX)
+        return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
     def tell_truncation(self, what: str, seq_length: int) -> None:
         """Log how many samples were cut or left out, if any."""
         cut, left_out = (int(count) for count in self.counts)
         if cut or left_out:
             log.warning(
-                "%s: %d of %d samples were cut to seq_length %d, %d more left out because their prompt alone fills it",
+                "%s: %d of %d samples were cut to seq_length %d, %d more left out because no label remained",
                 *(what, cut, len(self), seq_length, left_out),
             )

@@ -1,0 +1,238 @@
+"""Conversations: rows of ``messages``, written out by a chat template, of which the assistant's turns are learnt.
+
+Which tokens are the assistant's is said by the template's ``{% generation %}`` markers. Without them it is found by
+rendering the conversation up to each assistant turn, with and without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.encode import Truncation, prepared, require_choice
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def messages(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    seq_length: int = 2048,
+    messages_field: str = "messages",
+    tools_field: str = "tools",
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    learn: str = "all",
+    truncation: str = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+) -> TokenizedDataset:
+    """A sample per conversation, with labels on what the assistant says, its end of turn included.
+
+    A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
+    as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are.
+    *chat_template* is one, or the path of a file with one; without it the tokenizer's. *template_kwargs* are its
+    further variables, such as ``enable_thinking``. *learn* ``last`` takes the assistant's last turn only. Conversations
+    of more than *seq_length* tokens are refused with their place, or with *truncation* ``right`` cut, or left out where
+    no label remained, with the counts in the log.
+
+    Raises :class:`RecipeError` with the sample's place for no conversation, for a template that cannot render it or
+    does not show which tokens are the assistant's, and for a conversation without any token to learn.
+    """
+    require_choice("learn", learn, ("all", "last"))
+    policy, source = Truncation(truncation, seq_length), Source(path, name, split)
+    template = ChatTemplate(
+        tokenizer, _template(tokenizer, chat_template), dict(template_kwargs or {}), learn == "last"
+    )
+    log.info("%s: the assistant's tokens are found by %s", path, template.method)
+
+    def build() -> TokenizedDataset:
+        (conversations,) = source.columns([messages_field])
+        tools = source.columns([tools_field])[0] if source.has_field(tools_field) else [None] * len(conversations)
+        rows = enumerate(zip(conversations, tools, strict=True))
+        samples = [_located(template, source, row, *content) for row, content in rows]
+        return policy.apply_to_all(samples, source.place)
+
+    key = (source.fingerprint(), messages_field, tools_field, *template.key, seq_length, truncation)
+    dataset = prepared("messages", key, tokenizer, build)
+    dataset.tell_truncation(path, seq_length)
+    return dataset.first(max_samples)
+
+
+class Unlearnable(Exception):
+    """Why a conversation makes no sample, and what to do; the caller knows which one it is."""
+
+    def __init__(self, what: str, value: object, remedy: str) -> None:
+        super().__init__(what)
+        self.what, self.value, self.remedy = what, value, remedy
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Turns a conversation into tokens and labels. Raises :class:`Unlearnable`."""
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    template: str = field(repr=False)
+    variables: dict[str, Any]
+    last_only: bool
+
+    @property
+    def has_markers(self) -> bool:
+        """Whether the template itself marks what the assistant says."""
+        return _GENERATION.search(self.template) is not None
+
+    @property
+    def method(self) -> str:
+        """In words, for the log."""
+        return "the template's generation markers" if self.has_markers else "rendering up to each of its turns"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that the samples depend on beside the tokenizer."""
+        return self.template, sorted(self.variables.items()), self.last_only
+
+    def sample(self, conversation: Any, tools: Any) -> TokenizedSample:
+        """The tokens of the whole conversation, those of the assistant labelled."""
+        turns, offered = _turns(conversation), _plain(tools) or None
+        sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
+        labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
+        if not any(labelled[1:]):
+            raise Unlearnable(
+                "nothing in this conversation is said by the assistant: it has no token to learn",
+                ", ".join(str(turn["role"]) for turn in turns),
+                "leave it out, or correct the template's generation markers",
+            )
+        return TokenizedSample(sample.tokens, labelled)
+
+    def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        encoded = self._apply(turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return TokenizedSample(list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]])
+
+    def _compared(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        whole = self._apply(turns, tools, tokenize=False)
+        tokens = self._encode(whole)
+        labelled = [False] * len(tokens)
+        for number in self._learnt_turns(turns):
+            before, after = self._prefixes(turns, tools, number, whole)
+            start, end = (_num_equal(self._encode(text), tokens) for text in (before, after))
+            labelled[start:end] = [True] * (end - start)
+        return TokenizedSample(tokens, labelled)
+
+    def _learnt_turns(self, turns: list[dict[str, Any]]) -> list[int]:
+        numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        return numbers[-1:] if self.last_only else numbers
+
+    def _prefixes(self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str) -> tuple[str, str]:
+        """The conversation's text up to what the assistant says in a turn, and up to the end of that."""
+        if number == 0:
+            what = "the assistant speaks first: without generation markers its words cannot be told from the header"
+            raise Unlearnable(what, self.method, "begin with a user or system message")
+        before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
+        after = self._apply(turns[: number + 1], tools, tokenize=False) if number + 1 < len(turns) else whole
+        for text, part in ((before, f"the first {number} messages"), (after, f"the first {number + 1} messages")):
+            if not whole.startswith(text):
+                same = _num_equal(text, whole)
+                raise Unlearnable(
+                    f"the chat template writes {part} differently when more follow, so that it does not show which "
+                    "tokens are the assistant's",
+                    f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
+                    "give dataset.chat_template with {% generation %} markers, or dataset.learn last",
+                )
+        return before, after
+
+    def _apply(self, turns: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        apply: Any = self.tokenizer.apply_chat_template
+        try:
+            return apply(turns, tools=tools, chat_template=self.template, **options, **self.variables)
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            value = f"{type(error).__name__}: {error}"
+            remedy = "correct the conversation or the template"
+            raise Unlearnable("the chat template cannot render this conversation", value, remedy) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
+    if given is None:
+        try:
+            return str(tokenizer.get_chat_template())
+        except ValueError as error:
+            raise RecipeError(
+                "the tokenizer has no chat template",
+                where="dataset.chat_template",
+                value=tokenizer.name_or_path,
+                remedy="give one, or the path of a file with one; the tokenizer of an instruct model has its own",
+            ) from error
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text()
+    except OSError as error:
+        remedy = "give a path that exists, or the template itself"
+        what = "the chat template cannot be read"
+        raise RecipeError(
+            what, where="dataset.chat_template", value=f"{given} ({error.strerror})", remedy=remedy
+        ) from error
+
+
+def _located(template: ChatTemplate, source: Source, row: int, conversation: Any, tools: Any) -> TokenizedSample:
+    try:
+        return template.sample(conversation, tools)
+    except Unlearnable as error:
+        where = f"sample {row} ({source.place(row)})"
+        raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+
+
+def _turns(conversation: Any) -> list[dict[str, Any]]:
+    turns = _plain(conversation)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise Unlearnable(
+            "this is no conversation",
+            repr(conversation)[:80],
+            'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
+        )
+    return turns
+
+
+def _plain(value: Any) -> Any:
+    """JSON text read, and the nulls left out with which a table fills the keys that only other rows have."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Unlearnable("this is not JSON", value[:80], "correct this sample") from error
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _num_equal(prefix: Sequence[object], whole: Sequence[object]) -> int:
+    """How many items both begin with. Of tokens: all of *prefix*, unless its last grew together with what follows."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False)))
+
+
+def _last_run(labelled: Sequence[bool]) -> list[bool]:
+    """Only the last unbroken run of labels."""
+    end = max((number for number, learnt in enumerate(labelled) if learnt), default=-1) + 1
+    start = end - sum(1 for _ in takewhile(bool, reversed(labelled[:end])))
+    return [start <= number < end for number in range(len(labelled))]

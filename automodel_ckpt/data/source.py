@@ -1,0 +1,177 @@
+"""Rows of a local data file, of a directory of them, or of a data set of the Hugging Face Hub.
+
+Read by the ``datasets`` library. A file is ``.jsonl``, ``.json``, ``.parquet``, ``.csv``, or ``.txt`` with a document
+on each line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from automodel_ckpt.errors import RecipeError, os_problem
+
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from: *path* is a file, a directory, or a Hub name; *name* the subset of the latter two.
+
+    *split* is as ``datasets`` has it, ``train[:90%]`` included. The rows of a file are its split ``train``.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether *path* means one local file, there or not; a directory or Hub name otherwise."""
+        path = Path(self.path).expanduser()
+        return path.suffix in _LOADERS or not (path.is_dir() or _HUB_NAME.fullmatch(self.path))
+
+    def fingerprint(self) -> str:
+        """Changes with the rows. :class:`RecipeError` when they cannot be had."""
+        if not self.is_file:
+            return f"{self.path} {self.name} {self.split} {self._table._fingerprint}"
+        if self.name is not None:
+            remedy = "leave name out: it chooses a subset of a directory or of a data set of the Hub"
+            raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
+        return f"{_digest(self._file)} {self.split}"
+
+    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row; :class:`RecipeError` for no rows, or no such field."""
+        table = self._table
+        if table.num_rows == 0:
+            remedy = "give a file with at least one sample"
+            raise RecipeError("the data file is empty", where=self.path, value="0 samples", remedy=remedy)
+        if missing := [field for field in fields if field not in table.column_names]:
+            raise RecipeError(
+                f"the data has no field {', '.join(missing)}",
+                where=self.path,
+                value=f"its fields are {', '.join(table.column_names)}",
+                remedy="name the fields to use in the dataset section, or rename those of the data",
+            )
+        return [list(table[field]) for field in fields]
+
+    def texts(self, fields: Sequence[str]) -> list[list[str]]:
+        """:meth:`columns` of texts; :class:`RecipeError` with the row for a value that is no text."""
+        columns = self.columns(fields)
+        for field, values in zip(fields, columns, strict=True):
+            self._require_texts(field, values)
+        return columns
+
+    def has_field(self, field: str) -> bool:
+        """Whether the rows have this field."""
+        return field in self._table.column_names
+
+    def place(self, row: int) -> str:
+        """File and line of a row where rows are lines, else its number from 0."""
+        if self.is_file and self._file.suffix == ".jsonl" and self.split == "train":
+            for index, (number, _) in enumerate(_lines(self._file)):
+                if index == row:
+                    return f"{self.path}:{number}"
+        split = "" if self.split == "train" else f" {self.split}"
+        return f"{self.path}{split}, row {row}"
+
+    def _require_texts(self, field: str, values: list[Any]) -> None:
+        for row, value in enumerate(values):
+            if not isinstance(value, str):
+                what = f"field {field} of a sample is {'missing' if value is None else 'not a text'}"
+                remedy = "correct or leave out this sample"
+                raise RecipeError(what, where=self.place(row), value=value, remedy=remedy)
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.path).expanduser()
+
+    @cached_property
+    def _table(self) -> Any:
+        # Imported here because it takes half a second and is not needed when the samples of a file are prepared.
+        import datasets  # type: ignore[import-untyped]
+
+        with _quiet_progress_bars(datasets):
+            return self._read_file(datasets) if self.is_file else self._read_named(datasets)
+
+    def _read_file(self, datasets: Any) -> Any:
+        if self._file.stat().st_size == 0:
+            return datasets.Dataset.from_dict({})
+        loader, files = _LOADERS[self._file.suffix], str(self._file)
+        with TemporaryDirectory() as scratch:
+            try:
+                return datasets.load_dataset(
+                    loader, data_files=files, split=self.split, cache_dir=scratch, keep_in_memory=True
+                )
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise _unreadable(self._file, error) from error
+            except ValueError as error:
+                raise self._refused(error) from error
+
+    def _read_named(self, datasets: Any) -> Any:
+        try:
+            return datasets.load_dataset(str(Path(self.path).expanduser()), self.name, split=self.split)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> RecipeError:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return RecipeError(
+            "the data set cannot be read",
+            where="dataset.path, dataset.name, dataset.split",
+            value=f"{self.path}, {self.name}, {self.split} ({lines[0]})",
+            remedy="correct them; a Hub name needs the network or a filled cache, "
+            f"a relative path starts from {Path.cwd()}",
+        )
+
+
+def _digest(path: Path) -> str:
+    """Of the content; :class:`RecipeError` when there is no such file or it is of no known kind."""
+    if path.suffix not in _LOADERS:
+        remedy = f"use a file named {', '.join('*' + known for known in _LOADERS)}, a directory or a Hub name"
+        raise RecipeError("the kind of a data file is not known", where="dataset.path", value=path, remedy=remedy)
+    try:
+        with path.open("rb") as file:
+            return path.suffix + hashlib.file_digest(file, "blake2b").hexdigest()
+    except OSError as error:
+        remedy = f"check dataset.path; a relative one starts from the working directory, {Path.cwd()}"
+        raise RecipeError.all_of([os_problem(error, "a data file cannot be read", remedy=remedy)]) from error
+
+
+@contextmanager
+def _quiet_progress_bars(datasets: Any) -> Iterator[None]:
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _unreadable(path: Path, error: Exception) -> RecipeError:
+    """The line that is no JSON, found by reading again; otherwise the reader's own words."""
+    remedy = "correct or leave out this line"
+    for number, line in _lines(path) if path.suffix == ".jsonl" else ():
+        try:
+            json.loads(line)
+        except ValueError as fault:
+            return RecipeError("a line is not JSON", where=f"{path}:{number}", value=str(fault), remedy=remedy)
+    remedy = "every row must have the same fields with values of the same types"
+    reason = str(error.__cause__ or error)
+    return RecipeError("the data file cannot be read", where=str(path), value=reason, remedy=remedy)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that hold something, numbered from 1."""
+    with path.open("rb") as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.data.chat import messages
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.errors import RecipeError
+
+PLAIN = """{%- if tools %}<s>tools{{ tools | tojson }}</s>
+{% endif %}{%- for m in messages %}<s>{{ m.role }}
+{% if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}call {{ m.tool_calls | tojson }}{% endif %}</s>
+{% endfor %}{% if add_generation_prompt %}<s>assistant
+{% endif %}"""
+MARKED = """{%- for m in messages %}<s>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}
+{%- else %}{{ m.content }}</s>{% endif %}
+{% endfor %}{% if add_generation_prompt %}<s>assistant
+{% endif %}"""
+REWRITING = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' and not loop.last else m.content }}"
+)
+"""As templates do that leave out the reasoning of earlier turns."""
+
+TALK = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "2 + 2"},
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "why"},
+    {"role": "assistant", "content": "because"},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(_cache: None) -> Any:
+    return train_tokenizer(400)
+
+
+def write(directory: Path, *rows: Any) -> str:
+    path = directory / "chat.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def learnt(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:
+    """The text of each unbroken run of labels."""
+    runs: list[list[int]] = [[]]
+    for label in sample["labels"]:
+        if label == -100:
+            runs.append([])
+        else:
+            runs[-1].append(label)
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
+def test_the_assistants_turns_and_their_ends_are_learnt(
+    tokenizer: Any, tmp_path: Path, template: str, end: str
+) -> None:
+    sample = messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)[0]
+    whole = tokenizer.apply_chat_template(TALK, chat_template=template, tokenize=False)
+    assert tokenizer.decode(sample["input_ids"]) == whole
+    assert learnt(tokenizer, sample) == [f"four{end}", f"because{end}"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, REWRITING])
+def test_the_last_turn_alone_is_learnt_when_asked(tokenizer: Any, tmp_path: Path, template: str) -> None:
+    path = write(tmp_path, {"messages": TALK})
+    sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
+    assert [text.strip() for text in learnt(tokenizer, sample)] == ["because</s>"]
+
+
+def test_a_token_that_grows_over_the_border_is_the_assistants(tokenizer: Any, tmp_path: Path) -> None:
+    template = """{% for m in messages %}{{ 'h' if m.role == 'assistant' else '<s>' }}{{ m.content }}</s>{% endfor %}
+{%- if add_generation_prompt %}h{% endif %}"""
+    assert len(tokenizer("he", add_special_tokens=False)["input_ids"]) == 1
+    talk = [TALK[1], {"role": "assistant", "content": "e four"}]
+    sample = messages(tokenizer, write(tmp_path, {"messages": talk}), chat_template=template)[0]
+    assert learnt(tokenizer, sample) == ["he four</s>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK})
+    with pytest.raises(RecipeError, match=r"(?s)first 3 messages differently.*sample 1 \(.*:2\).*'four.*'FOUR.*last"):
+        messages(tokenizer, path, chat_template=REWRITING)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_conversation_without_the_assistant_is_refused_with_its_number(
+    tokenizer: Any, tmp_path: Path, template: str
+) -> None:
+    path = write(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
+    with pytest.raises(RecipeError, match=r"(?s)no token to learn.*sample 1 \(.*chat\.jsonl:2\).*system, user"):
+        messages(tokenizer, path, chat_template=template)
+
+
+def test_markers_that_mark_nothing_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    template = MARKED.replace("== 'assistant'", "== 'model'")
+    with pytest.raises(RecipeError, match=r"no token to learn[\s\S]*generation markers"):
+        messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
+
+
+def test_tools_and_calls_reach_the_template_without_what_the_table_added(tokenizer: Any, tmp_path: Path) -> None:
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": properties}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    talk = [TALK[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}, TALK[2]]
+    rows = [
+        {"messages": talk, "tools": [tool("f", a={"type": "integer"})]},
+        {"messages": TALK, "tools": [tool("g", b={"type": "string"})]},
+        {"messages": TALK},
+    ]
+    dataset = messages(tokenizer, write(tmp_path, *rows), chat_template=PLAIN)
+    for row, content in enumerate(rows):
+        expected = tokenizer.apply_chat_template(
+            content["messages"], tools=content.get("tools"), chat_template=PLAIN, tokenize=False
+        )
+        assert tokenizer.decode(dataset[row]["input_ids"]) == expected
+    assert [text.split()[0] for text in learnt(tokenizer, dataset[0])] == ["call", "four</s>"]
+
+
+def test_parquet_with_conversations_as_json_text_is_read(tokenizer: Any, tmp_path: Path) -> None:
+    import pandas
+
+    path = tmp_path / "chat.parquet"
+    pandas.DataFrame({"talk": [json.dumps(TALK)]}).to_parquet(path)
+    sample = messages(tokenizer, str(path), chat_template=PLAIN, messages_field="talk")[0]
+    assert sample == messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=PLAIN)[0]
+
+
+def test_variables_reach_the_template_and_are_part_of_the_cache_key(tokenizer: Any, tmp_path: Path) -> None:
+    path, template = write(tmp_path, {"messages": TALK}), "{{ greeting }}" + PLAIN
+    for greeting in ("hello", "good morning"):
+        sample = messages(tokenizer, path, chat_template=template, template_kwargs={"greeting": greeting})[0]
+        assert tokenizer.decode(sample["input_ids"]).startswith(greeting)
+
+
+def test_the_template_may_be_a_file_or_the_tokenizers_own(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": TALK})
+    (tmp_path / "template.jinja").write_text(PLAIN)
+    with pytest.raises(RecipeError, match="the tokenizer has no chat template"):
+        messages(tokenizer, path)
+    with pytest.raises(RecipeError, match=r"none\.jinja"):
+        messages(tokenizer, path, chat_template=str(tmp_path / "none.jinja"))
+    own = train_tokenizer(400)
+    own.chat_template = PLAIN
+    assert messages(own, path)[0] == messages(tokenizer, path, chat_template=str(tmp_path / "template.jinja"))[0]
+
+
+def test_long_conversations_are_refused_cut_or_left_out_with_counts(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = [{"role": "user", "content": "x " * 60}, TALK[2]]
+    path = write(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK * 3}, {"messages": late})
+    with pytest.raises(RecipeError, match=r"chat\.jsonl:2"):
+        messages(tokenizer, path, chat_template=PLAIN, seq_length=60)
+    dataset = messages(tokenizer, path, chat_template=PLAIN, seq_length=60, truncation="right")
+    assert [len(dataset[row]["input_ids"]) for row in range(len(dataset))][1:] == [60]
+    assert "1 of 2 samples were cut to seq_length 60, 1 more left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": "hello"}, "this is not JSON"),
+        ({"messages": []}, "this is no conversation"),
+        ({"messages": [{"content": "hello"}]}, "this is no conversation"),
+        ({"messages": TALK[2:]}, "the assistant speaks first"),
+        ({"turns": TALK}, "the data has no field messages"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(tokenizer: Any, tmp_path: Path, row: Any, what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        messages(tokenizer, write(tmp_path, row), chat_template=PLAIN)
+
+
+def test_a_template_that_refuses_a_conversation_is_quoted(tokenizer: Any, tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RecipeError, match="roles must alternate"):
+        messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
