@@ -1,0 +1,54 @@
+"""SQuAD: a question about a paragraph, answered in the paragraph's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.encode import Truncation
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.text import prepared_pairs
+from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.errors import RecipeError
+
+
+def squad(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str = "rajpurkar/squad",
+    seq_length: int = 1024,
+    split: str = "train",
+    no_answer: str | None = None,
+    truncation: str = "error",
+    max_samples: int | None = None,
+) -> TokenizedDataset:
+    """Prompt: paragraph and question. Completion, with labels: the first of the answers.
+
+    *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and
+    ``answers`` (``{"text": list[str], ...}``). *no_answer* stands for the answer where there is none, as in SQuAD 2.0;
+    without it such a row is refused with its place. *truncation* as for
+    :func:`~automodel_ckpt.data.text.prompt_completion`.
+    """
+    policy, source = Truncation(truncation, seq_length), Source(path, split=split)
+
+    def read() -> tuple[list[str], list[str]]:
+        contexts, questions = source.texts(["context", "question"])
+        (answers,) = source.columns(["answers"])
+        asked = zip(contexts, questions, strict=True)
+        prompts = [f"Context: {context.strip()}\nQuestion: {question.strip()}\nAnswer:" for context, question in asked]
+        return prompts, [f" {_answer(source, row, found, no_answer)}" for row, found in enumerate(answers)]
+
+    return prepared_pairs(tokenizer, source, policy, ("squad", repr(no_answer)), read).first(max_samples)
+
+
+def _answer(source: Source, row: int, answers: Any, no_answer: str | None) -> str:
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        remedy = 'SQuAD\'s answers are {"text": ["..."], "answer_start": [0]}'
+        raise RecipeError("these are no answers of SQuAD", where=source.place(row), value=answers, remedy=remedy)
+    if texts:
+        return str(texts[0]).strip()
+    if no_answer is None:
+        remedy = "say in dataset.no_answer what the model should answer then"
+        raise RecipeError("a question has no answer", where=source.place(row), value=answers, remedy=remedy)
+    return no_answer
