@@ -28,15 +28,12 @@ import shutil
 import uuid
 from pathlib import Path
 
-import xxhash
-
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.durable import DurableFile
+from automodel_ckpt.checkpoint.durable import DurableFile, file_record
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
 log = logging.getLogger("automodel_ckpt")
 
-_BLOCK_BYTES = 4 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -62,13 +59,12 @@ def adopt(root: Path, directory: str) -> dict[str, FileRecord]:
 
 
 def _sync(path: Path) -> FileRecord:
-    hashed, size = xxhash.xxh3_128(), 0
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hashed.update(block)
-            size += len(block)
-        os.fsync(file.fileno())
-    return FileRecord(size, "xxh3_128:" + hashed.hexdigest())
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return file_record(path)
 
 
 def replace_file(path: Path, data: bytes) -> None:

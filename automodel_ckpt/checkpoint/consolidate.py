@@ -24,7 +24,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
-from automodel_ckpt.checkpoint.copy_engine import Workers, create_output, digest_file, gather, move
+from automodel_ckpt.checkpoint.copy_engine import Workers, create_output, gather, move
+from automodel_ckpt.checkpoint.durable import file_record
 from automodel_ckpt.checkpoint.export_plan import (
     INDEX,
     ExportTensor,
@@ -247,7 +248,7 @@ def _write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
 def _write_manifest(plan: Plan, source: Source, staging: Path, workers: Workers) -> None:
     names = sorted(_regular_files(staging))
     with ThreadPoolExecutor(workers.num_threads, "consolidate") as executor:
-        records = dict(zip(names, executor.map(lambda name: digest_file(staging / name), names), strict=True))
+        records = dict(zip(names, executor.map(lambda name: file_record(staging / name), names), strict=True))
     manifest = source.manifest
     document = {
         "format": "automodel_ckpt.export",

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import xxhash
 
 from automodel_ckpt.checkpoint.export_plan import Gather, Move, blocks
-from automodel_ckpt.checkpoint.manifest import FileRecord
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, intersection
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
@@ -125,16 +124,6 @@ def digest_range(descriptor: int, start: int, nbytes: int) -> str:
         hasher.update(buffer[:count])
         at += count
     return "xxh3_128:" + hasher.hexdigest()
-
-
-def digest_file(path: Path) -> FileRecord:
-    """Size and digest of a whole file."""
-    descriptor = open_regular(path)
-    try:
-        nbytes = os.fstat(descriptor).st_size
-        return FileRecord(nbytes, digest_range(descriptor, 0, nbytes))
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(what: str, path: Path, value: object) -> CheckpointUnusable:

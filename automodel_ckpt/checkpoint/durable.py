@@ -17,6 +17,7 @@ import xxhash
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
 _BLOCK_BYTES = 4 << 20
+_READ_BYTES = 8 << 20
 _SECTOR_BYTES = 4096
 # Below this the page cache is as fast, and setting up costs more than it saves.
 DIRECT_FROM_BYTES = 8 << 20
@@ -99,6 +100,22 @@ class DurableFile:
         except OSError as error:
             error.filename = str(self.path)
             raise
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and digest of a regular file's content, at the disk's speed: reading into a small buffer takes half as long
+    as mapping a file that is not in memory yet."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        hashed, offset = xxhash.xxh3_128(), 0
+        buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(descriptor).st_size)))
+        while count := os.preadv(descriptor, [buffer], offset):
+            hashed.update(buffer[:count])
+            offset += count
+    finally:
+        os.close(descriptor)
+    return FileRecord(offset, "xxh3_128:" + hashed.hexdigest())
 
 
 class _DirectWriter:

@@ -13,16 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import xxhash
-
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.durable import file_record
 from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, digest_of
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 
 Level = Literal["none", "size", "digest"]
 
-_BLOCK_BYTES = 8 << 20
 _REMEDY = "use another checkpoint of this run, or a copy of the file"
 
 
@@ -84,9 +82,9 @@ def _link_on_the_way(checkpoint: Path, path: str) -> str | None:
 def _digest_problem(checkpoint: Path, manifest: Manifest, path: str) -> Problem | None:
     where = checkpoint / path
     try:
+        if file_record(where) == manifest.files[path]:
+            return None
         with mapped(where) as data:
-            if _digest(data) == manifest.files[path].digest:
-                return None
             damaged = [*_damaged(manifest, path, data)]
     except OSError as error:
         return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
@@ -123,19 +121,12 @@ def mapped(path: Path) -> Iterator[memoryview]:
             yield view
 
 
-def _digest(data: memoryview) -> str:
-    hashed = xxhash.xxh3_128()
-    for start in range(0, len(data), _BLOCK_BYTES):
-        hashed.update(data[start : start + _BLOCK_BYTES])
-    return "xxh3_128:" + hashed.hexdigest()
-
-
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     """What :func:`verify` does not look at: every slice's own digest, exports, and files that belong to nothing."""
     problems = []
     for path in manifest.files:
         with contextlib.suppress(OSError, ValueError), mapped(checkpoint / path) as data:
-            if _digest(data) == manifest.files[path].digest and (wrong := [*_damaged(manifest, path, data)]):
+            if digest_of(data) == manifest.files[path].digest and (wrong := [*_damaged(manifest, path, data)]):
                 value = ", ".join(wrong)
                 problems.append(Problem("the manifest's digests disagree", str(checkpoint / path), value, _REMEDY))
     for path in foreign_files(checkpoint, manifest):
@@ -160,11 +151,9 @@ def _export_problems(directory: Path) -> list[Problem]:
             problems.append(Problem("an export names a file outside", str(directory), f"{path!r}: {reason}", remedy))
         elif problem := _size_problem(directory, path, record):
             problems.append(replace(problem, remedy=remedy))
-        else:
-            with mapped(directory / path) as data:
-                if _digest(data) != record.digest:
-                    what = "a file of the export is not what was written"
-                    problems.append(Problem(what, str(directory / path), "its digest differs", remedy))
+        elif file_record(directory / path) != record:
+            what = "a file of the export is not what was written"
+            problems.append(Problem(what, str(directory / path), "its digest differs", remedy))
     return problems
 
 
