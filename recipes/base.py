@@ -375,6 +375,8 @@ class FinetuneRecipe:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
+        if self.checkpointer is not None and self.config.checkpoint.export_best:
+            self.checkpointer.export_best()
         if self.save_failure is not None:
             raise self.save_failure
 

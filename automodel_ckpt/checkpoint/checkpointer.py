@@ -417,11 +417,30 @@ class Checkpointer:
 
     def export_if_missing(self, resumed: Resumed) -> None:
         """The final export of a finished run that was killed before it had one. Called on all ranks."""
-        directories = [resumed.path / layout.state_directory(name) / layout.CONSOLIDATED for name in self.assets]
-        absent = self.is_leader and not all(path.is_dir() for path in directories)
-        wanted = self._exports(last=True) and resumed.path.parent == self.directory.absolute()
-        if agree.broadcast_object(self._group, wanted and absent):
-            self._export(layout.CheckpointName(resumed.step, resumed.epoch))
+        if self._exports(last=True) and resumed.path.parent == self.directory.absolute():
+            self._export_once(resumed.path.name)
+
+    def export_best(self) -> None:
+        """Export the checkpoint that LOWEST_VAL points to, unless it has its export. Called on all ranks.
+
+        Raises :class:`SaveFailed`, the same on all ranks, where that cannot be.
+        """
+        name = commit.pointed(self.directory.absolute(), layout.LOWEST_VAL) if self.is_leader else None
+        if self.is_leader and name is None:
+            log.warning("export_best: no checkpoint was validated, so there is no best one")
+        self._export_once(name)
+
+    def _export_once(self, name: str | None) -> None:
+        """The leader's *name* counts; nothing happens where it is None or its export is there."""
+        if name is not None:
+            places = [layout.state_directory(attribute) for attribute in self.assets]
+            path = self.directory.absolute() / name
+            if all((path / place / layout.CONSOLIDATED).is_dir() for place in places):
+                name = None
+        name = agree.broadcast_object(self._group, name)
+        parsed = layout.parse_checkpoint_name(name) if name else None
+        if parsed is not None and (export := self._export(parsed)):
+            log.info("Hugging Face export of %s: %s", parsed, export)
 
     def _export(self, name: layout.CheckpointName) -> Path | None:
         """The Hugging Face export of a published checkpoint; its failure leaves the checkpoint as it is."""

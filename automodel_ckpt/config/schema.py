@@ -236,6 +236,8 @@ class CheckpointConfig:
     """Format of the model's shards; torch_save is PyTorch's DCP."""
     save_consolidated: Literal["final", "every"] | bool | None = None
     """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false."""
+    export_best: bool = False
+    """At the end also export the checkpoint that LOWEST_VAL points to."""
     restore_from: str | None = None
     """LATEST, LOWEST_VAL, a checkpoint's name or a path; null: the newest usable one."""
     save_optimizer: bool = True

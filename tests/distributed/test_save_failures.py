@@ -63,6 +63,19 @@ def test_with_continue_a_later_save_that_succeeds_clears_the_code(small_disk: Pa
     assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_8"
 
 
+def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    few = "{_target_: automodel_ckpt.data.python_docs.language_modeling, max_samples: 4}"
+    worst = ["--checkpoint.best_metric_key", "train_loss", "--checkpoint.best_mode", "max"]
+    ended = train(run, "--checkpoint.export_best", "--validation_dataset", few, *worst)
+    assert ended.returncode == 0, ended.stderr
+    (lowest,) = run.glob("epoch*/model/consolidated/config.json")
+    assert lowest.parents[2].name == commit.pointed(run, "LOWEST_VAL") != commit.pointed(run, "LATEST")
+    again = train(run, "--checkpoint.save_consolidated", "final", "--validation_dataset", few, *worst)
+    assert again.returncode == 0 and "already complete at step 8" in again.stderr
+    assert (run / "LATEST/model/consolidated/config.json").is_file()
+
+
 def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(tmp_path: Path) -> None:
     for place in (Path("/proc/x"), Path("/dev/null/x")):
         ended = train(place, "--nproc-per-node", "2")
