@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -425,3 +427,33 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_
         saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
     saver.close()
     assert tree(tmp_path) == []
+
+
+def test_a_run_directory_deleted_under_us_fails_the_save_with_its_path(tmp_path: Path) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    saver = tiny.checkpointer(root)
+    saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    shutil.rmtree(root)
+    with pytest.raises(SaveFailed, match="ENOENT") as caught:
+        saver.save(discover(made), step=2, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    assert str(root) in str(caught.value)
+
+
+def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there_was(tmp_path: Path) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a tmpfs")
+    try:
+        saver, made = tiny.checkpointer(mount), tiny.recipe()
+        saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+        saver.close()
+        subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+        with pytest.raises(RecipeError, match="EROFS"):
+            tiny.checkpointer(mount).open()
+        with pytest.raises(SaveFailed, match="EROFS"):
+            tiny.save(mount, made, step=2)
+        assert verify(mount / "epoch_0_step_1", Manifest.read(mount / "epoch_0_step_1")) == []
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)

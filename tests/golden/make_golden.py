@@ -1,0 +1,39 @@
+"""Makes tests/golden/v1_*: checkpoints of format version 1 that every later version has to read.
+
+python -m tests.golden.make_golden tests/golden        # only ever for a new format version; old ones stay as they are
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from automodel_ckpt.checkpoint import checkpointer, layout
+from automodel_ckpt.checkpoint.environment import environment
+from automodel_ckpt.checkpoint.manifest import FORMAT_VERSION
+from tests.support import tiny
+
+FORMATS = ("safetensors", "torch_save")
+
+
+def golden_state(seed: int = 5) -> SimpleNamespace:
+    """What the golden checkpoints hold: seed 5, two optimizer steps."""
+    made = tiny.recipe(seed, tracker=tiny.Counter({"best": 1.5, "seen": [1, 2]}))
+    tiny.train(made)
+    return made
+
+
+def main(directory: Path) -> None:
+    # Whose machine made them is nobody's business.
+    checkpointer.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
+    for model_save_format in FORMATS:
+        root = directory / f"v{FORMAT_VERSION}_{model_save_format}"
+        losses = {"step": 20, "val_loss": 0.5}
+        tiny.save(root, golden_state(), model_save_format=model_save_format, losses=losses, validated=True)
+        for pointer in layout.POINTERS:
+            (root / pointer).unlink()  # the next start makes LATEST again, and git need not keep links
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
