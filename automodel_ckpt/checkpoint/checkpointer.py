@@ -505,13 +505,14 @@ class Checkpointer:
         return Resumed(path, manifest.step, manifest.epoch, manifest)
 
     def _hold(self) -> None:
-        """Be the only run that writes here."""
+        """Be the only run that writes here; a directory that vanishes later is not made again."""
+        if self._lease is not None:
+            return
         root = self.directory.absolute()
         if not root.is_dir():
             commit.make_run_directory(root)
             self._made_directory = True
-        if self._lease is None:
-            self._lease = Lease(root)
+        self._lease = Lease(root)
 
     def _look(self) -> resume.Request:
         root = self.directory.absolute()
