@@ -1,0 +1,66 @@
+"""Opening the files that a checkpoint names: regular files below its directory, and nothing else. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+# A file of this size that takes less than a part of it on the disk was made to be slow to read, not by a save.
+SPARSE_FROM_BYTES = 128 << 20
+_SPARSE_RATIO = 64
+
+
+def open_inside(root: Path, path: str) -> int:
+    """A descriptor for reading the regular file *path* below *root*.
+
+    No link is followed below *root*; pipes and devices are not even opened. Raises OSError naming what is in the way.
+    """
+    if link := link_on_the_way(root, path):
+        raise OSError(errno.ELOOP, "a symbolic link stands in a checkpoint", str(root / link))
+    return open_regular(root / path)
+
+
+def open_regular(path: Path) -> int:
+    """The same for a whole path, of which only the last part is looked at."""
+    _refuse(os.lstat(path), path)
+    # What is put there meanwhile must not be followed or waited for either.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _refuse(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_inside(root: Path, path: str, *, limit: int | None = None) -> bytes:
+    """The whole content of a file below *root*, as :func:`open_inside` opens it; longer than *limit* raises OSError."""
+    descriptor = open_inside(root, path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if limit is not None and size > limit:
+            raise OSError(errno.EFBIG, f"{size} bytes are more than such a file has", str(root / path))
+        return file.read()
+
+
+def link_on_the_way(root: Path, path: str) -> str | None:
+    """The first directory on the way from *root* to *path* that is a symbolic link, relative to *root*."""
+    parts = path.split("/")[:-1]
+    prefixes = ("/".join(parts[: count + 1]) for count in range(len(parts)))
+    return next((prefix for prefix in prefixes if (root / prefix).is_symlink()), None)
+
+
+def is_hollow(status: os.stat_result) -> bool:
+    """Whether a file is large and nearly all hole (a byte on the disk for 64 that it claims)."""
+    return status.st_size > SPARSE_FROM_BYTES and status.st_blocks * 512 < status.st_size // _SPARSE_RATIO
+
+
+def _refuse(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, "a symbolic link stands in a checkpoint", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"no regular file ({stat.filemode(status.st_mode)})", str(path))
+    if is_hollow(status):
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes of which nearly none are on the disk", str(path))
