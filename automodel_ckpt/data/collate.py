@@ -19,7 +19,8 @@ class PadCollator:
     Takes a non-empty list of ``{"input_ids": list[int], "labels": list[int]}``, the labels unshifted and of the same
     length. Returns int64 tensors ``input_ids``, ``attention_mask`` and ``labels`` of shape (batch, length), where
     length is the longest sample's, rounded up to a multiple of *pad_to_multiple_of*. Padding has mask 0 and label -100.
-    Raises :class:`RecipeError` for a sample of another shape.
+    Samples that are packs have ``position_ids`` besides; padding has position 0. Raises :class:`RecipeError` for a
+    sample of another shape.
     """
 
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
@@ -38,15 +39,14 @@ class PadCollator:
             _check(sample)
         longest = max(len(sample["input_ids"]) for sample in samples)
         shape = (len(samples), -(-longest // self.multiple) * self.multiple)
-        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        mask = np.zeros(shape, dtype=np.int64)
+        padding = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
+        if "position_ids" in samples[0]:
+            padding["position_ids"] = 0
+        arrays = {name: np.full(shape, empty, dtype=np.int64) for name, empty in padding.items()}
         for row, sample in enumerate(samples):
             length = len(sample["input_ids"])
-            input_ids[row, :length] = sample["input_ids"]
-            labels[row, :length] = sample["labels"]
-            mask[row, :length] = 1
-        arrays = {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+            for name, array in arrays.items():
+                array[row, :length] = 1 if name == "attention_mask" else sample[name]
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

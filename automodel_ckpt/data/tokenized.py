@@ -79,6 +79,11 @@ class TokenizedDataset:
             raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="leave it out for all")
         return TokenizedDataset(self.tokens, self.ends[:max_samples], self.labelled, self.counts)
 
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.diff(self.ends, prepend=0)
+
     def __len__(self) -> int:
         return len(self.ends)
 

@@ -1,0 +1,81 @@
+"""What a model does with samples that share a row, found by asking it rather than by its name.
+
+Some models take ``position_ids`` and still let attention cross from one sample to the next (OPT); a state space model
+carries its state over. Two short samples in a row show it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+_FIRST, _OTHER, _SECOND = [1, 2, 3], [3, 1, 2], [2, 2, 1, 3]
+
+
+def attention_of(model: nn.Module) -> str:
+    """The name of the attention implementation, ``its own`` for a model that is not transformers'."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own"
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """What a model returned, or the logits in it."""
+    logits: torch.Tensor = getattr(output, "logits", output)
+    return logits
+
+
+def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, Any]) -> bool:
+    """Whether samples in one row, told apart by ``position_ids`` alone, give the outputs that they give by themselves.
+
+    Runs *model*, on its device and with *options*, on a few tokens without a trace in its mode or in the random
+    numbers. *one_row*: with one row at a time. False also for a model that cannot be asked so, and for transformers'
+    with ``use_cache``: they look for samples in a row only without a cache.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    rows = [_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST]
+    restarted, continued = [*range(3), *range(4)], list(range(7))
+    positions = [restarted, restarted, continued, [*range(4), *range(3)]]
+    try:
+        with undisturbed(model):
+            device = next(model.parameters()).device
+            outputs = _logits(model, torch.tensor([rows, positions], device=device), one_row, options)
+    except Exception as error:
+        log.debug("the model cannot be asked about samples that share a row: %s: %s", type(error).__name__, error)
+        return False
+    after_first, after_other, crossed = outputs[0, 3:], outputs[1, 3:], outputs[2, 3:]
+    alone = outputs[3, :4]
+    # What crossing attention does is the measure: rounding is far below it in every dtype.
+    allowed = 0.1 * _distance(crossed, alone)
+    return max(_distance(after_first, alone), _distance(after_other, alone)) <= allowed
+
+
+def _logits(model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]) -> torch.Tensor:
+    """Of *rows* [2, B, T], tokens and positions: [B, T, V]."""
+    parts = torch.split(rows, 1 if one_row else rows.shape[1], dim=1)
+    outputs = [model(input_ids=tokens, position_ids=positions, **options) for tokens, positions in parts]
+    return torch.cat([logits_of(output) for output in outputs]).float()
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside, *model* is in evaluation mode without gradients; after it, as before, and so are the random numbers."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,120 @@
+"""Which models keep samples apart that share a row, and that it makes no difference to loss and gradients there."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.data.packing import PackedDataset, RowLayout
+from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
+from automodel_ckpt.training.loss import next_token_loss
+
+_SIZES = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mamba": {"state_size": 4},
+}
+
+
+def build(model_type: str, attention: str | None = None) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 97}
+    known = {} if model_type in ("gpt2", "bloom") else {**sizes, "max_position_embeddings": 64}
+    config = AutoConfig.for_model(model_type, **{**known, **ids, **_SIZES[model_type]})
+    torch.manual_seed(0)
+    options = {} if attention is None else {"attn_implementation": attention}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).train()  # type: ignore[no-untyped-call]
+
+
+APART = ["llama", "qwen3", "mistral", "gemma3_text", "gpt2"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", APART)
+@pytest.mark.parametrize("one_row", [True, False])
+def test_models_that_mask_by_positions_are_recognised(model_type: str, attention: str, one_row: bool) -> None:
+    model = build(model_type, attention)
+    assert keeps_samples_apart(model, one_row, {"use_cache": False})
+    assert attention_of(model) == attention
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_they_are_recognised_in_other_types(dtype: torch.dtype) -> None:
+    assert keeps_samples_apart(build("llama").to(dtype), False, {"use_cache": False})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["opt", "bloom", "mamba"])
+def test_models_whose_samples_see_each_other_are_recognised(model_type: str) -> None:
+    assert not keeps_samples_apart(build(model_type), False, {"use_cache": False})
+
+
+def test_a_cache_of_keys_and_values_lets_samples_see_each_other() -> None:
+    assert not keeps_samples_apart(build("llama"), False, {"use_cache": True})
+
+
+def test_a_model_that_fails_when_asked_is_not_used_so() -> None:
+    class Broken(nn.Linear):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise KeyError("pixel_values")
+
+    assert not keeps_samples_apart(Broken(2, 2), False, {})
+
+
+def test_asking_leaves_mode_gradients_and_random_numbers_alone() -> None:
+    model = build("llama")
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    keeps_samples_apart(model, False, {})
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def samples() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (12, 5, 2, 7, 1, 3)]
+    return [{"input_ids": each, "labels": [-100, *each[1:]]} for each in tokens]
+
+
+def loss_and_gradients(model: nn.Module, *batches: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    """Summed over *batches*."""
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        loss = next_token_loss(model(**inputs, use_cache=False).logits, batch["labels"])
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", APART)
+@pytest.mark.parametrize("hidden_size", [8, 4096])
+def test_sharing_rows_changes_neither_loss_nor_gradients(model_type: str, attention: str, hidden_size: int) -> None:
+    model = build(model_type, attention).double().eval()
+    collate, packs = PadCollator(0), PackedDataset(samples(), 13)
+    expected_loss, expected = loss_and_gradients(model, *(collate([sample]) for sample in samples()))
+    padded = collate(samples())
+    for batch in (padded, collate([packs[i] for i in range(len(packs))])):
+        rows = RowLayout(hidden_size)(batch)
+        assert rows["input_ids"].numel() < padded["input_ids"].numel()
+        loss, gradients = loss_and_gradients(model, rows)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
