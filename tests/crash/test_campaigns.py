@@ -1,0 +1,168 @@
+"""A short sample of every campaign of tools/crash; `make crash` runs them for long (docs/guarantees.md)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint import commit
+from tools.crash import endurance, faults, flips, inspect, jobs, kill, pair, power, record, syscalls
+from tools.crash.subjects import BASELINES, OURS, Loaded, Ours
+
+
+@pytest.fixture(autouse=True)
+def _warm() -> None:
+    jobs.warm_up()
+
+
+@functools.cache
+def no_calls() -> str | None:
+    return syscalls.unsupported()
+
+
+def needs_calls() -> None:
+    if reason := no_calls():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def sweep() -> Iterator[kill.Sweep]:
+    needs_calls()
+    made = kill.Sweep(seed=0)
+    yield made
+    made.close()
+
+
+def scenario(name: str) -> kill.Scenario:
+    return next(one for one in kill.SCENARIOS if one.name == name)
+
+
+def last_calls(sweep: kill.Sweep, name: str, subject: Ours) -> list[int]:
+    """The numbers, in rank 0, of the calls that are no writes, from the last."""
+    names = sweep.calls(subject, scenario(name), "rank0")
+    return [at for at in range(len(names), 0, -1) if names[at - 1] != "write"]
+
+
+def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
+    needs_calls()
+    chosen = tuple(scenario(name) for name in ("prune", "recover"))
+    done = kill.run((random.choice(OURS),), points=30, seed=int(time.time()), seconds=15, scenarios=chosen)
+    assert done.failures == [] and done.points >= 10
+
+
+@pytest.mark.parametrize("name", ["save", "back"])
+def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the_next_start(
+    sweep: kill.Sweep, name: str
+) -> None:
+    for at in last_calls(sweep, name, Ours())[:14]:
+        _, wrong, call = kill.judge(sweep, kill.Point(Ours(), scenario(name), "rank0", at))
+        assert wrong == [], call
+
+
+def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
+    sweep: kill.Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The campaign can fail: a publish that renames first and writes the manifest later is found out."""
+    sweep.lay_out(Ours(), scenario("save"))
+
+    def reserve_final(root: Path, name: str) -> Path:
+        (root / name).mkdir(parents=True)
+        (root / name / ".parts").mkdir()
+        return root / name
+
+    monkeypatch.setattr(commit, "reserve", reserve_final)
+    monkeypatch.setattr(commit, "publish", lambda staging, name: staging)
+    _, wrong, _ = kill.judge(sweep, kill.Point(Ours(), scenario("save"), "rank1", 12))
+    assert any("has its name but no manifest" in text for text in wrong)
+
+
+@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
+def test_what_had_returned_is_there_after_a_power_cut(file_system: str) -> None:
+    if reason := power.unsupported(file_system):
+        pytest.skip(reason)
+    done = power.run(OURS[:1], (file_system,), points=8, seed=int(time.time()), seconds=8)
+    assert done.failures == [] and done.points
+
+
+def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
+    needs_calls()
+    done = faults.run(OURS, points=30, seed=int(time.time()), seconds=10)
+    assert done.failures == [] and done.points >= 10
+
+
+def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
+    done = flips.run(OURS, points=300, seed=int(time.time()), seconds=20)
+    assert done.failures == [] and done.points > 300
+
+
+def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
+    needs_calls()
+    swept = kill.run_baseline(BASELINES[0], points=15, seed=1, seconds=10)
+    assert swept.points and set(swept.outcomes) <= {"old", "new", "no start", "a mixture, unnoticed", "ranks differ"}
+    flipped = flips.run_baseline(BASELINES[1], points=20, seed=1, seconds=10)
+    assert flipped.outcomes["wrong values, unnoticed"] > 10
+
+
+def test_a_killed_trainer_ends_where_an_undisturbed_one_ends() -> None:
+    done = endurance.run(kills=1, seed=3, seconds=60, steps=20)
+    assert done.failures == [] and done.outcomes["finished as if undisturbed"]
+
+
+def test_a_call_can_be_refused_with_an_errno_and_the_others_are_left_alone(tmp_path: Path) -> None:
+    needs_calls()
+    with pair.Pair(str(tmp_path)) as ranks:
+
+        def decide(rank: int, call: syscalls.Call) -> int:
+            return 28 if rank == 1 and call.name == "mkdir" and call.path.endswith("b") else pair.THROUGH
+
+        outcomes = ranks.run(make_two, str(tmp_path), decide=decide)
+    assert outcomes[0].ok and isinstance(outcomes[1].error, OSError) and outcomes[1].error.errno == 28
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-a", "0-b", "1-a"]
+
+
+def make_two(directory: str) -> None:
+    import torch.distributed as dist
+
+    for name in "ab":
+        os.mkdir(f"{directory}/{dist.get_rank()}-{name}")
+
+
+def test_a_rank_that_dies_is_told_from_one_that_fails() -> None:
+    with pair.Pair() as ranks:
+        outcomes = ranks.run(die_on_rank_1)
+    assert outcomes[0].ok and outcomes[1].died
+
+
+def die_on_rank_1() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_record_with_a_violation_gives_exit_code_1_and_how_to_repeat_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "DIRECTORY", tmp_path)
+    made = record.Record("kill sweep", {"seed": 1})
+    made.add("old")
+    assert made.finish() == 0
+    made.add("new", ["a checkpoint is lost"], point="x/y/1")
+    assert made.finish() == 1
+    assert "x/y/1" in capsys.readouterr().err and "a checkpoint is lost" in (tmp_path / "kill-sweep.json").read_text()
+    assert record.Record("empty", {}).finish() == 1
+
+
+def test_a_torn_directory_and_a_stray_file_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0_step_10").mkdir()
+    (tmp_path / ".trash-1").mkdir()
+    assert "no manifest" in inspect.damage(tmp_path)[0]
+    assert inspect.leftovers(tmp_path, running=False) == ["left over: .trash-1"]
+    assert Loaded(1, 1) != Loaded(1, None)

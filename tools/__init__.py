@@ -1,0 +1,1 @@
+"""Commands for developing and testing this project."""

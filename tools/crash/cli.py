@@ -1,0 +1,85 @@
+"""The command line of the campaigns."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from tools.crash import baseline, endurance, faults, flips, kill, power
+from tools.crash.record import Record
+from tools.crash.subjects import BASELINES, OURS
+from tools.crash.syscalls import unsupported
+
+CANNOT_RUN = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign; the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("automodel_ckpt").setLevel(logging.CRITICAL)  # what is tested here is meant to fail
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    options = _parser().parse_args(arguments)
+    if reason := CAMPAIGNS[options.campaign][1](options):
+        print(f"{options.campaign} cannot run here: {reason}")
+        return CANNOT_RUN
+    records = CAMPAIGNS[options.campaign][0](options)
+    return max(record.finish() for record in records)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.crash", description=__doc__)
+    parser.add_argument("campaign", choices=CAMPAIGNS, help="; ".join(f"{n}: {c[2]}" for n, c in CAMPAIGNS.items()))
+    parser.add_argument("--points", type=int, default=200, help="kills, cuts, faults or flips (200)")
+    parser.add_argument("--seed", type=int, default=1, help="another seed chooses other points and instants (1)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, at the latest")
+    parser.add_argument("--only", help="the one point of a record's failures to run again (kill, faults)")
+    return parser
+
+
+def _kill(options: argparse.Namespace) -> Iterable[Record]:
+    return [kill.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds, only=options.only)]
+
+
+def _power(options: argparse.Namespace) -> Iterable[Record]:
+    return [power.run(OURS, power.FILE_SYSTEMS, points=options.points, seed=options.seed, seconds=options.seconds)]
+
+
+def _faults(options: argparse.Namespace) -> Iterable[Record]:
+    return [faults.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds, only=options.only)]
+
+
+def _flips(options: argparse.Namespace) -> Iterable[Record]:
+    return [flips.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds)]
+
+
+def _baseline(options: argparse.Namespace) -> Iterable[Record]:
+    return baseline.run(BASELINES, points=options.points, seed=options.seed, seconds=options.seconds)
+
+
+def _endurance(options: argparse.Namespace) -> Iterable[Record]:
+    return [endurance.run(kills=options.points, seed=options.seed, seconds=options.seconds)]
+
+
+def _no_calls(_: argparse.Namespace) -> str | None:
+    return unsupported()
+
+
+def _no_power(_: argparse.Namespace) -> str | None:
+    reasons = [power.unsupported(name) for name in power.FILE_SYSTEMS]
+    return "; ".join(reason for reason in reasons if reason) if all(reasons) else None
+
+
+def _always(_: argparse.Namespace) -> str | None:
+    return None
+
+
+CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], Iterable[Record]], Callable[..., str | None], str]] = {
+    "kill": (_kill, _no_calls, "SIGKILL at every call that changes a file"),
+    "power": (_power, _no_power, "the file system shut down under running saves (root)"),
+    "faults": (_faults, _no_calls, "each call failing with ENOSPC and EIO"),
+    "flips": (_flips, _always, "flipped bits, damaged files"),
+    "endurance": (_endurance, _always, "the trainer killed again and again; --points is the number of kills"),
+    "baseline": (_baseline, _always, "the same over torch's DCP and safetensors, for comparison; counts only"),
+}

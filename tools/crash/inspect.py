@@ -1,0 +1,92 @@
+"""What stands in a run directory, and which of the promises it breaks. Reads only; shares nothing with a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import xxhash
+
+from automodel_ckpt.checkpoint import Manifest, layout
+from automodel_ckpt.checkpoint.lease import LOCK_FILE
+from automodel_ckpt.checkpoint.verify import foreign_files, verify
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+def contents(root: Path) -> dict[str, str]:
+    """{name: digest of all that it holds} of every directory that is not hidden; exports aside."""
+    return {e.name: tree_digest(Path(e.path)) for e in os.scandir(root) if _counts(e)} if root.is_dir() else {}
+
+
+def _counts(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+
+
+def tree_digest(directory: Path) -> str:
+    """One digest for the names and bytes of all files; exports and their staging directories aside."""
+    hashed = xxhash.xxh3_128()
+    for parent, directories, names in os.walk(directory):
+        directories[:] = sorted(d for d in directories if not d.startswith((layout.CONSOLIDATED, ".consolidated.")))
+        for name in sorted(names):
+            path = os.path.join(parent, name)
+            hashed.update(os.path.relpath(path, directory).encode() + b"\0")
+            with open(path, "rb") as file:
+                hashed.update(file.read())
+    return hashed.hexdigest()
+
+
+def checkpoints(root: Path) -> list[layout.CheckpointName]:
+    """The names of checkpoints, newest first, complete or not."""
+    if not root.is_dir():
+        return []
+    named = [layout.parse_checkpoint_name(e.name) for e in os.scandir(root) if e.is_dir(follow_symlinks=False)]
+    return sorted((name for name in named if name), reverse=True)
+
+
+def damage(root: Path) -> list[str]:
+    """Checkpoints that have their final name and are not whole: that must never be."""
+    found = []
+    for name in checkpoints(root):
+        path = root / str(name)
+        try:
+            manifest = Manifest.read(path)
+        except CheckpointUnusable as error:
+            found.append(f"{name} has its name but no manifest: {error.problems[0].value}")
+            continue
+        found += [f"{name}: {p.what} ({p.where}: {p.value})" for p in verify(path, manifest)]
+        strangers = [f for f in foreign_files(path, manifest) if "/.consolidated." not in f]
+        found += [f"{name}: {file} is not in the manifest" for file in strangers]
+    return found
+
+
+def leftovers(root: Path, *, running: bool) -> list[str]:
+    """Entries that neither a checkpoint, nor a pointer, nor (while *running*) the lock of the run account for."""
+    known = {*layout.POINTERS, *([LOCK_FILE] if running else [])}
+    return sorted(
+        f"left over: {e.name}"
+        for e in (os.scandir(root) if root.is_dir() else ())
+        if e.name not in known and not layout.parse_checkpoint_name(e.name) and not layout.is_superseded(e.name)
+    )
+
+
+def wrong_pointers(root: Path) -> list[str]:
+    """LATEST must name the newest checkpoint, LOWEST_VAL the best; where there is none, neither may be there."""
+    losses = {str(name): manifest.losses["val_loss"] for name in checkpoints(root) if (manifest := _read(root, name))}
+    latest = next(iter(losses), None)
+    lowest = min(losses, key=lambda name: losses[name]) if losses else None
+    return [
+        f"{pointer} is {_target(root / pointer)}, not {right}"
+        for pointer, right in ((layout.LATEST, latest), (layout.LOWEST_VAL, lowest))
+        if _target(root / pointer) != right
+    ]
+
+
+def _read(root: Path, name: layout.CheckpointName) -> Manifest | None:
+    try:
+        return Manifest.read(root / str(name))
+    except CheckpointUnusable:
+        return None
+
+
+def _target(link: Path) -> str | None:
+    return os.readlink(link) if link.is_symlink() else None

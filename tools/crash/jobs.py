@@ -1,0 +1,110 @@
+"""What the ranks of a campaign are told to do; each function runs on every rank of a pair."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from tools.crash import state
+from tools.crash.pair import progress
+from tools.crash.subjects import BASELINES, OURS, Loaded, Options, Session, Subject
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a program in *root*: it resumes, then saves *steps*."""
+
+    subject: Subject
+    root: str
+    steps: tuple[int, ...] = ()
+    options: Options = field(default_factory=Options)
+
+
+_sessions: list[Session] = []
+
+
+@functools.cache
+def warm_up() -> None:
+    """Pay for what the first save and load import, once and before the ranks are forked: two seconds for each else."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        subjects: list[Subject] = [*OURS, *BASELINES]
+        for number, subject in enumerate(subjects):
+            with tempfile.TemporaryDirectory() as root:
+                for step in (1, 2):
+                    whole(Run(subject, os.path.join(root, str(number)), (step,)))
+    finally:
+        dist.destroy_process_group()
+        state.forget()
+
+
+def begin(run: Run) -> Loaded | None:
+    """Start anew: load what is there; the session stays open for :func:`save` and :func:`end`."""
+    logging.getLogger("automodel_ckpt").setLevel(logging.CRITICAL)
+    end()
+    session = run.subject.open(Path(run.root), run.options)
+    _sessions.append(session)
+    return session.load()
+
+
+def save(steps: Iterable[int]) -> float:
+    """Save; returns the seconds that it took."""
+    started = time.monotonic()
+    for step in steps:
+        _sessions[-1].save(step)
+    return time.monotonic() - started
+
+
+def end() -> None:
+    """Close the session, if there is one."""
+    while _sessions:
+        _sessions.pop().close()
+
+
+def whole(run: Run) -> Loaded | None:
+    """Load, save all steps, close."""
+    loaded = begin(run)
+    save(run.steps)
+    end()
+    return loaded
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The save that failed in the end: its step, the kind and the text of its error."""
+
+    step: int
+    kind: str
+    text: str
+
+
+def save_until_it_fails(first: int) -> Ended:
+    """Save step after step, reporting each that returned."""
+    step = first
+    while True:
+        try:
+            _sessions[-1].save(step)
+        except BaseException as error:  # DCP's CheckpointException is no Exception
+            return Ended(step, type(error).__name__, str(error))
+        progress(step)
+        step += 1
+
+
+def forget() -> None:
+    """Drop the session without a word to it, as when its file system is gone."""
+    try:
+        end()
+    except OSError:
+        return

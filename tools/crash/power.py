@@ -1,0 +1,223 @@
+"""Power cuts: a file system on a loop image is shut down in the middle of saves, mounted again, and started on anew.
+
+The shutdown ioctl of ext4 and XFS drops what is not on disk yet and fails every later call, as a cut does; mounting
+replays the journal. The image keeps every block that the file system has written to it: a disk that loses blocks it
+acknowledged after a flush is not imitated. Needs root, loop devices and mkfs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.crash import inspect, jobs
+from tools.crash.jobs import Ended, Run
+from tools.crash.pair import Outcome, Pair
+from tools.crash.record import Record
+from tools.crash.subjects import Loaded, Options, Subject, all_ranks
+
+FILE_SYSTEMS = ("ext4", "xfs")
+_SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
+"""EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN are the same request."""
+_MEGABYTES = {"ext4": 64, "xfs": 320}
+_MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+KEEP_LAST = 3
+_LONGEST_SECONDS = 0.4
+_GOES_ON = {"the last that returned", "one begun, then finished", "nothing had returned"}
+
+
+def unsupported(file_system: str) -> str | None:
+    """Why this machine cannot cut that file system's power, or None."""
+    if os.geteuid() != 0:
+        return "mounting needs root"
+    if shutil.which(_MKFS[file_system][0]) is None:
+        return f"{_MKFS[file_system][0]} is not installed (Debian: apt-get install e2fsprogs xfsprogs)"
+    try:
+        with Disk(file_system):
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"a loop image cannot be mounted: {error}"
+
+
+class Disk:
+    """A file system in a sparse image in memory, mounted."""
+
+    def __init__(self, file_system: str) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="power-", dir="/dev/shm"))
+        self.mount_point = self._directory / "mnt"
+        self._image = self._directory / "image"
+        self.mount_point.mkdir()
+        try:
+            with open(self._image, "wb") as file:
+                file.truncate(_MEGABYTES[file_system] << 20)
+            _command([*_MKFS[file_system], str(self._image)])
+            self.mount()
+        except BaseException:
+            shutil.rmtree(self._directory)
+            raise
+
+    def mount(self) -> None:
+        _command(["mount", "-o", "loop", str(self._image), str(self.mount_point)])
+
+    def cut(self) -> None:
+        """Power off: nothing more reaches the image."""
+        descriptor = os.open(self.mount_point, os.O_RDONLY)
+        try:
+            fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
+        finally:
+            os.close(descriptor)
+
+    def unmount(self, *, seconds: float = 20.0) -> bool:
+        """Whether it could be unmounted within *seconds*: not while a process holds a file."""
+        end = time.monotonic() + seconds
+        while subprocess.run(["umount", str(self.mount_point)], capture_output=True).returncode:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unmount()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _command(arguments: list[str]) -> None:
+    subprocess.run(arguments, check=True, capture_output=True)
+
+
+class Cycle:
+    """Save until the power is cut, mount, start anew; again and again on the same disk and, where they have let go of
+    it, by the same two ranks."""
+
+    def __init__(self, subject: Subject, disk: Disk, seed: int) -> None:
+        self._disk, self._pair = disk, Pair()
+        self._random = random.Random(seed)
+        self.root = disk.mount_point / "run"
+        self._run = Run(subject, str(self.root), (), Options(keep_last=KEEP_LAST))
+        self.step = 1
+        self.replaced = 0
+        self.disagreement: list[str] = []
+        self.returned: int | None = None
+
+    def start(self) -> list[Outcome]:
+        return self._pair.run(jobs.begin, self._run)
+
+    def save_and_cut(self, longest: float) -> None:
+        """Cut at an instant within the first *longest* seconds of saving; notes the last save that had returned."""
+        for rank in self._pair.ranks:
+            rank.messages.clear()
+        self._pair.tell(jobs.save_until_it_fails, self.step)
+        outcomes: dict[int, Outcome] = {}
+        end = time.monotonic() + self._random.uniform(0, longest)
+        while (left := end - time.monotonic()) > 0:
+            self._pair.serve_once(outcomes, None, seconds=left)
+        self._disk.cut()
+        ended = self._pair.finish()
+        self.disagreement = _disagreement(ended)
+        saved = [step for rank in self._pair.ranks for step in rank.messages]
+        self.returned = max(saved, default=self.returned)
+        if self._pair.alive and not self.disagreement:
+            self._pair.run(jobs.forget)
+        if not self._pair.alive or self.disagreement or not self._disk.unmount(seconds=0.1):
+            self.replace_ranks()
+            self._disk.unmount()
+        self._disk.mount()
+
+    def replace_ranks(self) -> None:
+        """Other processes, where the old ones died or still hold a file of the disk that went."""
+        self._pair.close()
+        self._pair = Pair()
+        self.replaced += 1
+
+    def close(self) -> None:
+        self._pair.close()
+
+    def found(self, outcomes: list[Outcome]) -> tuple[str, list[str]]:
+        """What the start after a cut found: (outcome, what is wrong with it); the next saves go on from there."""
+        if errors := [f"rank {r} cannot start: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]:
+            return "no start", errors
+        loaded: Loaded | None = all_ranks([outcome.value for outcome in outcomes])
+        if loaded is None:
+            ranks_differ = any(outcome.value for outcome in outcomes)
+            lost = self.returned is not None or ranks_differ
+            outcome = "ranks differ" if ranks_differ else "starts from nothing" if lost else "nothing had returned"
+            return outcome, ["all is lost"] if lost else []
+        self.step = loaded.step + 1
+        if loaded.seed is None:
+            return "a mixture, unnoticed", [f"step {loaded.step} is not what was saved"]
+        if self.returned is not None and loaded.step < self.returned:
+            return "a finished save lost", [f"step {self.returned} had returned, {loaded.step} was found"]
+        newer = self.returned is None or loaded.step > self.returned
+        return "one begun, then finished" if newer else "the last that returned", []
+
+
+def _disagreement(outcomes: list[Outcome]) -> list[str]:
+    """Ranks that did not fail in the same save, or not as they should."""
+    ends: list[Ended | None] = [outcome.value if outcome.ok else None for outcome in outcomes]
+    steps, kinds = {end and end.step for end in ends}, {end and end.kind for end in ends}
+    if len(steps) == 1 and kinds == {"SaveFailed"}:
+        return []
+    said = [f"rank {r} failed at {e.step} with {e.kind}: {e.text[:300]}" if e else f"rank {r} died or took too long"
+            for r, e in enumerate(ends)]  # fmt: skip
+    return ["the ranks do not fail together: " + "; ".join(said)]
+
+
+def _promises(root: Path) -> list[str]:
+    return inspect.damage(root) + inspect.leftovers(root, running=True) + inspect.wrong_pointers(root)
+
+
+def cycles(
+    subject: Subject, file_system: str, *, points: int, seed: int, seconds: float
+) -> Iterator[tuple[str, list[str]]]:
+    """(outcome, what is wrong) of cut after cut; the promises of this project are checked by the caller."""
+    jobs.warm_up()
+    end = time.monotonic() + seconds
+    done = 0
+    while done < points and time.monotonic() < end:
+        with Disk(file_system) as disk, contextlib.closing(Cycle(subject, disk, seed + done)) as cycle:
+            cycle.start()
+            while done < points and time.monotonic() < end:
+                cycle.save_and_cut(_LONGEST_SECONDS)
+                outcome, wrong = cycle.found(cycle.start())
+                if subject.name.startswith("automodel_ckpt"):
+                    wrong += _promises(cycle.root) + cycle.disagreement
+                done += 1
+                yield outcome, wrong
+                if outcome not in _GOES_ON:
+                    break  # a new disk, so that one loss is counted once
+
+
+def run(
+    subjects: tuple[Subject, ...], file_systems: tuple[str, ...], *, points: int, seed: int, seconds: float,
+    violations: bool = True,
+) -> Record:  # fmt: skip
+    """The campaign, *points* and *seconds* shared equally; without *violations* (a baseline) only counted."""
+    record = Record("power cuts", {"points": points, "seed": seed, "seconds": seconds})
+    usable = [name for name in file_systems if not _skipped(name, record)]
+    parts = [(subject, name) for subject in subjects for name in usable]
+    for subject, name in parts:
+        share = {"points": -(-points // len(parts)), "seconds": seconds / len(parts)}
+        for number, (outcome, wrong) in enumerate(cycles(subject, name, seed=seed, **share)):  # type: ignore[arg-type]
+            point = f"{subject.name}/{name}/{number}"
+            record.add(f"{name}: {outcome}", wrong if violations else (), point=point, seed=seed)
+    return record
+
+
+def _skipped(file_system: str, record: Record) -> bool:
+    reason = unsupported(file_system)
+    if reason:
+        record.notes[f"{file_system} skipped"] = reason
+        print(f"{file_system} is left out: {reason}", flush=True)
+    return reason is not None

@@ -1,0 +1,125 @@
+"""The state that the campaigns save: small, sharded over the ranks, and a pure function of one number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+SHAPES = {"embed": (7, 4), "hidden": (5, 6), "one_row": (1, 3), "scale": (6,)}
+
+
+class Kept:
+    """A recipe attribute with state of its own."""
+
+    def __init__(self, value: Any, scope: str) -> None:
+        self.value = value
+        self.checkpoint_scope = scope
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Net(torch.nn.Module):
+    """Uneven, one-row, bfloat16 and tied parameters, sharded; 0-dim, integer, bool and empty buffers."""
+
+    def __init__(self, generator: torch.Generator, mesh: DeviceMesh | None, rows: int) -> None:
+        super().__init__()
+        for name, (first, *rest) in SHAPES.items():
+            value = torch.randn((first * rows, *rest), generator=generator)
+            value = value.to(torch.bfloat16) if name == "hidden" else value
+            self.register_parameter(name, torch.nn.Parameter(sharded(value, mesh)))
+        self.head = self.embed
+        self.register_buffer("mean", torch.randn((), generator=generator))
+        self.register_buffer("count", torch.randint(2**40, (3,), generator=generator))
+        self.register_buffer("mask", torch.randn(4, generator=generator) > 0)
+        self.register_buffer("empty", torch.empty(0, 3))
+
+
+def sharded(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    return value if mesh is None else distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+
+
+_meshes: dict[int, DeviceMesh] = {}
+
+
+def mesh_here() -> DeviceMesh | None:
+    """The mesh of this process's ranks; None without a process group."""
+    if not dist.is_initialized():
+        return None
+    size = dist.get_world_size()
+    if size not in _meshes:
+        _meshes[size] = init_device_mesh("cpu", (size,))
+    return _meshes[size]
+
+
+def build(seed: int, rows: int = 1) -> SimpleNamespace:
+    """A recipe-like object whose every value follows from *seed*; *rows* times as large."""
+    generator = torch.Generator().manual_seed(seed)
+    mesh = mesh_here()
+    model = Net(generator, mesh, rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3])
+    schedule.last_epoch = seed
+    for parameter in model.parameters():
+        shape, dtype = parameter.shape, parameter.dtype
+        moments = {
+            name: sharded(torch.randn(shape, generator=generator).to(dtype), mesh) for name in ("exp_avg", "exp_avg_sq")
+        }
+        optimizer.state[parameter] = {"step": torch.tensor(float(seed)), **moments}
+    rank = dist.get_rank() if mesh else 0
+    return SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        rng=Kept(torch.randint(256, (64,), generator=generator, dtype=torch.uint8) + rank, "rank_rng"),
+        dataloader=Kept({"epoch": 0, "consumed_samples": seed}, "dp_rank"),
+        scheduler=Kept({"step": seed}, "replicated"),
+    )
+
+
+def tensors_of(made: SimpleNamespace) -> dict[str, torch.Tensor]:
+    """All tensors, by name, as baselines save them: they know nothing of other state."""
+    found = dict(made.model.state_dict())
+    found.pop("head")
+    for name, parameter in made.model.named_parameters():
+        found |= {f"optimizer.{name}.{k}": v for k, v in made.optimizer.state[parameter].items()}
+    return found
+
+
+def digest(made: SimpleNamespace, *, tensors_only: bool = False) -> str:
+    """One number for all that this rank holds."""
+    hashed = xxhash.xxh3_128()
+    for name, value in sorted(tensors_of(made).items()):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        hashed.update(f"{name} {local.dtype} {tuple(local.shape)}".encode())
+        hashed.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    if not tensors_only:
+        others = (made.rng.value.tolist(), made.dataloader.value, made.scheduler.value, made.lr_scheduler.last_epoch)
+        hashed.update(repr(others).encode())
+    return hashed.hexdigest()
+
+
+_expected: dict[tuple[int, int, bool], str] = {}
+
+
+def expected(seed: int, rows: int = 1, *, tensors_only: bool = False) -> str:
+    """The digest of the state that *seed* stands for, on this rank."""
+    key = (seed, rows, tensors_only)
+    if key not in _expected:
+        _expected[key] = digest(build(seed, rows), tensors_only=tensors_only)
+    return _expected[key]
+
+
+def forget() -> None:
+    """Forget what belongs to a process group that ended."""
+    _meshes.clear()
+    _expected.clear()
