@@ -32,6 +32,13 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def labelled_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of labels [B, T] unshifted: the places [N] in the flattened batch that predict a label, and the labels [N]."""
+    shifted = shift_labels(labels).flatten()
+    positions = (shifted != IGNORE_INDEX).nonzero().flatten()
+    return positions, shifted[positions]
+
+
 def num_label_tokens(labels: torch.Tensor) -> int:
     """How many of labels [B, T] are predicted: all but -100 and the first of each row, which nothing precedes."""
     return int((labels[:, 1:] != IGNORE_INDEX).sum())

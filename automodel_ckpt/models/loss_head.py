@@ -1,0 +1,181 @@
+"""The last layer and the loss in one, so that the logits of a whole micro-batch never exist.
+
+Positions without a label are dropped before the layer; the others go through it and the cross-entropy in chunks, whose
+gradients are computed at once. At a vocabulary of 128k the logits would be the largest tensors of a training step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automodel_ckpt.models.probe import logits_of, undisturbed
+
+log = logging.getLogger(__name__)
+
+LossOf = Callable[[torch.Tensor, torch.Tensor], AbstractContextManager[None]]
+""":meth:`LossHead.loss_of` of a model's head."""
+
+_CHUNK_ELEMENTS = 2**25
+"""Logits that exist at a time: 128 MiB in float32."""
+
+
+class LossHead(nn.Linear):
+    """A model's output layer that, inside :meth:`loss_of`, returns the summed cross-entropy instead of logits.
+
+    Elsewhere it is the layer it was made of, whose parameters it shares under the same names.
+    """
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> LossHead:
+        """*layer* as a loss head, with its very parameters (tied ones stay tied)."""
+        with torch.device("meta"):
+            head = cls(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        head.weight, head.bias = layer.weight, layer.bias
+        return head.train(layer.training)
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self._labelled: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @contextmanager
+    def loss_of(self, positions: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
+        """What the model's forward inside returns as its logits is the loss, 0-dim in float32.
+
+        *positions* [N] are the labelled places in the flattened batch, *targets* [N] the tokens that they predict.
+        """
+        self._labelled = positions, targets
+        try:
+            yield
+        finally:
+            self._labelled = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`loss_of`."""
+        if self._labelled is None:
+            return super().forward(input)
+        positions, targets = self._labelled
+        hidden = input.flatten(0, -2).index_select(0, positions)
+        return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    """Summed cross-entropy of ``hidden [N, H] @ weight [V, H].T + bias [V]`` for targets [N]; 0-dim, float32.
+
+    Like ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")`` but for the order of
+    additions, with no more than a chunk of the logits at a time. Under autocast the product is in its dtype.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradients for a loss weight of 1 are computed with the loss; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
+        sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        size = math.ceil(_CHUNK_ELEMENTS / weight.shape[0])
+        for start in range(0, len(targets), size):
+            part, labels = hidden[start : start + size], targets[start : start + size]
+            rows = torch.arange(len(labels), device=labels.device)
+            logits = F.linear(part, weight, bias).float()
+            largest = logits.amax(1, keepdim=True)
+            wanted = logits[rows, labels, None] - largest
+            exponentials = logits.sub_(largest).exp_()
+            total = exponentials.sum(1, keepdim=True)
+            loss += (total.log() - wanted).sum()
+            if any(needed):
+                # The gradient with respect to the logits: softmax minus one-hot, in the memory of the logits.
+                errors = exponentials.div_(total)
+                errors[rows, labels] -= 1
+                sums.add(start, part, errors.to(hidden.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(loss_weight), None, None
+
+
+class _Gradients:
+    """Sums over the chunks, in float32 where the parameters are shorter; None for what needs no gradient."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
+    ) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.factor = weight
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+
+    def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
+        """A chunk's *errors* [n, V] with respect to the logits of its *part* [n, H] of the hidden states."""
+        if self.hidden is not None:
+            torch.mm(errors, self.factor, out=self.hidden[start : start + len(part)])
+        if self.weight is not None:
+            if self.weight.dtype == errors.dtype:
+                self.weight.addmm_(errors.t(), part)
+            else:
+                self.weight += errors.t() @ part
+        if self.bias is not None:
+            self.bias += errors.sum(0, dtype=self.bias.dtype)
+
+    def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients times *loss_weight*, in the types of what they belong to; the sums are used up by it."""
+        sums, dtype = (self.hidden, self.weight, self.bias), self.factor.dtype
+        return [None if each is None else each.mul_(loss_weight.to(each.dtype)).to(dtype) for each in sums]
+
+
+def install_loss_head(model: nn.Module, options: Mapping[str, Any]) -> LossHead | None:
+    """Put a :class:`LossHead` in the place of the model's output layer, where that gives the logits as they are.
+
+    None, with the model unchanged, where it has no such layer or does more to the logits (scales or caps them), which
+    a few tokens through the model, on its device and with *options*, show.
+    """
+    transformers_model: Any = model
+    layer = transformers_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(layer) is not nn.Linear or not _gives_the_logits(model, layer, options):
+        return None
+    head = LossHead.of(layer)
+    transformers_model.set_output_embeddings(head)
+    return head
+
+
+def _gives_the_logits(model: nn.Module, layer: nn.Linear, options: Mapping[str, Any]) -> bool:
+    outputs: list[torch.Tensor] = []
+    hook = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.clone()))
+    try:
+        with undisturbed(model):
+            output = model(input_ids=torch.tensor([[1, 2, 3, 1]], device=layer.weight.device), **options)
+    except Exception as error:
+        log.debug("the model cannot be asked about its output layer: %s: %s", type(error).__name__, error)
+        return False
+    finally:
+        hook.remove()
+    logits = logits_of(output)
+    return len(outputs) == 1 and logits.shape == outputs[0].shape and torch.equal(logits, outputs[0].to(logits.dtype))

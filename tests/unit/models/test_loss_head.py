@@ -1,0 +1,165 @@
+"""The loss head gives the loss and gradients of full logits, and stays a plain layer for everything else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automodel_ckpt.models import loss_head
+from automodel_ckpt.models.loss_head import LossHead, install_loss_head, linear_cross_entropy
+from automodel_ckpt.training.loss import labelled_positions, next_token_loss
+from tests.unit.models.test_probe import build
+
+OPTIONS = {"use_cache": False}
+
+
+@pytest.fixture(params=[1, 3, 1000], ids=lambda rows: f"chunks of {rows}")
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", 53 * request.param)
+
+
+def inputs(dtype: torch.dtype, num: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((num, 16), (53, 16), (53,)))
+    targets = torch.randint(0, 53, (num,), generator=generator)
+    return *(each.to(dtype).requires_grad_() for each in (hidden, weight, bias)), targets
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    "needed", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)]
+)
+def test_loss_and_gradients_are_those_of_the_full_logits(
+    dtype: torch.dtype, tolerance: float, needed: tuple[bool, ...]
+) -> None:
+    *leaves, targets = inputs(dtype)
+    for leaf, wanted in zip(leaves, needed, strict=True):
+        leaf.requires_grad_(wanted)
+    others = [leaf.detach().float().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    loss = linear_cross_entropy(*leaves, targets)
+    expected = F.cross_entropy(F.linear(*others), targets, reduction="sum")
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(leaves, others, strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None and theirs.grad is not None:
+            assert ours.grad.dtype == dtype
+            torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    scaled = hidden.detach() * 1e4
+    expected = F.cross_entropy(F.linear(scaled, weight, bias), targets, reduction="sum")
+    torch.testing.assert_close(linear_cross_entropy(scaled, weight, bias, targets), expected)
+
+
+def test_without_labels_the_loss_is_zero_and_so_are_the_gradients() -> None:
+    *leaves, targets = inputs(torch.float32, num=0)
+    loss = linear_cross_entropy(*leaves, targets)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", 4 * 1000)
+    weight = torch.randn(1000, 4, requires_grad=True)
+    hidden = torch.randn(500, 4, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear_cross_entropy(hidden, weight, None, torch.zeros(500, dtype=torch.int64)).backward()
+    sizes = [event.cpu_memory_usage for event in profile.events() or []]
+    assert 0 < max(sizes) < 100_000  # the logits of all positions would be 2,000,000 bytes
+
+
+def gradients(model: Any, batch: dict[str, torch.Tensor], head: LossHead | None) -> tuple[float, list[torch.Tensor]]:
+    model.zero_grad()
+    rest = {name: tensor for name, tensor in batch.items() if name != "labels"} | OPTIONS
+    if head is None:
+        loss = next_token_loss(model(**rest).logits, batch["labels"])
+    else:
+        with head.loss_of(*labelled_positions(batch["labels"])):
+            loss = model(**rest).logits
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 97, (3, 9), generator=generator)
+    labels = tokens.masked_fill(torch.rand(3, 9, generator=generator) < 0.6, -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_model_with_a_loss_head_learns_the_same(model_type: str, frozen_head: bool) -> None:
+    model = build(model_type).eval()
+    model.get_output_embeddings().weight.requires_grad_(not frozen_head)
+    names, state = dict(model.named_parameters()).keys(), copy.deepcopy(model.state_dict())
+    expected_loss, expected = gradients(model, batch(), None)
+    head = install_loss_head(model, OPTIONS)
+    assert head is model.get_output_embeddings()
+    assert dict(model.named_parameters()).keys() == names
+    assert model.state_dict().keys() == state.keys()
+    loss, ours = gradients(model, batch(), head)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert model(input_ids=batch()["input_ids"], **OPTIONS).logits.shape == (3, 9, 97)
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = build("gpt2")
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    assert head.weight is model.get_input_embeddings().weight
+
+
+def test_a_model_that_does_more_to_the_logits_keeps_its_layer() -> None:
+    class Capped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.layer = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+        def get_output_embeddings(self) -> nn.Linear:
+            return self.layer
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.layer(self.body(input_ids))
+            return torch.tanh(logits / 30) * 30
+
+    model = Capped()
+    assert install_loss_head(model, {}) is None
+    assert type(model.layer) is nn.Linear
+    assert install_loss_head(nn.Linear(2, 2), {}) is None
+
+
+@pytest.mark.parametrize(("model_type", "setting"), [("cohere", "logit_scale"), ("gemma2", "final_logit_softcapping")])
+def test_scaled_and_capped_logits_of_transformers_are_noticed(model_type: str, setting: str) -> None:
+    from tests.unit.models import test_probe
+
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, setting: 0.5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(test_probe._SIZES, model_type, sizes)
+        model = build(model_type, "eager")
+    assert install_loss_head(model, OPTIONS) is None
+
+
+def test_autocast_computes_in_its_type() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, bias, targets)
+        expected = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
