@@ -192,6 +192,10 @@ class FinetuneRecipe:
         sums: list[float] = vector.tolist()
         return sums
 
+    def on_all_ranks(self, holds: bool) -> bool:
+        """Whether something holds on every rank."""
+        return self.sum_over_ranks(holds)[0] == self.layout.world_size
+
     def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, Due]:
         """Count a step; returns the loss summed over all ranks, and what is due.
 

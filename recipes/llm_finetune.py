@@ -26,6 +26,7 @@ from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.data.packing import PackedDataset, RowLayout, longest_sample
 from automodel_ckpt.distributed.parallelize import (
     choose_strategy,
     full_value,
@@ -45,8 +46,16 @@ from automodel_ckpt.models.build import (
     load_model_config,
     require_local,
 )
+from automodel_ckpt.models.loss_head import LossOf, install_loss_head
+from automodel_ckpt.models.probe import attention_of, keeps_samples_apart, logits_of
 from automodel_ckpt.recipes.base import Control, FinetuneRecipe, StepResult, Validation
-from automodel_ckpt.training.loss import LossFn, cross_entropy_sum, next_token_loss, num_label_tokens
+from automodel_ckpt.training.loss import (
+    LossFn,
+    cross_entropy_sum,
+    labelled_positions,
+    next_token_loss,
+    num_label_tokens,
+)
 from automodel_ckpt.training.lr import build_schedule, current_rate
 from automodel_ckpt.training.optim import adamw, trainable
 from automodel_ckpt.training.rng import StatefulRNG
@@ -122,7 +131,7 @@ class LLMFinetune(FinetuneRecipe):
         """A loader of this rank's part of the global batches; for validation in order, and without accumulation."""
         config, steps, dp_size = self.config.dataloader, self.config.step_scheduler, self.layout.dp_size
         return GlobalBatchLoader(
-            build(section, tokenizer=self.tokenizer),
+            self.packed(build(section, tokenizer=self.tokenizer)),
             global_batch_size=steps.local_batch_size * dp_size if validation else steps.global_batch_size,
             local_batch_size=steps.local_batch_size,
             collate_fn=self.build_collate_fn(),
@@ -133,6 +142,16 @@ class LLMFinetune(FinetuneRecipe):
             drop_last=config.drop_last and not validation,
             num_workers=0 if validation else config.num_workers,
         )
+
+    def packed(self, dataset: Any) -> Any:
+        """The data set as it is, or with a ``packed_sequence`` section in packs."""
+        section = self.config.packed_sequence
+        if section is None:
+            return dataset
+        packs = PackedDataset(dataset, section.size)
+        log.info("packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
+                 len(dataset), len(packs), section.size, 100 * packs.waste)  # fmt: skip
+        return packs
 
     def build_collate_fn(self) -> Any:
         """The function from samples to a micro-batch."""
@@ -180,12 +199,46 @@ class LLMFinetune(FinetuneRecipe):
         takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
         self.log_model(model)
+        self.row_layout = self.choose_row_layout(model)
+        self.loss_of = self.choose_loss_head(model)
         return parallelize(
             model,
             self.layout,
             strategy=distributed.strategy,
             reshard_after_forward=distributed.reshard_after_forward,
         )
+
+    def choose_row_layout(self, model: nn.Module) -> RowLayout | None:
+        """How samples share rows, if the model keeps them apart; None: each is padded to the longest."""
+        config, packed = self.config.dataloader, self.config.packed_sequence is not None
+        if not (config.padding_free or packed):
+            return None
+        attention = attention_of(model)
+        one_row = "flash" in attention
+        if not self.on_all_ranks(keeps_samples_apart(model.to(self.layout.device), one_row, self.forward_options)):
+            if packed:
+                raise RecipeError(
+                    "this model does not keep the samples of a pack apart",
+                    where="packed_sequence",
+                    value=f"{type(model).__name__}, {attention} attention",
+                    remedy="leave packed_sequence out, or use another model or attn_implementation",
+                )
+            log.info("samples are padded to the longest: this model does not keep those apart that share a row")
+            return None
+        log.info("samples share rows without padding, kept apart by their position ids (%s attention)", attention)
+        hidden_size = getattr(self.model_config and self.model_config.get_text_config(), "hidden_size", 1024)
+        return RowLayout(hidden_size, one_row, config.pad_to_multiple_of or 1)
+
+    def choose_loss_head(self, model: nn.Module) -> LossOf | None:
+        """The model's output layer made one that computes the loss; None where that has to see full logits."""
+        if self.config.loss_fn is not None:
+            return None
+        head = install_loss_head(model.to(self.layout.device), self.forward_options)
+        if head is None:
+            log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
+                     type(model).__name__)  # fmt: skip
+            return None
+        return head.loss_of  # no state: the layer's parameters are the model's
 
     def log_model(self, model: nn.Module) -> None:
         num_all = sum(p.numel() for p in model.parameters())
@@ -347,14 +400,23 @@ class LLMFinetune(FinetuneRecipe):
 
     def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
-        inputs = {name: value.to(self.layout.device, non_blocking=True) for name, value in micro_batch.items()}
-        labels = inputs.pop("labels")
-        self.check_length(labels.shape[1])
-        output = self.model(**inputs, **self.forward_options)
-        return next_token_loss(getattr(output, "logits", output), labels, self.loss_fn)
+        self.check_length(longest_sample(micro_batch))
+        rows = self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
+        inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
+        if self.loss_of is None:
+            output = self.model(**inputs, **self.forward_options)
+            return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn)
+        positions, targets = labelled_positions(rows["labels"])
+        with self.loss_of(self.on_device(positions), self.on_device(targets)):
+            output = self.model(**inputs, **self.forward_options)
+        return logits_of(output)
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """*tensor* where the model is."""
+        return tensor.to(self.layout.device, non_blocking=True)
 
     def check_length(self, num_tokens: int) -> None:
-        """:class:`RecipeError` for a padded micro-batch that is longer than the model's context."""
+        """:class:`RecipeError` for a sample, padding included, that is longer than the model's context."""
         if self.model_config is not None:
             check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
 

@@ -134,6 +134,18 @@ class DataloaderConfig:
     """Leave out an epoch's last global batch when it is not full."""
     pad_to_multiple_of: int | None = setting(None, AT_LEAST_1)
     """Round padded lengths up to a multiple of this many tokens."""
+    padding_free: bool = True
+    """Let samples of a micro-batch share rows where the model keeps them apart; false: pad each one."""
+
+
+@dataclass
+class PackedSequenceConfig:
+    """Packs of several samples, which then count as one: batch sizes are in packs. No section: no packing."""
+
+    size: int = setting(2048, AT_LEAST_1)
+    """Tokens of a pack; at least the longest sample's."""
+    strategy: Literal["best_fit"] = "best_fit"
+    """How samples are chosen: best_fit puts each, the longest first, into the fullest pack with room."""
 
 
 @dataclass
@@ -290,6 +302,7 @@ class RecipeConfig:
     validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer",)})
     """The validation data, in the same way; null: no validation."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    packed_sequence: PackedSequenceConfig | None = None
     optimizer: OptimizerConfig | Target = field(default_factory=OptimizerConfig, metadata={"supplied": ("params",)})
     lr_scheduler: LRSchedulerConfig | None = None
     loss_fn: Target | None = field(default=None, metadata={"supplied": ("reduction",)})
@@ -311,5 +324,11 @@ class RecipeConfig:
             ),
             "ckpt_on_best and val_every_steps need a validation_dataset",
             "add a validation_dataset section, or remove these keys",
+        ),
+        Relation(
+            ("packed_sequence", "dataloader.collate_fn"),
+            lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
+            "packed_sequence and dataloader.collate_fn exclude each other",
+            "remove one of them: only the built-in collator keeps the samples of a pack apart",
         ),
     )
