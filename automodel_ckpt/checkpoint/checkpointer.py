@@ -12,7 +12,6 @@ A save is three short exchanges between the ranks and, between them, work that e
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import math
@@ -37,7 +36,7 @@ from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, safe_load
+from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, read_value
 from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, Tree, merge_files, merge_tree
 from automodel_ckpt.checkpoint.trees import Owners, module_state, set_module_state
@@ -80,7 +79,7 @@ class SaveReport:
     stall_seconds: float
     total_seconds: float
     nbytes: int
-    free_bytes: int
+    free_bytes: int | None
     pruned: tuple[str, ...] = ()
     export: Path | None = None
     export_failure: AutomodelError | None = None
@@ -236,19 +235,19 @@ class Checkpointer:
                 part, records = self._write_part(snapshot, proposals, staging)
                 if self.is_leader:
                     self._write_common(staging, part, snapshot, config_yaml, losses)
-                (staging / layout.part_file(self._ranks.rank)).write_bytes(part.to_bytes())
+                commit.write_file(staging / layout.part_file(self._ranks.rank), part.to_bytes())
             manifest = None
             with self._failing_together(f"publishing {name}"):
                 if self.is_leader:
                     if before_publishing is not None:
                         before_publishing()
-                    manifest = self._publish(staging, name, snapshot, records, losses, progress)
+                    manifest = self._publish(staging, name, snapshot, records, losses, progress, validated)
         except SaveFailed:
             if self.is_leader:
                 commit.discard(staging)
             raise
         if self.is_leader and manifest is not None:
-            self._point(manifest, validated)
+            self._point(str(name))
         self._tell_once(snapshot.items)
         pruned = self._prune(str(name)) if self.is_leader else ()
         report = self._report(name, started, manifest, pruned)
@@ -332,6 +331,7 @@ class Checkpointer:
         records: Mapping[str, StateRecord],
         losses: Mapping[str, Any],
         progress: Mapping[str, Any],
+        validated: bool,
     ) -> Manifest:
         parts = [Part.parse((staging / layout.part_file(rank)).read_bytes()) for rank in range(self._ranks.world_size)]
         formats = {tree.name: self._tree_format(records[tree.name]) for tree in snapshot.trees.values()}
@@ -341,7 +341,8 @@ class Checkpointer:
         manifest = Manifest(
             step=name.step, epoch=name.epoch, created=time.time(),
             world_size=self._ranks.world_size, dp_size=self._ranks.dp_size,
-            progress=dict(progress), losses=_plain(losses), environment=environment(), lineage=self._lineage(),
+            progress=dict(progress), losses=_plain(losses), validated=validated,
+            environment=environment(), lineage=self._lineage(),
             state=dict(records),
             trees={n: merge_tree(n, formats[n], parts, snapshot.tied.get(n, {})) for n in snapshot.trees},
             files=merge_files(parts),
@@ -369,29 +370,47 @@ class Checkpointer:
             return
         step, self._resumed_step = self._resumed_step, None
         root = self.directory.absolute()
-        for name in resume.checkpoint_names(root):
-            if name.step > step:
-                aside = commit.supersede(root, str(name))
-                log.warning("Abandoned checkpoint %s is kept as %s", self.directory / str(name), aside)
+        abandoned = [name for name in resume.checkpoint_names(root) if name.step > step]
+        if commit.pointed(root, layout.LOWEST_VAL) in {str(name) for name in abandoned}:
+            # A new checkpoint may soon have that name; the best of what is left is looked for after it.
+            commit.unpoint(root, layout.LOWEST_VAL)
+        for name in abandoned:
+            aside = commit.supersede(root, str(name))
+            log.warning("Abandoned checkpoint %s is kept as %s", self.directory / str(name), aside)
 
-    def _point(self, manifest: Manifest, validated: bool) -> None:
-        """Swap LATEST, and LOWEST_VAL where this checkpoint is the best of those validated at their own step."""
-        root, name = self.directory.absolute(), str(layout.CheckpointName(manifest.step, manifest.epoch))
+    def _point(self, newest: str) -> None:
+        """Swap LATEST, and LOWEST_VAL where another checkpoint is the best of those validated at their own step."""
+        root = self.directory.absolute()
         try:
-            commit.point(root, layout.LATEST, name)
-            value = policy.metric_of(manifest.losses, self._metric_key) if validated else None
-            if policy.is_better(value, self._best_so_far(root), self._mode):
-                commit.point(root, layout.LOWEST_VAL, name)
+            commit.point(root, layout.LATEST, newest)
+            self._point_to_best(root, newest)
         except OSError as error:
-            # The checkpoint itself is safe, and the next start finds it without the pointer.
+            # The checkpoint itself is safe, and the next start mends the pointers.
             log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=_RETRY))
 
-    def _best_so_far(self, root: Path) -> float | None:
-        name = commit.pointed(root, layout.LOWEST_VAL)
+    def _point_to_best(self, root: Path, newest: str) -> None:
+        """Mend LOWEST_VAL. Only the newest can have overtaken a best that stands; else all are asked."""
+        before = commit.pointed(root, layout.LOWEST_VAL)
+        standing = self._metric_of(root, before)
+        if standing is not None and policy.is_better(self._metric_of(root, newest), standing, self._mode):
+            best: str | None = newest
+        elif standing is not None:
+            best = before
+        else:
+            record = policy.best(resume.records(root, self._metric_key), self._mode)
+            best = record.name if record else None
+        if best is None:
+            commit.unpoint(root, layout.LOWEST_VAL)
+        elif best != before:
+            commit.point(root, layout.LOWEST_VAL, best)
+
+    def _metric_of(self, root: Path, name: str | None) -> float | None:
+        """What ranks a checkpoint; None where it is gone, damaged, or was not validated at its own step."""
         if name is None:
             return None
         with contextlib.suppress(CheckpointUnusable):
-            return policy.metric_of(Summary.read(root / name).losses, self._metric_key)
+            summary = Summary.read(root / name)
+            return policy.metric_of(summary.losses, self._metric_key) if summary.validated else None
         return None
 
     def _prune(self, just_saved: str) -> tuple[str, ...]:
@@ -468,7 +487,10 @@ class Checkpointer:
         seconds = time.monotonic() - started
         nbytes = manifest.nbytes if manifest else 0
         path = self.directory / str(name)
-        return SaveReport(path, name.step, seconds, seconds, nbytes, _free_bytes(self.directory), pruned)
+        free_bytes = None
+        with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now
+            free_bytes = _free_bytes(self.directory)
+        return SaveReport(path, name.step, seconds, seconds, nbytes, free_bytes, pruned)
 
     def _tell_once(self, items: Iterable[Item]) -> None:
         if self._told or not self.is_leader:
@@ -524,13 +546,13 @@ class Checkpointer:
         return resume.candidates(root, self._restore_from)
 
     def _repoint(self, root: Path) -> None:
-        """A run killed between publishing and pointing left the pointers one behind."""
+        """A run killed between publishing and pointing left the pointers behind."""
         newest = next(resume.records(root, self._metric_key), None)
-        if newest is None or commit.pointed(root, layout.LATEST) == newest.name:
+        if newest is None:
             return
-        commit.point(root, layout.LATEST, newest.name)
-        if policy.is_better(newest.metric, self._best_so_far(root), self._mode):
-            commit.point(root, layout.LOWEST_VAL, newest.name)
+        if commit.pointed(root, layout.LATEST) != newest.name:
+            commit.point(root, layout.LATEST, newest.name)
+        self._point_to_best(root, newest.name)
 
     def _first_usable(self, request: resume.Request) -> tuple[Path, Manifest] | None:
         refused: list[resume.Refused] = []
@@ -596,6 +618,7 @@ class Checkpointer:
         except AutomodelError as error:
             failure = error
         except OSError as error:
+            error.filename = error.filename or str(self.directory)
             problem = os_problem(error, f"{doing} failed", remedy=_RETRY)
             failure = kind.all_of([problem])
         except Exception as error:
@@ -725,10 +748,22 @@ class _Loader:
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(item, record)
         if file is not None:
-            data = (self._path / file).read_bytes()
-            item.value.load_state_dict(safe_load(io.BytesIO(data), str(self._path / file)))
+            self._restore(item, read_value(self._path, file))
         elif item.name not in self._allow_missing:
             self._derive(item)
+
+    def _restore(self, item: Item, state: Any) -> None:
+        try:
+            item.value.load_state_dict(state)
+        except AutomodelError:
+            raise
+        except Exception as error:
+            log.debug("unexpected", exc_info=True)
+            self._refuse(
+                f"{item.name!r} does not take the state that was saved",
+                [repr(error)],
+                "resume with the recipe that wrote it, or use another checkpoint of this run",
+            )
 
     def _derive(self, item: Item) -> None:
         """Each rank had its own state, and there are other ranks now: what can be made anew from the step is."""

@@ -30,10 +30,12 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.durable import DurableFile, file_record
+from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
 log = logging.getLogger("automodel_ckpt")
 
+_POINTER_BYTES = 256
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -82,14 +84,15 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make the directory's entries durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         error.filename = str(path)
         raise
-    finally:
-        os.close(descriptor)
 
 
 def make_run_directory(root: Path) -> None:
@@ -111,19 +114,30 @@ def reserve(root: Path, name: str) -> Path:
 
 def seal(staging: Path, manifest: bytes) -> None:
     """Make the staging directory a complete checkpoint: all directories durable, the manifest last."""
-    discard(staging / layout.PARTS)
+    for part in os.listdir(staging / layout.PARTS):
+        os.unlink(staging / layout.PARTS / part)
+    os.rmdir(staging / layout.PARTS)
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
     replace_file(staging / layout.MANIFEST, manifest)
 
 
 def publish(staging: Path, name: str) -> Path:
-    """Give a sealed staging directory its final name, durably. Raises :class:`FileExistsError` where it is taken."""
+    """Give a sealed staging directory its final name, durably, or leave none at all.
+
+    Raises :class:`FileExistsError` where the name is taken.
+    """
     final = staging.parent / name
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     os.rename(staging, final)
-    fsync_directory(staging.parent)
+    try:
+        fsync_directory(staging.parent)
+    except OSError:
+        # Nobody may be told of a name that a power cut could take back.
+        with contextlib.suppress(OSError):
+            discard(withdraw(final))
+        raise
     return final
 
 
@@ -160,8 +174,9 @@ def pointed(root: Path, pointer: str) -> str | None:
     name = None
     if link.is_symlink():
         name = os.readlink(link).rstrip("/")
-    elif text.is_file():
-        name = text.read_bytes()[:256].decode(errors="replace").strip()
+    else:
+        with contextlib.suppress(OSError):
+            name = read_inside(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
     return name if name is not None and layout.parse_checkpoint_name(name) else None
 
 
@@ -204,8 +219,11 @@ def discard(path: Path) -> None:
         if not isinstance(error, FileNotFoundError):
             log.warning("could not remove the leftover %s: %s", name, error)
 
-    if not path.is_symlink() and path.is_dir():
-        shutil.rmtree(path, onerror=lambda function, name, info: report(function, name, info[1]))
+    try:
+        if not path.is_symlink() and path.is_dir():
+            shutil.rmtree(path, onerror=lambda function, name, info: report(function, name, info[1]))
+    except OSError as error:
+        report(None, str(path), error)
 
 
 def recover(root: Path) -> list[str]:

@@ -38,6 +38,7 @@ from automodel_ckpt.checkpoint.export_plan import (
 )
 from automodel_ckpt.checkpoint.export_publish import EXPORT_MANIFEST, Log, check_target, staged
 from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps, Source, open_source, read_maps
+from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
@@ -47,6 +48,8 @@ __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 log_default = logging.getLogger("automodel_ckpt")
 
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+# Tokenizers of large vocabularies take some ten megabytes.
+_MAX_SIDE_BYTES = 128 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -162,7 +165,11 @@ def _side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, b
     if directory is None:
         return {INDEX: plan.index()}, ["there is no .hf_metadata: the export has no config.json and no tokenizer"]
     try:
-        files = {name: (directory / name).read_bytes() for name in _regular_files(directory) if name not in MAPS}
+        files = {
+            name: read_inside(directory, name, limit=_MAX_SIDE_BYTES)
+            for name in _regular_files(directory)
+            if name not in MAPS
+        }
     except OSError as error:
         problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
         raise CheckpointUnusable.all_of([problem]) from None

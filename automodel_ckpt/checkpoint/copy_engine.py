@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import signal
-import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import xxhash
 
 from automodel_ckpt.checkpoint.export_plan import Gather, Move, blocks
+from automodel_ckpt.checkpoint.inside import open_regular
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, intersection
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
@@ -105,15 +105,6 @@ def _shares(tasks: Sequence[TaskT], count: int) -> list[list[TaskT]]:
 def _die_with_parent() -> None:
     """A worker must not outlive a killed parent: it would wait for work for ever (PR_SET_PDEATHSIG, Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-
-
-def open_regular(path: Path) -> int:
-    """A descriptor for reading a regular file; a pipe or device in its place is refused without waiting on it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
 
 
 def digest_range(descriptor: int, start: int, nbytes: int) -> str:

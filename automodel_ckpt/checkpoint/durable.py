@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.manifest import FileRecord
 
 _BLOCK_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
+_SMALL_BYTES = 64 << 10
 _SECTOR_BYTES = 4096
 # Below this the page cache is as fast, and setting up costs more than it saves.
 DIRECT_FROM_BYTES = 8 << 20
@@ -36,17 +37,39 @@ class DurableFile:
         self.path = path
         self.record: FileRecord | None = None
         self._hash = xxhash.xxh3_128()
+        self._small = bytearray()
         self._written = 0
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._failure: OSError | None = None
         self._direct: _DirectWriter | None = None
-        with self._named():
-            _preallocate(self._descriptor, nbytes)
-            if nbytes >= DIRECT_FROM_BYTES and _bypass_page_cache(self._descriptor, True):
-                self._direct = _DirectWriter(self._descriptor)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with self._named():
+                _preallocate(self._descriptor, nbytes)
+                if nbytes >= DIRECT_FROM_BYTES and _bypass_page_cache(self._descriptor, True):
+                    self._direct = _DirectWriter(self._descriptor)
+        except OSError:
+            os.close(self._descriptor)
+            raise
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write and digest all of *data*; returns its length in bytes."""
         view = memoryview(data).cast("B")
+        self._written += len(view)
+        if len(view) < _SMALL_BYTES:
+            # torch.save writes in pieces of a few bytes: one system call for many of them.
+            self._small += view
+            if len(self._small) >= _SMALL_BYTES:
+                self._put_small()
+        else:
+            self._put_small()
+            self._put(view)
+        return len(view)
+
+    def _put_small(self) -> None:
+        pieces, self._small = self._small, bytearray()
+        self._put(memoryview(pieces))
+
+    def _put(self, view: memoryview) -> None:
         with self._named():
             for start in range(0, len(view), _BLOCK_BYTES):
                 block = view[start : start + _BLOCK_BYTES]
@@ -55,8 +78,6 @@ class DurableFile:
                     self._direct.write(block)
                 else:
                     _write_all(self._descriptor, block)
-        self._written += len(view)
-        return len(view)
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -68,6 +89,7 @@ class DurableFile:
     def close(self) -> FileRecord:
         """Flush, fsync and close. Returns the file's size and digest."""
         if self.record is None:
+            self._put_small()
             descriptor, self._descriptor = self._descriptor, -1
             with self._named():
                 try:
@@ -84,13 +106,23 @@ class DurableFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        elif self._descriptor >= 0:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self._let_go()
+        if self._failure is not None and error is not self._failure:
+            # torch.save puts an error of its own in the place of the one that its file raised.
+            raise self._failure from error
+
+    def _let_go(self) -> None:
+        """Close without a claim that anything is on disk; nothing to do after :meth:`close`."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
             if self._direct is not None:
                 self._direct.abandon()
-            os.close(self._descriptor)
-            self._descriptor = -1
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -99,6 +131,7 @@ class DurableFile:
             yield
         except OSError as error:
             error.filename = str(self.path)
+            self._failure = self._failure or error
             raise
 
 

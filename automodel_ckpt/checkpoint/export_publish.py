@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.inside import read_inside
+from automodel_ckpt.checkpoint.verify import MAX_LIST_BYTES
 from automodel_ckpt.errors import SaveFailed, os_problem
 
 EXPORT_MANIFEST = layout.EXPORT_MANIFEST
@@ -56,7 +58,7 @@ def _files(directory: Path) -> set[str]:
 def _exported_files(directory: Path) -> set[str]:
     """The files that the export in *directory* lists as its own; none where there is no such list."""
     try:
-        document = json.loads((directory / EXPORT_MANIFEST).read_bytes())
+        document = json.loads(read_inside(directory, EXPORT_MANIFEST, limit=MAX_LIST_BYTES))
         return {*document["files"], EXPORT_MANIFEST}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()

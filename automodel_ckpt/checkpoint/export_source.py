@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Slice, Tensor, tiling_fault
@@ -28,7 +29,8 @@ DTYPE_MAP = "fqn_to_dtype_mapping.json"
 EXPECTED_TENSORS = "expected_tensors.json"
 MAPS = frozenset({FILE_INDEX_MAP, DTYPE_MAP, EXPECTED_TENSORS})
 _SHARD_SUFFIXES = (".safetensors", ".distcp")
-_MAX_MAP_BYTES = 256 << 20
+# A line of a hundred bytes for each of some hundred thousand tensors; parsed it takes up to 25 times as much.
+_MAX_MAP_BYTES = 16 << 20
 _TORCH_NAMES = {
     "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8",
@@ -54,7 +56,7 @@ class Source:
     def metadata_directory(self) -> Path | None:
         """``.hf_metadata``, where the source has one."""
         path = self.model_directory / layout.HF_METADATA
-        return path if path.is_dir() else None
+        return path if path.is_dir() and not path.is_symlink() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ def open_source(path: Path) -> Source:
 
     Raises :class:`CheckpointUnusable` where there is none, or where what is there contradicts itself.
     """
+    if path.is_symlink() and os.path.lexists(path.parent / layout.MANIFEST):
+        raise _unusable("a symbolic link stands in a checkpoint", path, os.readlink(path))
     path = Path(os.path.realpath(path))
     if not path.is_dir():
         raise _unusable("there is no such checkpoint directory", path, "not a directory")
@@ -96,8 +100,8 @@ def read_maps(directory: Path | None) -> BaseMaps:
     """The base's maps in ``.hf_metadata``. Raises :class:`CheckpointUnusable` for a map of another form."""
     if directory is None:
         return BaseMaps()
-    index, dtype = _read_map(directory / FILE_INDEX_MAP), _read_map(directory / DTYPE_MAP)
-    expected, config = _read_map(directory / EXPECTED_TENSORS), _read_map(directory / "config.json") or {}
+    index, dtype = _read_map(directory, FILE_INDEX_MAP), _read_map(directory, DTYPE_MAP)
+    expected, config = _read_map(directory, EXPECTED_TENSORS), _read_map(directory, "config.json") or {}
     return BaseMaps(
         None if index is None else _file_numbers(index, directory / FILE_INDEX_MAP),
         None if dtype is None else {fqn: dtype_code(str(name)) for fqn, name in dtype.items()},
@@ -125,7 +129,8 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
             value="adapter_model.safetensors",
             remedy="load the directory with peft as it is",
         )
-    _refuse_foreign_shards(directory, {path.removeprefix(prefix) for path in manifest.files})
+    _refuse_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
+    _refuse_foreign_files(directory, {path.removeprefix(prefix) for path in manifest.files})
     used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
     side = f"{prefix}{layout.HF_METADATA}/"
     read = {path: record for path, record in manifest.files.items() if path in used or path.startswith(side)}
@@ -134,10 +139,20 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, tuple(notes))
 
 
-def _refuse_foreign_shards(directory: Path, known: set[str]) -> None:
-    for name in _shards(directory):
+def _refuse_links(root: Path, paths: Iterable[str]) -> None:
+    for path in paths:
+        if (root / path).is_symlink():
+            raise _unusable("a symbolic link stands in a checkpoint", root / path, os.readlink(root / path))
+
+
+def _refuse_foreign_files(directory: Path, known: set[str]) -> None:
+    """What the manifest does not name must not get into an export: shards, and side files."""
+    side = directory / layout.HF_METADATA
+    names = _shards(directory)
+    names += [os.path.relpath(os.path.join(parent, name), directory) for parent, _, ns in os.walk(side) for name in ns]
+    for name in names:
         if name not in known:
-            raise _unusable("a shard stands here that the manifest does not know", directory / name, name)
+            raise _unusable("a file stands here that the manifest does not know", directory / name, name)
 
 
 def _shards(directory: Path) -> list[str]:
@@ -153,6 +168,8 @@ def _from_headers(directory: Path) -> Source:
         raise _unusable("these .distcp shards have no MANIFEST.json beside them", directory, names[0])
     if not names:
         raise _unusable("there are no shards here", directory, "no *.safetensors file")
+    _refuse_links(directory, (*names, layout.HF_METADATA))
+    _refuse_hollow(directory, names)
     pieces: dict[str, list[Slice]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -168,6 +185,14 @@ def _from_headers(directory: Path) -> Source:
     if len(shapes) < len(pieces):
         notes.append("the headers do not state global shapes: they are taken from the shards that are here")
     return Source(directory, directory, tensors, notes=tuple(notes))
+
+
+def _refuse_hollow(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if is_hollow(os.lstat(directory / name)):
+            raise _unusable(
+                "this shard is nearly all hole", directory / name, f"{os.lstat(directory / name).st_size} bytes"
+            )
 
 
 def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
@@ -218,15 +243,14 @@ def _whole(fqn: str, pieces: list[Slice], shape: tuple[int, ...] | None, directo
     return Tensor(fqn, pieces[0].dtype, shape, tuple(pieces))
 
 
-def _read_map(path: Path) -> dict[str, Any] | None:
+def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
+    path = directory / name
     try:
-        if path.stat().st_size > _MAX_MAP_BYTES:
-            raise _unusable("this map is larger than any model needs", path, f"{path.stat().st_size} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_inside(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise _unusable("this side file cannot be read", path, repr(error)) from None
+        raise _unusable("this side file cannot be read", path, repr(error)[:300]) from None
     if not isinstance(value, dict):
         raise _unusable("this side file is not a JSON mapping", path, type(value).__name__)
     return value

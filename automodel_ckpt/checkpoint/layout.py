@@ -129,6 +129,8 @@ def unsafe_path(path: str) -> str | None:
     """Why a path read from a checkpoint may not be followed inside it, or None for a plain relative path."""
     if "\0" in path:
         return "it contains a NUL byte"
+    if any("\ud800" <= character <= "\udfff" for character in path):
+        return "it is not valid Unicode"
     if not path or path.startswith("/") or "\\" in path:
         return "it is not a relative path"
     if any(part in ("", ".", "..") for part in path.split("/")):

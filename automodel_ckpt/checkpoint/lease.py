@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -68,6 +69,7 @@ class Lease:
         """The lock file that has the name now (not one removed meanwhile), and whether the kernel locked it for us."""
         while True:
             locked = True
+            self._refuse_special()
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,6 +86,15 @@ class Lease:
                 if os.stat(self._path).st_ino == os.fstat(descriptor).st_ino:
                     return descriptor, locked
             os.close(descriptor)
+
+    def _refuse_special(self) -> None:
+        """The beat is written into the lock file: a device in its place must not even be opened."""
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise RecipeError(
+                    "the lock file of this directory is no regular file", where=str(self._path),
+                    value=stat.filemode(os.lstat(self._path).st_mode), remedy="remove it: no run makes such a file",
+                )  # fmt: skip
 
     def _refusal(self, holder: dict[str, Any]) -> RecipeError:
         known = f"process {holder['pid']} on {holder['host']}, running {holder['command']}" if holder else "unknown"

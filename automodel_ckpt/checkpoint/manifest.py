@@ -9,9 +9,9 @@ checkpoint of this format exactly is refused with :class:`CheckpointUnusable`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,12 +20,19 @@ from typing import Any
 import xxhash
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.inside import open_regular
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Slice, Tensor, nbytes_of, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
 FORMAT_VERSION = 1
 MAX_BYTES = 1 << 29
+# Parsed, JSON takes up to 25 times its size; a larger manifest must have data on the disk to describe.
+FREE_BYTES = 16 << 20
+_DATA_RATIO = 64
+MAX_INTEGER = 2**63 - 1
+MAX_DIMENSIONS = 64
+MAX_PLAIN_DEPTH = 8
 _TAIL = b'"digest": "%s"\n}\n'
 _TAIL_BYTES = len(_TAIL % (b"xxh3_128:" + b"0" * 32))
 
@@ -82,6 +89,7 @@ class Summary:
     created: float
     nbytes: int
     losses: Mapping[str, Any]
+    validated: bool
     lineage: Mapping[str, Any]
     has_optimizer: bool
 
@@ -90,13 +98,14 @@ class Summary:
         """As :meth:`Manifest.read`, a few times faster; the digest is compared all the same."""
         path = checkpoint / layout.MANIFEST
         with _refusing_other_forms(path):
-            raw = _checked_json(_read_regular(path), path)
+            raw = _checked_json(_read_sealed(path), path)
             return cls(
                 step=_integer(raw["step"]),
                 epoch=_integer(raw["epoch"]),
-                created=float(raw["created"]),
-                nbytes=sum(record["size"] for record in raw["files"].values()),
+                created=_seconds(raw["created"]),
+                nbytes=sum(_integer(record["size"]) for record in raw["files"].values()),
                 losses=_mapping(raw["losses"]),
+                validated=_flag(raw["validated"]),
                 lineage=_mapping(raw["lineage"]),
                 has_optimizer=any(
                     r["kind"] == "optimizer" and r["scope"] != "not saved" for r in raw["state"].values()
@@ -115,6 +124,7 @@ class Manifest:
     dp_size: int
     progress: Mapping[str, Any]
     losses: Mapping[str, Any]
+    validated: bool
     environment: Mapping[str, Any]
     lineage: Mapping[str, Any]
     state: Mapping[str, StateRecord]
@@ -127,7 +137,7 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Manifest:
         """The manifest of a checkpoint directory. Raises :class:`CheckpointUnusable` for whatever is wrong with it."""
         path = checkpoint / layout.MANIFEST
-        return cls.parse(_read_regular(path), path)
+        return cls.parse(_read_sealed(path), path)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
@@ -154,6 +164,8 @@ class Manifest:
         for name, tree in self.trees.items():
             if reason := self._tree_fault(name, tree):
                 return reason
+        if reason := self._overlap_fault():
+            return reason
         return next((f"{f!r} is not among the files" for s in self.state.values() for f in s.files
                      if f not in self.files), None)  # fmt: skip
 
@@ -171,6 +183,16 @@ class Manifest:
                 return f"{name}: the value {blob.fqn!r} is not in {blob.file!r}"
         return next((f"{name}: {alias!r} is tied to {kept!r}, which is not stored"
                      for alias, kept in tree.tied.items() if kept not in tree.tensors), None)  # fmt: skip
+
+    def _overlap_fault(self) -> str | None:
+        """No byte of a file belongs to two slices or values."""
+        parts: list[Slice | Blob] = [b for tree in self.trees.values() for b in tree.objects.values() if b.nbytes]
+        parts += [p for tree in self.trees.values() for t in tree.tensors.values() for p in t.slices if p.nbytes]
+        parts.sort(key=lambda part: (part.file, part.start))
+        for one, other in itertools.pairwise(parts):
+            if one.file == other.file and one.start + one.nbytes > other.start:
+                return f"{one.fqn!r} and {other.fqn!r} share bytes of {one.file!r}"
+        return None
 
     def _holds(self, piece: Slice | Blob) -> bool:
         record = self.files.get(piece.file)
@@ -258,18 +280,24 @@ def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
     return CheckpointUnusable(what, where=str(path), value=value, remedy="use another checkpoint of this run")
 
 
-def _read_regular(path: Path) -> bytes:
+def _read_sealed(path: Path) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except FileNotFoundError as error:
         raise _unusable("there is no manifest: the checkpoint is incomplete", path, "no such file") from error
     except OSError as error:
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise _unusable("the manifest is no regular file of a sane size", path, f"{status.st_size} bytes")
+        size = os.fstat(descriptor).st_size
+        if size > MAX_BYTES or (size > FREE_BYTES and size > _bytes_on_disk(path.parent) // _DATA_RATIO):
+            raise _unusable("the manifest is larger than what it describes may need", path, f"{size} bytes")
         return file.read()
+
+
+def _bytes_on_disk(directory: Path) -> int:
+    """Bytes that the files below a directory take on the disk, holes not counted."""
+    paths = (os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(path).st_blocks * 512 for path in paths)
 
 
 def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
@@ -299,7 +327,18 @@ def _claimed_version(data: bytes) -> int | None:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     raw = {"format": FORMAT, "format_version": manifest.format_version}
-    for name in ("step", "epoch", "created", "world_size", "dp_size", "progress", "losses", "environment", "lineage"):
+    for name in (
+        "step",
+        "epoch",
+        "created",
+        "world_size",
+        "dp_size",
+        "progress",
+        "losses",
+        "validated",
+        "environment",
+        "lineage",
+    ):
         raw[name] = getattr(manifest, name)
     raw["state"] = {name: asdict(record) for name, record in manifest.state.items()}
     raw["trees"] = {name: _tree_to_json(tree) for name, tree in manifest.trees.items()}
@@ -329,15 +368,16 @@ def _from_json(raw: Mapping[str, Any]) -> Manifest:
     return Manifest(
         step=_integer(raw["step"]),
         epoch=_integer(raw["epoch"]),
-        created=float(raw["created"]),
+        created=_seconds(raw["created"]),
         world_size=_integer(raw["world_size"]),
         dp_size=_integer(raw["dp_size"]),
         progress=_mapping(raw["progress"]),
         losses=_mapping(raw["losses"]),
+        validated=_flag(raw["validated"]),
         environment=_mapping(raw["environment"]),
         lineage=_mapping(raw["lineage"]),
-        state={name: _state_record(record) for name, record in raw["state"].items()},
-        trees={name: _tree(tree) for name, tree in raw["trees"].items()},
+        state={_text(name): _state_record(record) for name, record in raw["state"].items()},
+        trees={_text(name): _tree(tree) for name, tree in raw["trees"].items()},
         files={path: _file_record(record) for path, record in raw["files"].items()},
         digest=_text(raw["digest"]),
         format_version=_integer(raw["format_version"]),
@@ -384,30 +424,66 @@ def _tensor(fqn: str, raw: Mapping[str, Any]) -> Tensor:
         )
         for piece in raw["slices"]
     )  # fmt: skip
-    return Tensor(fqn, dtype, _sizes(raw["shape"]), pieces)
+    return Tensor(_text(fqn), dtype, _sizes(raw["shape"]), pieces)
 
 
 def _blob(raw: Mapping[str, Any]) -> Blob:
-    return Blob(raw["fqn"], _text(raw["file"]), _integer(raw["start"]), _integer(raw["nbytes"]), _text(raw["digest"]))
+    fqn, file, digest = (_text(raw[key]) for key in ("fqn", "file", "digest"))
+    return Blob(fqn, file, _integer(raw["start"]), _integer(raw["nbytes"]), digest)
 
 
 def _integer(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f"{_shown(value)} is no count")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < MAX_INTEGER:  # type: ignore[operator]
+        raise ValueError(f"{_shown(value)} is no time")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _shown(value: object) -> str:
+    """A value in a message: not the thousands of digits or levels that it may have."""
+    return (
+        repr(value)[:100]
+        if isinstance(value, (str, float, bool, type(None)))
+        else f"a value of type {type(value).__name__}"
+    )
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{_shown(value)} is no text")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{_shown(value)} is not valid Unicode")
     return value
 
 
 def _sizes(value: Iterable[object]) -> tuple[int, ...]:
-    return tuple(_integer(item) for item in value)
+    sizes = tuple(_integer(item) for item in value)
+    if len(sizes) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(sizes)} dimensions")
+    return sizes
 
 
 def _mapping(value: object) -> dict[str, Any]:
+    """Values for people: of any kind, but none that printing it or computing with it would fail on."""
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no mapping")
+        raise TypeError(f"{_shown(value)} is no mapping")
+    level: list[Any] = [value]
+    for _ in range(MAX_PLAIN_DEPTH):
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in level):
+            raise ValueError("a number of more than 64 bits")
+        level = [item for item in level if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(f"values nested more than {MAX_PLAIN_DEPTH} levels deep")
     return value

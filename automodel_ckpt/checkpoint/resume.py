@@ -46,7 +46,8 @@ def records(root: Path, metric_key: str) -> Iterator[policy.Record]:
             summary = Summary.read(root / str(name))
         except CheckpointUnusable:
             continue
-        yield policy.Record(str(name), name.step, name.epoch, policy.metric_of(summary.losses, metric_key))
+        metric = policy.metric_of(summary.losses, metric_key) if summary.validated else None
+        yield policy.Record(str(name), name.step, name.epoch, metric)
 
 
 def protected_names(root: Path) -> set[str]:
@@ -117,7 +118,7 @@ def named_checkpoint(root: Path, name: str) -> Path:
         found = root / name
     else:
         found = _from_path(Path(name))
-    if found is None or not found.is_dir():
+    if found is None or not found.is_dir() or (name in layout.POINTERS and found.is_symlink()):
         there = ", ".join(str(n) for n in checkpoint_names(root)[:10]) or "no checkpoints"
         raise CheckpointUnusable(
             "the checkpoint to restore from is not there",

@@ -20,6 +20,9 @@ DTYPE_BITS: dict[str, int] = {
     "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64, "C128": 128,
 }  # fmt: skip
+MAX_CUT_DIMENSIONS = 5
+# Slices among which two that overlap are looked for by name; there can be a hundred thousand.
+_COMPARED = 1000
 ORDINARY_FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 
 
@@ -151,13 +154,32 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
             if offset < 0 or size < 0 or offset + size > extent:
                 return f"the slice at {list(box.offsets)} of size {list(box.sizes)} leaves the shape {list(shape)}"
     filled = [box for box in boxes if box.numel]
-    if clash := _first_clash(filled):
+    have, want = sum(box.numel for box in filled), math.prod(shape)
+    if not filled and not want:
+        return None
+    if have < want:
+        return f"{want - have} of {want} elements are in no slice"
+    cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in filled)]
+    if len(cut) > MAX_CUT_DIMENSIONS:
+        return f"its slices cut {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
+    if _corners(filled, cut) == _corners([Box((0,) * len(shape), shape)], cut):
+        return None
+    if clash := _first_clash(filled[:_COMPARED]):
         a, b = clash
         return f"the slices at {list(a.offsets)} and {list(b.offsets)} overlap"
-    have, want = sum(box.numel for box in filled), math.prod(shape)
-    if have != want:
-        return f"{want - have} of {want} elements are in no slice"
-    return None
+    return "two slices overlap"
+
+
+def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """How often each corner occurs, upper ends counted against lower ones: equal for two sets of boxes exactly where
+    they cover the same elements equally often (it is the mixed difference of the number of boxes at each element)."""
+    found: dict[tuple[int, ...], int] = {}
+    for box in boxes:
+        ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in dims]
+        for corner in itertools.product(*ends):
+            at = tuple(place for place, _ in corner)
+            found[at] = found.get(at, 0) + math.prod(sign for _, sign in corner)
+    return {at: count for at, count in found.items() if count}
 
 
 def _first_clash(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

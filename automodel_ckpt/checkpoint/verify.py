@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,15 @@ from typing import Literal
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.durable import file_record
-from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, digest_of
+from automodel_ckpt.checkpoint.inside import is_hollow, link_on_the_way, open_inside, read_inside
+from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest, digest_of
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 
 Level = Literal["none", "size", "digest"]
 
+# Of an export's list of its files: a line of a hundred bytes each.
+MAX_LIST_BYTES = 16 << 20
 _REMEDY = "use another checkpoint of this run, or a copy of the file"
 
 
@@ -57,7 +60,7 @@ def _share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
 
 def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
     where = checkpoint / path
-    if link := _link_on_the_way(checkpoint, path):
+    if link := link_on_the_way(checkpoint, path):
         return Problem("a symbolic link stands in a checkpoint", str(checkpoint / link), path, _REMEDY)
     try:
         status = os.lstat(where)
@@ -70,13 +73,10 @@ def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | 
     if status.st_size != record.size:
         value = f"{status.st_size} bytes, {record.size} when it was saved"
         return Problem("a file of the checkpoint has another size", str(where), value, _REMEDY)
+    if is_hollow(status):
+        value = f"{status.st_size} bytes, of which {status.st_blocks * 512} are on the disk"
+        return Problem("a file of the checkpoint is nearly all hole", str(where), value, _REMEDY)
     return None
-
-
-def _link_on_the_way(checkpoint: Path, path: str) -> str | None:
-    parts = path.split("/")[:-1]
-    prefixes = ("/".join(parts[: count + 1]) for count in range(len(parts)))
-    return next((prefix for prefix in prefixes if (checkpoint / prefix).is_symlink()), None)
 
 
 def _digest_problem(checkpoint: Path, manifest: Manifest, path: str) -> Problem | None:
@@ -84,29 +84,36 @@ def _digest_problem(checkpoint: Path, manifest: Manifest, path: str) -> Problem 
     try:
         if file_record(where) == manifest.files[path]:
             return None
-        with mapped(where) as data:
-            damaged = [*_damaged(manifest, path, data)]
+        with mapped(checkpoint, path) as data:
+            damaged = [*_damaged(_parts(manifest).get(path, ()), data)]
     except OSError as error:
         return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
     value = "damaged: " + ", ".join(damaged) if damaged else "the damage is in no tensor"
     return Problem("a file of the checkpoint is not what was saved: its digest differs", str(where), value, _REMEDY)
 
 
-def _damaged(manifest: Manifest, path: str, data: memoryview) -> Iterator[str]:
+def _parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
+    """What each file holds."""
+    parts: dict[str, list[Slice | Blob]] = {}
     for tree in manifest.trees.values():
-        pieces: list[Slice] = [s for tensor in tree.tensors.values() for s in tensor.slices if s.file == path]
-        for piece in pieces:
-            if digest_of(data[piece.start : piece.start + piece.nbytes]) != piece.digest:
-                yield f"tensor {piece.fqn} (slice at {list(piece.offsets)})"
-        for blob in tree.objects.values():
-            if blob.file == path and digest_of(data[blob.start : blob.start + blob.nbytes]) != blob.digest:
-                yield f"value {blob.fqn}"
+        held: list[Slice | Blob] = [s for tensor in tree.tensors.values() for s in tensor.slices]
+        for part in (*held, *tree.objects.values()):
+            parts.setdefault(part.file, []).append(part)
+    return parts
+
+
+def _damaged(parts: Iterable[Slice | Blob], data: memoryview) -> Iterator[str]:
+    for part in parts:
+        if digest_of(data[part.start : part.start + part.nbytes]) != part.digest:
+            yield (
+                f"tensor {part.fqn} (slice at {list(part.offsets)})" if isinstance(part, Slice) else f"value {part.fqn}"
+            )
 
 
 @contextlib.contextmanager
-def mapped(path: Path) -> Iterator[memoryview]:
-    """A regular file's content as memory, without reading it into any."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def mapped(root: Path, path: str) -> Iterator[memoryview]:
+    """The content of a regular file below *root* as memory, without reading it into any."""
+    descriptor = open_inside(root, path)
     try:
         size = os.fstat(descriptor).st_size
         content = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
@@ -123,17 +130,19 @@ def mapped(path: Path) -> Iterator[memoryview]:
 
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     """What :func:`verify` does not look at: every slice's own digest, exports, and files that belong to nothing."""
-    problems = []
+    problems, parts = [], _parts(manifest)
     for path in manifest.files:
-        with contextlib.suppress(OSError, ValueError), mapped(checkpoint / path) as data:
-            if digest_of(data) == manifest.files[path].digest and (wrong := [*_damaged(manifest, path, data)]):
+        with contextlib.suppress(OSError, ValueError), mapped(checkpoint, path) as data:
+            if digest_of(data) == manifest.files[path].digest and (wrong := [*_damaged(parts.get(path, ()), data)]):
                 value = ", ".join(wrong)
                 problems.append(Problem("the manifest's digests disagree", str(checkpoint / path), value, _REMEDY))
     for path in foreign_files(checkpoint, manifest):
         remedy = "remove it if it is not yours; nothing reads it"
         problems.append(Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy))
-    for directory in {path.parent for path in checkpoint.glob(f"*/{layout.CONSOLIDATED}/*")}:
-        problems += _export_problems(directory)
+    for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
+        directory = Path(entry.path, layout.CONSOLIDATED)
+        if entry.is_dir(follow_symlinks=False) and os.path.lexists(directory):
+            problems += _export_problems(directory)
     return problems
 
 
@@ -141,10 +150,11 @@ def _export_problems(directory: Path) -> list[Problem]:
     """An export against its own manifest."""
     remedy = "export again: bash consolidate.sh"
     try:
-        listed = json.loads((directory / layout.EXPORT_MANIFEST).read_bytes())["files"]
+        text = read_inside(directory.parent, f"{directory.name}/{layout.EXPORT_MANIFEST}", limit=MAX_LIST_BYTES)
+        listed = json.loads(text)["files"]
         records = {path: FileRecord(int(entry["size"]), str(entry["digest"])) for path, entry in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [Problem("an export without a usable manifest", str(directory), repr(error), remedy)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        return [Problem("an export without a usable manifest", str(directory), repr(error)[:300], remedy)]
     problems = []
     for path, record in records.items():
         if reason := layout.unsafe_path(path):

@@ -151,7 +151,7 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
 
         def broken(descriptor: int, view: memoryview) -> None:
             calls.append(1)
-            if len(calls) == 2:
+            if len(calls) == 1:
                 raise OSError(28, os.strerror(28))
             write(descriptor, view)
 

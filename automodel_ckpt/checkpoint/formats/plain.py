@@ -27,11 +27,40 @@ MAX_TUPLES = 30
 _FREE_BYTES = 64 << 20
 _MAX_DIRECTORY_BYTES = 64 << 20
 _STORE = 0
-_OPCODES = (
-    "PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE EMPTY_LIST APPEND "
-    "APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT BINGET LONG_BINGET "
-    "GLOBAL REDUCE BINPERSID BUILD"
-).split()
+_OPCODES = [
+    "PROTO",
+    "STOP",
+    "MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "BINUNICODE",
+    "EMPTY_LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "EMPTY_DICT",
+    "SETITEM",
+    "SETITEMS",
+    "BINPUT",
+    "LONG_BINPUT",
+    "BINGET",
+    "LONG_BINGET",
+    "GLOBAL",
+    "REDUCE",
+    "BINPERSID",
+    "BUILD",
+]
 
 
 class Fault(Exception):
@@ -39,7 +68,7 @@ class Fault(Exception):
 
 
 def load(data: bytes, where: str) -> Any:
-    """The value that ``torch.save`` wrote as *data*, on the CPU. Raises :class:`CheckpointUnusable` for anything else."""
+    """The value that ``torch.save`` wrote as *data*, on the CPU. Raises :class:`CheckpointUnusable` else."""
     try:
         records = archive_records(data)
         if bytes(records.get("byteorder", b"little")) != b"little":
@@ -124,7 +153,11 @@ def _body(data: bytes, offset: int) -> int:
 # ---------------------------------------------------------------- the pickle
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined, misc]  # the one in Python: its opcodes can be taken away
+# The one that is written in Python: its opcodes can be taken away.
+_Unpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009
+
+
+class _Reader(_Unpickler):  # type: ignore[misc]
     """Builds plain data from a pickle program, its tensors' storages from the archive's other records."""
 
     def __init__(self, program: bytes, records: Mapping[str, memoryview]) -> None:
@@ -153,7 +186,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined, misc]  # the one
             self._storages[key] = _storage(self._records[f"data/{key}"])
         if numel * dtype.itemsize != self._storages[key].nbytes():
             raise Fault(f"a tensor's storage of {numel} elements has {self._storages[key].nbytes()} bytes")
-        return TypedStorage(wrap_storage=self._storages[key], dtype=dtype, _internal=True)
+        return TypedStorage(wrap_storage=self._storages[key], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     def note_tuple(self) -> None:
         """Tuples are hashed as keys, which takes stack for each level of them."""
@@ -166,7 +199,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined, misc]  # the one
 
 def _storage(record: memoryview) -> UntypedStorage:
     if not record:
-        return UntypedStorage(0)
+        return UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
 
 
@@ -268,8 +301,7 @@ for _name, _function in {"set": _set, "complex": complex, "bytearray": _bytearra
     _FUNCTIONS[f"__builtin__.{_name}"] = _FUNCTIONS[f"builtins.{_name}"] = _function
 _CALLABLE = [f for name, f in _FUNCTIONS.items() if name not in ("torch.Tensor", "torch.storage.UntypedStorage")]
 _Reader.dispatch = dict.fromkeys(range(256), _refused) | {
-    getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]  # type: ignore[attr-defined]
-    for name in _OPCODES
+    getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
 }
 _Reader.dispatch |= {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
 for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):

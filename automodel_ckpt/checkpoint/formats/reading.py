@@ -1,15 +1,13 @@
 """Reading a tree back: PyTorch DCP plans which parts of which slices a rank needs, and they are read into place.
 
 Both formats come through here, because the manifest says where every slice's raw bytes stand. No pickle is read but
-the values that are no tensors, and those with ``weights_only=True``.
+the values that are no tensors, and those by a reader of plain data (:mod:`plain`).
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from automodel_ckpt.checkpoint.formats import plain
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
+from automodel_ckpt.checkpoint.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, overlap
 from automodel_ckpt.errors import CheckpointUnusable
@@ -42,23 +42,17 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
-        loaded = safe_load(value, fqn)
+        loaded = plain.load(value.getvalue(), fqn)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
         else:
             self.original_state_dict[fqn] = loaded
 
 
-def safe_load(file: Any, where: str) -> Any:
-    """``torch.load`` that runs no code. Raises :class:`CheckpointUnusable` where the content asks for more."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd pickle protocols; what matters is refused below
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
-        raise CheckpointUnusable(
-            "stored state that is not plain data", where=where, value=str(error).split("\n")[0], remedy=_REMEDY
-        ) from error
+def read_value(checkpoint: Path, file: str) -> Any:
+    """The plain data in a file that ``torch.save`` wrote. Raises :class:`CheckpointUnusable` for anything else, OSError
+    for what is no regular file of the checkpoint."""
+    return plain.load(read_inside(checkpoint, file), str(checkpoint / file))
 
 
 def metadata_of(tree: Tree) -> Metadata:
@@ -149,7 +143,7 @@ class _Files:
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
-            self._open[file] = os.open(self._checkpoint / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._open[file] = open_inside(self._checkpoint, file)
         return self._open[file]
 
 

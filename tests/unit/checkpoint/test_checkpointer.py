@@ -457,3 +457,89 @@ def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there
         assert verify(mount / "epoch_0_step_1", Manifest.read(mount / "epoch_0_step_1")) == []
     finally:
         subprocess.run(["umount", "-l", mount], check=True)
+
+
+def validated(root: Path, **values: float) -> None:
+    """Save a checkpoint per ``s<step>=val_loss``."""
+    for name, value in values.items():
+        tiny.save(root, tiny.recipe(), step=int(name[1:]), losses={"val_loss": value}, validated=True)
+
+
+@pytest.mark.parametrize("wrong", ["epoch_0_step_1", "epoch_0_step_9", None])
+def test_a_start_mends_lowest_val_whatever_latest_says(tmp_path: Path, wrong: str | None) -> None:
+    validated(tmp_path, s1=3.0, s2=1.0, s3=0.5)
+    commit.unpoint(tmp_path, "LOWEST_VAL")
+    if wrong:
+        commit.point(tmp_path, "LOWEST_VAL", wrong)
+    tiny.load(tmp_path, tiny.recipe())
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_3"
+
+
+def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
+    validated(tmp_path, s10=2.0, s20=1.0, s30=0.5)
+    saver, made = tiny.checkpointer(tmp_path, restore_from="epoch_0_step_20"), tiny.recipe()
+    saver.load(discover(made))
+    saver.save(discover(made), step=30, epoch=0, config_yaml="", losses={"val_loss": 9.0}, progress={}, validated=True)
+    saver.close()
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
+
+
+def test_a_write_that_fails_inside_torch_save_is_reported_with_its_file_and_errno(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = durable._write_all
+
+    def full_for_the_optimizer(descriptor: int, view: memoryview) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("__0_0.distcp"):
+            raise OSError(28, os.strerror(28))
+        real(descriptor, view)
+
+    monkeypatch.setattr(durable, "_write_all", full_for_the_optimizer)
+    monkeypatch.setattr(durable, "_SMALL_BYTES", 1)
+    with pytest.raises(SaveFailed, match=r"__0_0\.distcp[\s\S]*ENOSPC"):
+        tiny.save(tmp_path, tiny.recipe())
+    assert tree(tmp_path) == []
+
+
+def test_a_publication_that_cannot_be_made_durable_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = commit.fsync_directory
+
+    def fails_once_the_name_stands(path: Path) -> None:
+        if path == tmp_path and (path / "epoch_0_step_20").exists():
+            raise OSError(5, os.strerror(5), str(path))
+        real(path)
+
+    monkeypatch.setattr(commit, "fsync_directory", fails_once_the_name_stands)
+    with pytest.raises(SaveFailed, match="EIO"):
+        tiny.save(tmp_path, tiny.recipe())
+    assert tree(tmp_path) == []
+
+
+def test_a_part_that_cannot_be_removed_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.unlink
+
+    def fail_for_parts(path: Any, **more: Any) -> None:
+        if ".parts" in os.fspath(path):
+            monkeypatch.undo()
+            raise OSError(5, os.strerror(5), os.fspath(path))
+        real(path, **more)
+
+    monkeypatch.setattr(os, "unlink", fail_for_parts)
+    with pytest.raises(SaveFailed, match=r"rank_00000\.json"):
+        tiny.save(tmp_path, tiny.recipe())
+    assert tree(tmp_path) == []
+
+
+def test_a_file_whose_space_cannot_be_reserved_leaves_no_open_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"No space.*file"):
+        durable.DurableFile(tmp_path / "file", nbytes=1)
+    assert len(os.listdir("/proc/self/fd")) == before

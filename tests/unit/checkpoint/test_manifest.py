@@ -29,7 +29,7 @@ def example() -> Manifest:
     piece = Slice("w", "F32", (0, 0), (2, 2), "model/a", 8, 16, "xxh3_128:00")
     return Manifest(
         step=20, epoch=0, created=1.5, world_size=2, dp_size=2, progress={"consumed_samples": 5},
-        losses={"val_loss": None}, environment={}, lineage={},
+        losses={"val_loss": None}, validated=True, environment={}, lineage={},
         state={"model": StateRecord("module", "replicated", "model/"),
                "rng": StateRecord("object", "rank_rng", "rng", ("rng/r.pt",), ("other",))},
         trees={"model": Tree("safetensors", {"w": Tensor("w", "F32", (2, 2), (piece,))},
@@ -81,6 +81,7 @@ def resealed(text: bytes) -> bytes:
         (b'"step":20', b'"step":"20"', "is no count"),
         (b'"format_version":1', b'"format_version":2', "later format"),
         (b'"step":20,', b"", "not of the known form"),
+        (b'"validated":true', b'"validated":1', "neither true nor false"),
         (b'"format":"automodel_ckpt"', b'"format":"another"', "another kind"),
     ],
 )
