@@ -92,12 +92,12 @@ def find_checkpoint(path: Path) -> Path:
     """
     from automodel_ckpt.checkpoint import commit, layout
 
-    if path.is_dir():
+    if path.is_dir() and not (path.name in layout.POINTERS and path.is_symlink()):
         run = run_directory(path)
         return path.resolve() if run is None else _newest(run)
     stem = path.name.removesuffix(".txt")
     target = commit.pointed(path.parent, stem) if stem in layout.POINTERS else None
-    if target is None or not (path.parent / target).is_dir():
+    if target is None or not (path.parent / target).is_dir() or (path.parent / target).is_symlink():
         raise _nothing("there is no such checkpoint", path, "name a run directory, a checkpoint or a pointer")
     return (path.parent / target).resolve()
 

@@ -131,7 +131,8 @@ class ProgressHandler(logging.Handler):
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        self.progress.write_above(text)
+        # Records tell of names that others chose: they must not steer the terminal.
+        self.progress.write_above("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text))
 
 
 def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler:
