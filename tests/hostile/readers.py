@@ -1,0 +1,93 @@
+"""Everything that reads a checkpoint, each as a function from a run directory to an exit code."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.commit import point
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.cli.terminal import print_error
+from automodel_ckpt.errors import describe
+from automodel_ckpt.training.progress import Progress, set_up_logging
+from tests.support import tiny
+
+from . import victim
+
+_TOOL = Path(__file__).resolve().parents[2] / "tools" / "offline_hf_consolidation.py"
+
+
+def _resume(run: Path, **options: Any) -> int:
+    """What a trainer does with a checkpoint, and how it ends when that fails."""
+    set_up_logging(Progress(stream=sys.stderr), "info", 0)
+    checkpointer = tiny.checkpointer(run, **options)
+    try:
+        checkpointer.load(discover(victim.recipe()))
+        return 0
+    except Exception as error:
+        code, message = describe(error)
+        print_error(message)
+        return code
+    finally:
+        checkpointer.close()
+
+
+def _newest(run: Path) -> str:
+    return str(run / victim.NAME)
+
+
+def _tool(run: Path) -> int:
+    before = sys.argv
+    sys.argv = [str(_TOOL), "--input-dir", str(run / victim.NAME / "model"), "--output-dir", str(run / "exported")]
+    try:
+        runpy.run_path(str(_TOOL), run_name="__main__")
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _drop_optimizer(run: Path) -> int:
+    return ckpt.main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"])
+
+
+READERS: dict[str, Callable[[Path], int]] = {
+    "resume": _resume,
+    "resume_unverified": lambda run: _resume(run, verify="none"),
+    "restore_from_path": lambda run: _resume(run, restore_from=_newest(run)),
+    "restore_from_LATEST": lambda run: _resume(run, restore_from="LATEST"),
+    "verify": lambda run: ckpt.main(["verify", _newest(run)]),
+    "verify_deep": lambda run: ckpt.main(["verify", "--deep", str(run)]),
+    "ls": lambda run: ckpt.main(["ls", str(run)]),
+    "ls_json": lambda run: ckpt.main(["ls", "--json", str(run)]),
+    "show": lambda run: ckpt.main(["show", _newest(run)]),
+    "show_json": lambda run: ckpt.main(["show", "--json", _newest(run)]),
+    "show_LATEST": lambda run: ckpt.main(["show", str(run / "LATEST")]),
+    "consolidate": lambda run: ckpt.main(["consolidate", _newest(run)]),
+    "tool": _tool,
+    "prune": lambda run: ckpt.main(["prune", str(run), "--keep-last", "1", "--keep-best", "1", "--dry-run"]),
+    "drop_optimizer": _drop_optimizer,
+}
+
+# Readers of what a checkpoint's files hold, beside those that read its manifest only.
+RESUMES = frozenset({"resume", "resume_unverified", "restore_from_path", "restore_from_LATEST"})
+CHECKS = frozenset({"verify", "verify_deep"})
+EXPORTS = frozenset({"consolidate", "tool"})
+LISTS = frozenset({"ls", "ls_json", "show", "show_json", "show_LATEST"})
+PRUNES = frozenset({"prune", "drop_optimizer"})
+ALL = frozenset(READERS)
+
+
+def prepare(name: str, run: Path) -> None:
+    """What a reader needs beside the hostile checkpoint: pruning needs a newer one, so that the hostile one may go."""
+    if name in PRUNES:
+        newer = run / "epoch_0_step_30"
+        shutil.copytree(victim.pristine(), newer)
+        if not (run / "LATEST").is_dir() and not (run / "LATEST").exists():
+            return
+        if (run / "LATEST").is_symlink():
+            point(run, "LATEST", newer.name)

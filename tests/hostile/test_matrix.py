@@ -1,0 +1,112 @@
+"""Whatever a checkpoint holds: reading it runs nothing of it, stays within it, and ends soon, with a plain answer.
+
+Attack classes times readers. Each case is a checkpoint changed by one attack (with digests that fit where the attacker
+could make them fit) and one program that reads it, in a forked child whose audit hook watches what it opens and starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from . import attacks, sandbox, victim
+from .readers import ALL, CHECKS, EXPORTS, READERS, RESUMES, prepare
+from .victim import Attacked
+
+attacks.entries()
+# HOSTILE=all runs every attack with every reader; else each class meets each of its readers once, by turns with another
+# of its attacks.
+EVERY = [(attack, reader) for attack in attacks.ATTACKS for reader in sorted(attack.readers)]
+# 4: an export's place is taken by what no export made.
+CLEAN = dict.fromkeys(READERS, (0, 2, 3)) | dict.fromkeys(EXPORTS, (0, 2, 3, 4))
+
+
+def _by_turns() -> list[tuple[attacks.Attack, str]]:
+    chosen = []
+    for turn, (kind, readers) in enumerate(attacks.KINDS.items()):
+        for place, reader in enumerate(sorted(readers)):
+            able = [attack for attack in attacks.ATTACKS if attack.kind == kind and reader in attack.readers]
+            chosen.append((able[(turn + 7 * place) % len(able)], reader))
+    return chosen
+
+
+CASES = EVERY if os.environ.get("HOSTILE") == "all" else _by_turns()
+
+
+def unread(reader: str) -> tuple[str, ...]:
+    """The pickle that nobody opens; only those who compare digests read its bytes."""
+    return () if reader in CHECKS | RESUMES - {"resume_unverified"} else ("/.metadata",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """Whatever a reader imports is imported here, once, and not in each child."""
+    for name in READERS:
+        with tempfile.TemporaryDirectory() as directory:
+            case = Attacked(Path(directory))
+            prepare(name, case.run)
+            with contextlib.suppress(SystemExit):
+                READERS[name](case.run)
+    logging.basicConfig(force=True)
+
+
+@pytest.mark.parametrize(
+    ("attack", "reader"), CASES, ids=[f"{attack.kind}-{attack.name}-{reader}" for attack, reader in CASES]
+)
+def test_a_hostile_checkpoint_harms_nobody(attack: attacks.Attack, reader: str, tmp_path: Path) -> None:
+    case = Attacked(tmp_path)
+    try:
+        attack.change(case)
+    except PermissionError:
+        pytest.skip("needs the right to make device nodes")
+    prepare(reader, case.run)
+    untouched = sorted(os.listdir(case.outside))
+    outcome = sandbox.run(lambda: READERS[reader](case.run), case.run, forbidden=unread(reader))
+    said = f"{outcome.text[-3000:]}\n{outcome}"[:4000]
+    assert not outcome.violations, said
+    assert not case.marker.exists() and sorted(os.listdir(case.outside)) == untouched
+    assert outcome.code in CLEAN[reader] and "Traceback" not in outcome.text, said
+    assert "this is a defect" not in outcome.text, said
+    assert outcome.seconds < sandbox.SECONDS and outcome.extra_bytes < sandbox.EXTRA_BYTES, said
+    assert not any(ord(character) < 32 and character not in "\n\t" for character in outcome.text), said
+    if reader in attack.refusing:
+        assert outcome.code != 0, f"{reader} took it\n{said}"
+
+
+def test_the_matrix_is_complete() -> None:
+    pairs = {(attack.kind, reader) for attack, reader in CASES}
+    assert pairs == {(kind, reader) for kind, readers in attacks.KINDS.items() for reader in readers}
+    assert len(pairs) >= 200 and len(CASES) >= 200
+    assert {reader for _, reader in pairs} == ALL
+    assert len({(attack.kind, attack.name, reader) for attack, reader in EVERY}) == len(EVERY)
+
+
+@pytest.mark.parametrize("reader", sorted(READERS))
+def test_no_reader_opens_the_pickle_that_other_programs_need(reader: str, tmp_path: Path) -> None:
+    case = Attacked(tmp_path)
+    prepare(reader, case.run)
+    outcome = sandbox.run(lambda: READERS[reader](case.run), case.run, forbidden=unread(reader))
+    assert outcome.code == 0 and not outcome.violations, outcome
+
+
+def test_the_watch_notices_what_it_is_there_for(tmp_path: Path) -> None:
+    case = Attacked(tmp_path)
+
+    def harmful() -> int:
+        os.system("true")
+        case.secret.read_text()
+        (case.outside / "new").write_text("")
+        exec(compile("1", str(case.run / "code.py"), "exec"))
+        held = bytearray(sandbox.EXTRA_BYTES)
+        held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
+        return 0
+
+    outcome = sandbox.run(harmful, case.run)
+    assert [text.split()[0] for text in outcome.violations] == ["os.system", "open", "open", "exec"], outcome
+    assert outcome.extra_bytes > sandbox.EXTRA_BYTES
+    assert victim.NAME in str(case.checkpoint)

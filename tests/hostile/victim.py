@@ -1,0 +1,140 @@
+"""The checkpoint that attacks change: every kind of file that a checkpoint can hold, a few bytes of each."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.manifest import digest_of
+from tests.support import tiny
+
+NAME = "epoch_0_step_20"
+Document = dict[str, Any]
+
+
+class Scoped(tiny.Counter):
+    """State that each data-parallel rank has its own of."""
+
+    checkpoint_scope = "dp_rank"
+
+
+class Generators(tiny.Counter):
+    checkpoint_scope = "rank_rng"
+
+
+class Model(tiny.Odd):
+    """With a value that is no tensor, for objects-*.bin."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def recipe() -> SimpleNamespace:
+    made = tiny.recipe(
+        dataloader=Scoped({"epoch": 1}), rng=Generators(torch.arange(8)), step_scheduler=tiny.Counter({"step": 20}),
+        tracker=tiny.Counter([1, 2]),
+    )  # fmt: skip
+    made.model = Model()
+    made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=0.1)
+    made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1, 3])
+    return made
+
+
+class _Assets:
+    """The side files of an export, as small as they may be."""
+
+    file_index_mapping: dict[str, int] = {}  # noqa: RUF012
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": True}))
+        (directory / "tokenizer.json").write_text("{}")
+        (directory / "generation_config.json").write_text("{}")
+
+
+@functools.cache
+def pristine() -> Path:
+    """The untouched checkpoint, with an export; made once per process."""
+    holder = Path(tempfile.mkdtemp(prefix="automodel-ckpt-hostile-"))
+    made = recipe()
+    tiny.train(made)
+    path = tiny.save(holder, made, assets={"model": _Assets()}, save_consolidated=False).path
+    consolidate(path)
+    return path
+
+
+class Attacked:
+    """A copy of the checkpoint in a run directory of its own, and a directory outside that nobody may touch."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run, self.outside = directory / "run", directory / "outside"
+        self.run.mkdir()
+        self.outside.mkdir()
+        self.checkpoint = self.run / NAME
+        self.model = self.checkpoint / "model"
+        self.secret, self.marker = self.outside / "secret.json", self.outside / "marker"
+        self.secret.write_text('{"tie_word_embeddings": false, "secret": "for nobody"}')
+        shutil.copytree(pristine(), self.checkpoint)
+        (self.run / "LATEST").symlink_to(NAME)
+
+    @property
+    def shard(self) -> Path:
+        return next(self.model.glob("shard-*.safetensors"))
+
+    @property
+    def manifest(self) -> Path:
+        return self.checkpoint / layout.MANIFEST
+
+    def document(self) -> Document:
+        loaded: Document = json.loads(self.manifest.read_bytes())
+        return loaded
+
+    def reseal(self, change: Callable[[Document], object]) -> None:
+        """Change the manifest, with a digest that fits."""
+        document = self.document()
+        change(document)
+        document.pop("digest", None)
+        self.seal(json.dumps(document, separators=(",", ":"))[:-1].encode())
+
+    def seal(self, head: bytes) -> None:
+        """Any text as the manifest, with a digest that fits."""
+        head += b",\n"
+        self.manifest.unlink()
+        self.manifest.write_bytes(head + b'"digest": "%s"\n}\n' % digest_of(head).encode())
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Another content of a file, with the manifest's word for it."""
+        (self.checkpoint / path).parent.mkdir(exist_ok=True)
+        (self.checkpoint / path).write_bytes(data)
+        record = {"size": len(data), "digest": digest_of(data)}
+        self.reseal(lambda document: document["files"].update({path: record}))
+
+    def replace_blob(self, tree: str, data: bytes) -> None:
+        """Another content of the first value of a tree that is no tensor, appended to its file."""
+        document = self.document()
+        for blob in document["trees"][tree]["objects"].values():
+            content = (self.checkpoint / blob["file"]).read_bytes()
+            self.replace(blob["file"], content + data)
+            document["files"] = self.document()["files"]
+            blob.update(start=len(content), nbytes=len(data), digest=digest_of(data))
+            self.reseal(lambda now: now.update(trees=document["trees"]))
+            return
+        raise AssertionError(f"{tree} holds no such value")
+
+    def slice_of(self, document: Document) -> Document:
+        """The manifest's entry of a tensor's only slice."""
+        found: Document = document["trees"]["model"]["tensors"]["embed"]["slices"][0]
+        return found
