@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PYTEST_ARGS ?=
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench crash clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ format: $(STAMP)  ## format the code and sort its imports
 bench: $(STAMP)  ## time to the first step; cost of saving, loading and verifying beside plain reads and writes (3 GB of disk)
 	@$(BIN)/python tools/bench_startup.py
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/bench_checkpoint.py
+
+crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, and what others keep: about an hour and a half
+	@for campaign in "kill --points 2500" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
+	    "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; exit $${failed:-0}
 
 clean:  ## remove .venv, caches and what the demo wrote
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -34,10 +34,10 @@ _NOT_REPEATED = {"timestamp", "tps", "mem"}
 
 
 def command(directory: Path, steps: int) -> list[str]:
-    """Train in *directory* to step *steps*, with a checkpoint every ten steps."""
+    """Train in *directory* to step *steps*, with a checkpoint every four steps."""
     overrides = {
         "checkpoint.checkpoint_dir": directory, "checkpoint.save_consolidated": "false",
-        "step_scheduler.max_steps": steps, "step_scheduler.num_epochs": 10_000, "step_scheduler.ckpt_every_steps": 10,
+        "step_scheduler.max_steps": steps, "step_scheduler.num_epochs": 10_000, "step_scheduler.ckpt_every_steps": 4,
         "logging.sample_ids": "true",
     }  # fmt: skip
     flags = [part for name, value in overrides.items() for part in (f"--{name}", str(value))]
@@ -136,7 +136,7 @@ def differences(directory: Path, right: dict[str, Any], steps: int) -> list[str]
     return wrong + inspect.damage(directory) + inspect.wrong_pointers(directory)
 
 
-def run(*, kills: int, seed: int, seconds: float, steps: int = 1000) -> Record:
+def run(*, kills: int, seed: int, seconds: float, steps: int = 200) -> Record:
     """The campaign; *points* of its record are the kills, and the finished runs."""
     chance = random.Random(seed)
     record = Record("endurance", {"kills": kills, "seed": seed, "seconds": seconds, "steps": steps})

@@ -71,12 +71,12 @@ class Bench:
 
     def start(self) -> list[Outcome]:
         """What each rank resumes from."""
-        if not self.pair.alive:
+        outcomes = self.pair.run(jobs.begin, Run(self.subject, str(self.root)))
+        if all(outcome.ok for outcome in outcomes):
+            self.pair.run(jobs.end)
+        else:  # their group may be out of step
             self.pair.close()
             self.pair = Pair()
-        outcomes = self.pair.run(jobs.begin, Run(self.subject, str(self.root)))
-        if self.pair.alive:
-            self.pair.run(jobs.end)
         return outcomes
 
     def flip(self, directory: Path, files: list[str]) -> Flip:

@@ -119,14 +119,18 @@ class Sweep:
     def starter(self) -> Pair:
         """The ranks that start anew; a new pair when one of the last has died."""
         if self._starter is not None and not self._starter.alive:
-            self._starter.close()
-            self._starter = None
+            self.replace_starter()
         self._starter = self._starter or Pair()
         return self._starter
 
-    def close(self) -> None:
+    def replace_starter(self) -> None:
+        """After a start that failed, perhaps on one rank only: its group may be out of step."""
         if self._starter is not None:
             self._starter.close()
+            self._starter = None
+
+    def close(self) -> None:
+        self.replace_starter()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def lay_out(self, subject: Subject, scenario: Scenario) -> None:
@@ -230,6 +234,7 @@ def _wrong_start(sweep: Sweep, point: Point, published: bool) -> list[str]:
     scenario = point.scenario
     outcomes = sweep.restart(point)
     if errors := [f"rank {r} cannot start: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]:
+        sweep.replace_starter()
         return errors
     right: Loaded | None = None
     if published and scenario.step is not None:
@@ -250,6 +255,7 @@ def classify(sweep: Sweep, point: Point) -> tuple[str, str]:
     killer = sweep.kill(point)
     outcomes = sweep.restart(point)
     if not all(outcome.ok for outcome in outcomes):
+        sweep.replace_starter()
         return "no start", killer.call
     found: Loaded | None = all_ranks([outcome.value for outcome in outcomes])
     if found is None:

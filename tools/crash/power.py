@@ -23,7 +23,7 @@ from tools.crash import inspect, jobs
 from tools.crash.jobs import Ended, Run
 from tools.crash.pair import Outcome, Pair
 from tools.crash.record import Record
-from tools.crash.subjects import Loaded, Options, Subject, all_ranks
+from tools.crash.subjects import Loaded, Options, Ours, Subject, all_ranks
 
 FILE_SYSTEMS = ("ext4", "xfs")
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
@@ -106,6 +106,8 @@ class Cycle:
         self._random = random.Random(seed)
         self.root = disk.mount_point / "run"
         self._run = Run(subject, str(self.root), (), Options(keep_last=KEEP_LAST))
+        self.is_ours = isinstance(subject, Ours)
+        """Its ranks must end together; those of others wait for each other, and are killed with their machine."""
         self.step = 1
         self.replaced = 0
         self.disagreement: list[str] = []
@@ -124,7 +126,7 @@ class Cycle:
         while (left := end - time.monotonic()) > 0:
             self._pair.serve_once(outcomes, None, seconds=left)
         self._disk.cut()
-        ended = self._pair.finish()
+        ended = self._pair.finish(seconds=60.0 if self.is_ours else 1.0)
         self.disagreement = _disagreement(ended)
         saved = [step for rank in self._pair.ranks for step in rank.messages]
         self.returned = max(saved, default=self.returned)
@@ -191,7 +193,7 @@ def cycles(
             while done < points and time.monotonic() < end:
                 cycle.save_and_cut(_LONGEST_SECONDS)
                 outcome, wrong = cycle.found(cycle.start())
-                if subject.name.startswith("automodel_ckpt"):
+                if cycle.is_ours:
                     wrong += _promises(cycle.root) + cycle.disagreement
                 done += 1
                 yield outcome, wrong

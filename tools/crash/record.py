@@ -15,6 +15,7 @@ from typing import Any
 
 DIRECTORY = Path("runs/crash")
 _SHOWN = 20
+_TELL_SECONDS = 60
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Record:
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    _told: float = field(default_factory=time.time)
 
     def add(self, outcome: str, violations: Sequence[str] = (), **point: Any) -> None:
         """One point and what it came to; *point* is what one needs to run it again."""
@@ -37,6 +39,10 @@ class Record:
             self.failures.append({"violations": list(violations), "outcome": outcome, **point})
             if len(self.failures) <= _SHOWN:
                 print(f"VIOLATION {point}: {'; '.join(violations)}", file=sys.stderr, flush=True)
+
+        if time.time() - self._told > _TELL_SECONDS:
+            self._told = time.time()
+            print(self.summary, file=sys.stderr, flush=True)
 
     @property
     def summary(self) -> str:
