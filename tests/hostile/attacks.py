@@ -63,7 +63,7 @@ def _pickles() -> None:
         return bombs.executing_state(case.marker)[name]
 
     for number, (label, path) in enumerate(places.items()):
-        chosen = names if label == "attribute" else [names[number], "archived_stack_global"]
+        chosen = names if label == "attribute" else [names[number + 3], "archived_stack_global"]
         for name in chosen:
             readers = RESUMES if name != "archived_reduce" else ALL
             change = partial(lambda case, path, name: case.replace(path, state(case, name)), path=path, name=name)
