@@ -29,6 +29,7 @@ from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.packing import PackedDataset, RowLayout, longest_sample
 from automodel_ckpt.distributed.parallelize import (
     choose_strategy,
+    compute_context,
     full_value,
     gradient_sync,
     parallelize,
@@ -180,7 +181,7 @@ class LLMFinetune(FinetuneRecipe):
 
     def build_model(self) -> nn.Module:
         """The model, frozen where asked, with this rank's share of the parameters."""
-        section, distributed = self.config.model, self.config.distributed
+        section = self.config.model
         if isinstance(section, Target):
             model: nn.Module = build(section)
             freeze(model, [])
@@ -201,11 +202,24 @@ class LLMFinetune(FinetuneRecipe):
         self.log_model(model)
         self.row_layout = self.choose_row_layout(model)
         self.loss_of = self.choose_loss_head(model)
+        return self.parallelize(model)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """This rank's share of the model, and the type that all ranks compute in."""
+        config = self.config.distributed
+        strategy = choose_strategy(config.strategy, self.layout.world_size)
+        compute_dtype = getattr(torch, config.mixed_precision) if config.mixed_precision else None
+        if compute_dtype is not None:
+            how = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
+            kept = str(next(model.parameters()).dtype).removeprefix("torch.")
+            log.info("computing in %s (%s); weights and optimizer in %s", config.mixed_precision, how, kept)
+        self.computing = compute_context(strategy, self.layout.device, compute_dtype)
         return parallelize(
             model,
             self.layout,
-            strategy=distributed.strategy,
-            reshard_after_forward=distributed.reshard_after_forward,
+            strategy=strategy,
+            reshard_after_forward=config.reshard_after_forward,
+            compute_dtype=compute_dtype,
         )
 
     def choose_row_layout(self, model: nn.Module) -> RowLayout | None:
@@ -404,10 +418,11 @@ class LLMFinetune(FinetuneRecipe):
         rows = self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
         inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
         if self.loss_of is None:
-            output = self.model(**inputs, **self.forward_options)
+            with self.computing():
+                output = self.model(**inputs, **self.forward_options)
             return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn)
         positions, targets = labelled_positions(rows["labels"])
-        with self.loss_of(self.on_device(positions), self.on_device(targets)):
+        with self.computing(), self.loss_of(self.on_device(positions), self.on_device(targets)):
             output = self.model(**inputs, **self.forward_options)
         return logits_of(output)
 

@@ -118,6 +118,8 @@ class DistributedConfig:
     """How long a collective may wait for the slowest rank."""
     reshard_after_forward: bool = True
     """fsdp2: free gathered parameters between forward and backward (less memory, more traffic)."""
+    mixed_precision: Literal["bfloat16"] | None = None
+    """Compute in this type on any number of ranks; weights, gradients' sums and optimizer keep model.dtype."""
 
 
 @dataclass

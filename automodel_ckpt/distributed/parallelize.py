@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -30,12 +31,17 @@ def choose_strategy(strategy: str, world_size: int) -> str:
 
 
 def parallelize(
-    model: nn.Module, layout: RankLayout, *, strategy: str = "auto", reshard_after_forward: bool = True
+    model: nn.Module,
+    layout: RankLayout,
+    *,
+    strategy: str = "auto",
+    reshard_after_forward: bool = True,
+    compute_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The model on its device, sharded in place (fsdp2), wrapped (ddp) or as it is (single).
 
     Every rank must bring the same weights. fsdp2 makes a group of each decoder layer and one of the rest, where tied
-    parameters stay together.
+    parameters stay together, and gathers them in *compute_dtype*; the others need :func:`compute_context` for it.
     """
     strategy = choose_strategy(strategy, layout.world_size)
     model = model.to(layout.device)
@@ -45,11 +51,21 @@ def parallelize(
         device_ids = [layout.device] if layout.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     mesh = init_device_mesh(layout.device.type, (layout.dp_size,), mesh_dim_names=("dp",))
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
     # The root is needed again at once by the backward pass: gathering it twice would only cost.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     return model
+
+
+def compute_context(
+    strategy: str, device: torch.device, compute_dtype: torch.dtype | None
+) -> Callable[[], AbstractContextManager[object]]:
+    """What a forward pass runs in to compute in *compute_dtype*: autocast, unless fsdp2 gathers in that type."""
+    if compute_dtype is None or strategy == "fsdp2":
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=compute_dtype)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,59 @@
+"""The type that a run computes in is the same under each strategy; what is kept and saved is not touched by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from tests.distributed.test_training import lines_of_steps, run
+
+MIXED = "--distributed.mixed_precision=bfloat16"
+LINEAR = ("--lr_scheduler.decay_steps=6", "--step_scheduler.max_steps=6")
+
+
+class Watched(LLMFinetune):
+    """Fails unless each projection computes in bfloat16 while the weights and their moments are float32."""
+
+    def build_model(self) -> nn.Module:
+        self.seen: set[torch.dtype] = set()
+        model = super().build_model()
+        for name, module in model.named_modules():
+            if name.endswith("q_proj"):
+                module.register_forward_hook(self.note)
+        return model
+
+    def note(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen.add(output.dtype)
+
+    def close(self) -> None:
+        if self.last_step is not None:
+            assert self.seen == {torch.bfloat16}
+            kept = [*self.model.parameters(), *(s["exp_avg"] for s in self.optimizer.state.values())]
+            assert {tensor.dtype for tensor in kept} == {torch.float32}
+        super().close()
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2)])
+def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
+    tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"num_ranks": num_ranks, "recipe_class": Watched}
+    overrides = (f"--distributed.strategy={strategy}", "--model.from_config.attention_dropout=0", *LINEAR)
+    run(tmp_path, *overrides, MIXED, name="mixed", **options)
+    assert "computing in bfloat16" in capfd.readouterr().err
+    run(tmp_path, *overrides, name="plain", num_ranks=num_ranks)
+    mixed, plain = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain"))
+    assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
+    assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_mixed_run_goes_on_exactly(tmp_path: Path, num_ranks: int) -> None:
+    whole = run(tmp_path, MIXED, *LINEAR, name="whole", num_ranks=num_ranks)
+    run(tmp_path, MIXED, *LINEAR, "--step_scheduler.max_steps=3", num_ranks=num_ranks)
+    assert run(tmp_path, MIXED, *LINEAR, num_ranks=num_ranks) == whole
