@@ -28,6 +28,8 @@ _SCALARS = frozenset(
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
+# Of containers in containers; the reader takes no more (tuples are hashed as keys, level by level).
+_MAX_DEPTH = 25
 
 
 @runtime_checkable
@@ -156,10 +158,10 @@ class _Walk:
     digest: Any = field(default_factory=xxhash.xxh3_128)
     unsafe: list[tuple[str, type]] = field(default_factory=list)
 
-    def visit(self, key: str, value: Any) -> None:
+    def visit(self, key: str, value: Any, depth: int = 0) -> None:
         kind = type(value)
         self.digest.update(f"{key}\0{kind.__name__}\0".encode())
-        if kind in _TENSORS and not _is_plain_tensor(value):
+        if depth > _MAX_DEPTH or (kind in _TENSORS and not _is_plain_tensor(value)):
             self.unsafe.append((key, kind))
         elif kind in _TENSORS:
             self.digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -168,18 +170,21 @@ class _Walk:
             self.digest.update(bytes(value) if kind is bytearray else repr(value).encode())
         elif kind in _MAPPINGS:
             for name, element in value.items():
-                self.visit(f"{key}.{name}" if key else str(name), element)
+                self.visit(f"{key}.{name}" if key else str(name), element, depth + 1)
                 if type(name) not in _SCALARS and type(name) is not tuple:
                     self.unsafe.append((f"{key}, the key {name!r}", type(name)))
         elif kind in _SEQUENCES:
             for index, element in enumerate(sorted(value, key=repr) if kind is set else value):
-                self.visit(f"{key}[{index}]", element)
+                self.visit(f"{key}[{index}]", element, depth + 1)
         else:
             self.unsafe.append((key, kind))
 
 
 def _is_plain_tensor(value: torch.Tensor) -> bool:
-    return value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        return False
+    # One that is expanded from few bytes looks like a bomb to the reader.
+    return value.nbytes <= value.untyped_storage().nbytes()
 
 
 def refuse_unsafe(name: str, state: Any) -> str:

@@ -103,6 +103,15 @@ def test_state_that_needs_code_to_load_is_refused_by_attribute_and_key(value: An
     assert "'tracker'" in message and key in message and kind in message and "untracked" in message
 
 
+def test_what_the_reader_would_take_for_an_attack_is_refused_before_it_is_saved() -> None:
+    nested: Any = 1
+    for _ in range(40):
+        nested = [nested]
+    for state in ({"deep": nested}, {"expanded": torch.ones(1).expand(1000)}):
+        with pytest.raises(RecipeError, match="could not be read back safely"):
+            refuse_unsafe("tracker", state)
+
+
 def test_plain_state_is_accepted_and_its_digest_tells_values_apart() -> None:
     plain = {"t": torch.ones(2), "n": None, "c": Counter("aab"), "l": [1, 2.5, True, "x", b"y", (1,), {3}]}
     assert refuse_unsafe("x", plain) == refuse_unsafe("x", {**plain, "t": torch.ones(2)})
