@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +60,8 @@ class FakeRecipe:
         return int(control.item())
 
     def ok(self) -> None:
-        print(f"rank {self.rank} trained")
+        # In one write: the ranks share the pipe.
+        sys.stdout.write(f"rank {self.rank} trained\n")
 
     def train_until_stopped(self) -> None:
         self.note("training", "")
