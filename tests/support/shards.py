@@ -106,7 +106,8 @@ def write_checkpoint(
     }  # fmt: skip
     manifest = Manifest(
         step=step, epoch=epoch, created=time.time() - 90, world_size=2, dp_size=2, progress={"consumed_samples": 160},
-        losses=dict(losses or {"step": step, "train_loss": 1.5, "val_loss": 1.25}), validated=True, environment={"python": "3"},
+        losses=dict(losses or {"step": step, "train_loss": 1.5, "val_loss": 1.25}), validated=True,
+        environment={"python": "3"},
         lineage={}, state={"model": StateRecord("module", "sharded", "model")},
         trees={"model": Tree("safetensors", trees, {}, dict(tied or {}))}, files=files,
     )  # fmt: skip
