@@ -22,24 +22,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, Protocol
 
-import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
-from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, read_value
 from automodel_ckpt.checkpoint.lease import Lease
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, Tree, merge_files, merge_tree
-from automodel_ckpt.checkpoint.trees import Owners, module_state, set_module_state
+from automodel_ckpt.checkpoint.loading import Loader
+from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, merge_files, merge_tree
+from automodel_ckpt.checkpoint.objects import ObjectWriter
+from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError, SaveFailed, os_problem
@@ -262,7 +260,7 @@ class Checkpointer:
                 snapshot.tied[item.name] = tied
                 snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=False)
             elif item.kind == "optimizer" and self._save_optimizer:
-                tree = _optimizer_tree(item, snapshot.items, owners)
+                tree = optimizer_tree(item, snapshot.items, owners)
                 snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=True)
             elif item.kind == "object":
                 snapshot.objects[item.name] = item.value.state_dict()
@@ -293,11 +291,13 @@ class Checkpointer:
                 safetensors.write(tree, staging, part, file_mapping=assets.file_index_mapping if assets else None)
             else:
                 torch_save.write(tree, staging, part)
-        writer = _ObjectWriter(self._ranks, proposals, staging, part)
+        writer = ObjectWriter(
+            self._ranks, [p.digests for p in proposals], [p.dp_rank for p in proposals], staging, part
+        )
         records = {item.name: self._record(item, snapshot, writer) for item in snapshot.items}
         return part, records
 
-    def _record(self, item: Item, snapshot: _Snapshot, writer: _ObjectWriter) -> StateRecord:
+    def _record(self, item: Item, snapshot: _Snapshot, writer: ObjectWriter) -> StateRecord:
         if item.kind == "object":
             return writer.write(item, snapshot.objects[item.name])
         saved = item.kind == "module" or self._save_optimizer
@@ -522,7 +522,7 @@ class Checkpointer:
                 log.info("%s", request.note)
             log.info("Loading checkpoint from %s", self._shown(path))
         with self._failing_together(f"loading {path.name}", CheckpointUnusable):
-            _Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
+            Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
         self._resumed_step, self._resumed_from = manifest.step, path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
 
@@ -627,171 +627,6 @@ class Checkpointer:
         agree.all_or_nothing(self._group, failure)
 
 
-class _ObjectWriter:
-    """Writes the state that is no tensor tree, once or per rank, and says how."""
-
-    def __init__(self, ranks: layout.RankLayout, proposals: list[_Proposal], staging: Path, part: Part) -> None:
-        self._ranks, self._proposals, self._staging, self._part = ranks, proposals, staging, part
-        self._dp_writers = {p.dp_rank: rank for rank, p in reversed(list(enumerate(proposals)))}
-
-    def write(self, item: Item, state: Any) -> StateRecord:
-        scope = item.scope
-        if scope == "replicated" and len({p.digests[item.name] for p in self._proposals}) > 1:
-            scope = "rank"
-        if scope == "replicated":
-            files = [layout.state_file(item.name)]
-            mine = files[0] if self._ranks.rank == 0 else None
-        else:
-            writers = sorted(self._dp_writers.items()) if scope == "dp_rank" else self._all_ranks()
-            files = [layout.rank_file(item.name, scope, _At(rank, dp_rank, self._ranks)) for dp_rank, rank in writers]
-            ranks = [rank for _, rank in writers]
-            mine = files[ranks.index(self._ranks.rank)] if self._ranks.rank in ranks else None
-        if mine is not None:
-            self._store(mine, state)
-        return StateRecord(item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases)
-
-    def _all_ranks(self) -> list[tuple[int, int]]:
-        return [(proposal.dp_rank, rank) for rank, proposal in enumerate(self._proposals)]
-
-    def _store(self, file: str, state: Any) -> None:
-        path = self._staging / file
-        path.parent.mkdir(exist_ok=True)
-        with DurableFile(path) as out:
-            torch.save(state, out)  # type: ignore[arg-type]  # anything with write() will do
-        self._part.files[file] = out.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _At:
-    """Another rank's place."""
-
-    rank: int
-    dp_rank: int
-    _mine: layout.RankLayout
-
-    @property
-    def world_size(self) -> int:
-        return self._mine.world_size
-
-    @property
-    def dp_size(self) -> int:
-        return self._mine.dp_size
-
-
-class _Loader:
-    """Loads one verified checkpoint into a recipe's state. Needs no other rank."""
-
-    def __init__(self, path: Path, manifest: Manifest, ranks: layout.RankLayout, allow_missing: frozenset[str]) -> None:
-        self._path, self._manifest, self._ranks, self._allow_missing = path, manifest, ranks, allow_missing
-
-    def load(self, items: list[Item]) -> None:
-        """Random number generators come last: loading must not advance what was restored."""
-        records = self._match(items)
-        owners = Owners(items)
-        order = {"module": 0, "optimizer": 1, "object": 2}
-        for item in sorted(items, key=lambda item: (item.scope == "rank_rng", order.get(item.kind, 2))):
-            if item.name not in records or item.kind == "lr_scheduler":
-                continue
-            if item.kind == "module":
-                self._load_module(item, self._manifest.trees[records[item.name][0]])
-            elif item.kind == "optimizer":
-                self._load_optimizer(item, items, self._manifest.trees[records[item.name][0]], owners)
-            else:
-                self._load_object(item, records[item.name][1])
-
-    def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
-        """{name here: (name saved, record)}; raises with the names of what is on one side only."""
-        saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
-        by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
-        matched = {i.name: by_name[n] for i in items for n in (i.name, *i.aliases) if n in by_name}
-        missing = [i.name for i in items if i.name not in matched]
-        unexpected = sorted(saved.keys() - {name for name, _ in matched.values()})
-        lines = [f"+ {n}: here, but not saved" for n in missing if n not in self._allow_missing]
-        lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
-        if lines:
-            names = sorted({line.split(":")[0][2:] for line in lines})
-            self._refuse(
-                "the checkpoint holds other state than this recipe",
-                lines,
-                f"to go on without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
-            )
-        return matched
-
-    def _refuse(self, what: str, lines: list[str], remedy: str) -> NoReturn:
-        shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-        raise CheckpointUnusable(what, where=str(self._path), value="\n    " + "\n    ".join(shown), remedy=remedy)
-
-    def _load_module(self, item: Item, tree: Tree) -> None:
-        state, tied = module_state(item.value)
-        self._refuse_differences(item, tree, state)
-        read_tree(self._path, tree, state, nested=False)
-        set_module_state(item.value, state, tied, strict=True)
-
-    def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners) -> None:
-        state = _optimizer_tree(item, items, owners)
-        self._refuse_differences(item, tree, flatten_state_dict(state)[0])
-        read_tree(self._path, tree, state, nested=True)
-        owners.set_optimizer_state(item, state[item.name])
-        for scheduler in items:
-            if scheduler.owner == item.name and scheduler.name in state:
-                scheduler.value.load_state_dict(state[scheduler.name][0])
-
-    def _refuse_differences(self, item: Item, tree: Tree, state: Mapping[str, Any]) -> None:
-        if lines := differences(tree, state):
-            self._refuse(
-                f"the checkpoint's {item.name!r} is not the one of this recipe",
-                lines,
-                "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
-                "or start anew in another checkpoint.checkpoint_dir",
-            )
-
-    def _load_object(self, item: Item, record: StateRecord) -> None:
-        file = self._file_of(item, record)
-        if file is not None:
-            self._restore(item, read_value(self._path, file))
-        elif item.name not in self._allow_missing:
-            self._derive(item)
-
-    def _restore(self, item: Item, state: Any) -> None:
-        try:
-            item.value.load_state_dict(state)
-        except AutomodelError:
-            raise
-        except Exception as error:
-            log.debug("unexpected", exc_info=True)
-            self._refuse(
-                f"{item.name!r} does not take the state that was saved",
-                [repr(error)],
-                "resume with the recipe that wrote it, or use another checkpoint of this run",
-            )
-
-    def _derive(self, item: Item) -> None:
-        """Each rank had its own state, and there are other ranks now: what can be made anew from the step is."""
-        derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
-        if derive is None:
-            self._refuse(
-                f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
-                [f"~ {item.name}: here are {self._ranks.world_size} ranks"],
-                f"resume on as many ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
-            )
-        if self._ranks.rank == 0:
-            log.warning("The number of ranks changed: %s is derived anew from seed and step", item.name)
-        derive(self._manifest.step)
-
-    def _file_of(self, item: Item, record: StateRecord) -> str | None:
-        """This rank's file; any where all are alike; None where it takes as many ranks as there were."""
-        scope: Any = record.scope
-        same_ranks = (self._manifest.world_size, self._manifest.dp_size) == (
-            self._ranks.world_size,
-            self._ranks.dp_size,
-        )
-        if same_ranks and scope != "replicated":
-            mine = layout.rank_file(_saved_name(record), scope, self._ranks)
-            return mine if mine in record.files else None
-        alike = len({self._manifest.files[file].digest for file in record.files}) == 1
-        return record.files[0] if alike and scope != "rank_rng" else None
-
-
 def _withdraw(path: Path) -> Path | None:
     try:
         return commit.withdraw(path)
@@ -803,17 +638,6 @@ def _withdraw(path: Path) -> Path | None:
 def _discard(paths: Iterable[Path]) -> None:
     for path in paths:
         commit.discard(path)
-
-
-def _saved_name(record: StateRecord) -> str:
-    return os.path.dirname(record.files[0])
-
-
-def _optimizer_tree(item: Item, items: Iterable[Item], owners: Owners) -> dict[str, Any]:
-    """An optimizer's state and that of its LR schedulers; theirs in a tuple, which DCP keeps whole (it would turn the
-    integer keys of a MultiStepLR into text)."""
-    schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
-    return {item.name: owners.optimizer_state(item), **schedulers}
 
 
 def _export_when(save_consolidated: bool | str | None, model_format: str) -> str:

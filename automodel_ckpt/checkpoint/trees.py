@@ -87,3 +87,10 @@ class Owners:
                 value=f"{len(strangers)} parameter(s), the first of shape {list(strangers[0])}",
                 remedy="keep their module in an attribute of the recipe, so that it is saved too",
             )
+
+
+def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners) -> dict[str, Any]:
+    """An optimizer's state and that of its LR schedulers; theirs in a tuple, which DCP keeps whole (it would turn the
+    integer keys of a MultiStepLR into text)."""
+    schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
+    return {item.name: owners.optimizer_state(item), **schedulers}

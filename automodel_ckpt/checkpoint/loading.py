@@ -1,0 +1,138 @@
+"""From a verified checkpoint into the objects of a recipe: match names, refuse what differs, read, hand over."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, read_value
+from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, set_module_state
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Loader:
+    """Loads one verified checkpoint into a recipe's state. Needs no other rank."""
+
+    def __init__(self, path: Path, manifest: Manifest, ranks: layout.RankLayout, allow_missing: frozenset[str]) -> None:
+        self._path, self._manifest, self._ranks, self._allow_missing = path, manifest, ranks, allow_missing
+
+    def load(self, items: list[Item]) -> None:
+        """Random number generators come last: loading must not advance what was restored."""
+        records = self._match(items)
+        owners = Owners(items)
+        order = {"module": 0, "optimizer": 1, "object": 2}
+        for item in sorted(items, key=lambda item: (item.scope == "rank_rng", order.get(item.kind, 2))):
+            if item.name not in records or item.kind == "lr_scheduler":
+                continue
+            if item.kind == "module":
+                self._load_module(item, self._manifest.trees[records[item.name][0]])
+            elif item.kind == "optimizer":
+                self._load_optimizer(item, items, self._manifest.trees[records[item.name][0]], owners)
+            else:
+                self._load_object(item, records[item.name][1])
+
+    def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
+        """{name here: (name saved, record)}; raises with the names of what is on one side only."""
+        saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
+        by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
+        matched = {i.name: by_name[n] for i in items for n in (i.name, *i.aliases) if n in by_name}
+        missing = [i.name for i in items if i.name not in matched]
+        unexpected = sorted(saved.keys() - {name for name, _ in matched.values()})
+        lines = [f"+ {n}: here, but not saved" for n in missing if n not in self._allow_missing]
+        lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
+        if lines:
+            names = sorted({line.split(":")[0][2:] for line in lines})
+            self._refuse(
+                "the checkpoint holds other state than this recipe",
+                lines,
+                f"to go on without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
+            )
+        return matched
+
+    def _refuse(self, what: str, lines: list[str], remedy: str) -> NoReturn:
+        shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
+        raise CheckpointUnusable(what, where=str(self._path), value="\n    " + "\n    ".join(shown), remedy=remedy)
+
+    def _load_module(self, item: Item, tree: Tree) -> None:
+        state, tied = module_state(item.value)
+        self._refuse_differences(item, tree, state)
+        read_tree(self._path, tree, state, nested=False)
+        set_module_state(item.value, state, tied, strict=True)
+
+    def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners) -> None:
+        state = optimizer_tree(item, items, owners)
+        self._refuse_differences(item, tree, flatten_state_dict(state)[0])
+        read_tree(self._path, tree, state, nested=True)
+        owners.set_optimizer_state(item, state[item.name])
+        for scheduler in items:
+            if scheduler.owner == item.name and scheduler.name in state:
+                scheduler.value.load_state_dict(state[scheduler.name][0])
+
+    def _refuse_differences(self, item: Item, tree: Tree, state: Mapping[str, Any]) -> None:
+        if lines := differences(tree, state):
+            self._refuse(
+                f"the checkpoint's {item.name!r} is not the one of this recipe",
+                lines,
+                "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
+                "or start anew in another checkpoint.checkpoint_dir",
+            )
+
+    def _load_object(self, item: Item, record: StateRecord) -> None:
+        file = self._file_of(item, record)
+        if file is not None:
+            self._restore(item, read_value(self._path, file))
+        elif item.name not in self._allow_missing:
+            self._derive(item)
+
+    def _restore(self, item: Item, state: Any) -> None:
+        try:
+            item.value.load_state_dict(state)
+        except AutomodelError:
+            raise
+        except Exception as error:
+            log.debug("unexpected", exc_info=True)
+            self._refuse(
+                f"{item.name!r} does not take the state that was saved",
+                [repr(error)],
+                "resume with the recipe that wrote it, or use another checkpoint of this run",
+            )
+
+    def _derive(self, item: Item) -> None:
+        """Each rank had its own state, and there are other ranks now: what can be made anew from the step is."""
+        derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
+        if derive is None:
+            self._refuse(
+                f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
+                [f"~ {item.name}: here are {self._ranks.world_size} ranks"],
+                f"resume on as many ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
+            )
+        if self._ranks.rank == 0:
+            log.warning("The number of ranks changed: %s is derived anew from seed and step", item.name)
+        derive(self._manifest.step)
+
+    def _file_of(self, item: Item, record: StateRecord) -> str | None:
+        """This rank's file; any where all are alike; None where it takes as many ranks as there were."""
+        scope: Any = record.scope
+        same_ranks = (self._manifest.world_size, self._manifest.dp_size) == (
+            self._ranks.world_size,
+            self._ranks.dp_size,
+        )
+        if same_ranks and scope != "replicated":
+            mine = layout.rank_file(_saved_name(record), scope, self._ranks)
+            return mine if mine in record.files else None
+        alike = len({self._manifest.files[file].digest for file in record.files}) == 1
+        return record.files[0] if alike and scope != "rank_rng" else None
+
+
+def _saved_name(record: StateRecord) -> str:
+    return os.path.dirname(record.files[0])
