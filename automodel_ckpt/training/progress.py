@@ -108,7 +108,7 @@ class Progress:
             f"lr {view.lr:.2e}",
             f"{self._tokens_per_second:,.0f} tok/s",
         ]
-        if self.total_steps is not None:
+        if self.total_steps is not None and self._num_seen > 1:
             parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
         if self.saved_step is not None:
             parts.append(f"saved {self.saved_step}")

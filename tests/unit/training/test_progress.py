@@ -41,7 +41,7 @@ def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
     line.close()
     printed = stream.getvalue().splitlines()
     assert [text[:10] for text in printed] == ["step  1/60", "step 11/60", "step 21/60"]
-    assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s  30 s left"
+    assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
 
 
 def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it() -> None:
