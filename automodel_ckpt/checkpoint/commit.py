@@ -1,4 +1,4 @@
-"""How a checkpoint comes to be, and goes: the only place that renames, fsyncs, links or unlinks.
+"""How a checkpoint comes to be, and goes: the place that renames, links and removes.
 
 The protocol, in its order (``Atomicity: staged directory, manifest last, one rename``):
 

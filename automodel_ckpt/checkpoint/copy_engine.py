@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import xxhash
-
 from automodel_ckpt.checkpoint.export_plan import Gather, Move, blocks
 from automodel_ckpt.checkpoint.inside import open_regular
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, intersection
@@ -27,7 +25,6 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.float_cast import Array
 
-_HASH_BYTES = 256 << 10
 _COPY_BYTES = 64 << 10
 # What says "not this way, for these two files"; anything else (EIO, ENOSPC) is a failure.
 _NOT_THIS_WAY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ETXTBSY}
@@ -105,16 +102,6 @@ def _shares(tasks: Sequence[TaskT], count: int) -> list[list[TaskT]]:
 def _die_with_parent() -> None:
     """A worker must not outlive a killed parent: it would wait for work for ever (PR_SET_PDEATHSIG, Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-
-
-def digest_range(descriptor: int, start: int, nbytes: int) -> str:
-    """The digest of *nbytes* bytes of a file, or of as many as there are. Memory: one small buffer."""
-    buffer = memoryview(bytearray(min(_HASH_BYTES, max(nbytes, 1))))
-    hasher, at, end = xxhash.xxh3_128(), start, start + nbytes
-    while at < end and (count := os.preadv(descriptor, [buffer[: end - at]], at)):
-        hasher.update(buffer[:count])
-        at += count
-    return "xxh3_128:" + hasher.hexdigest()
 
 
 def _damaged(what: str, path: Path, value: object) -> CheckpointUnusable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 import torch
 import xxhash
@@ -21,7 +21,7 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
 
-# What torch.load(weights_only=True) gives back as it was. Exact types: a subclass would need its own code to load.
+# What the reader of stored state (formats/plain.py) gives back as it was. Exact types: a subclass needs code to load.
 _SCALARS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout}
 )
@@ -30,14 +30,6 @@ _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
 # Of containers in containers; the reader takes no more (tuples are hashed as keys, level by level).
 _MAX_DEPTH = 25
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What makes an attribute part of every checkpoint."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)

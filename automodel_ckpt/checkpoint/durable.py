@@ -29,7 +29,7 @@ class DurableFile:
 
     Used as a context manager it is closed, with all that entails, unless an exception passes. *nbytes* (a guess will
     do) reserves space first, so that a full disk shows before any data is moved; a file of 8 MiB or more bypasses the
-    page cache where the file system allows it, which is twice as fast and leaves the machine's memory alone. A failed
+    page cache where the file system allows it, which leaves the machine's memory to others. A failed
     write or fsync is never tried again. Raises :class:`OSError` naming the file.
     """
 
@@ -136,8 +136,8 @@ class DurableFile:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and digest of a regular file's content, at the disk's speed: reading into a small buffer takes half as long
-    as mapping a file that is not in memory yet."""
+    """Size and digest of a regular file's content, at the disk's speed: a file that is not in memory yet is read faster
+    into a small buffer than by mapping it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

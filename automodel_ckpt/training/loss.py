@@ -52,9 +52,3 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, loss_fn: LossFn 
             f"loss_fn must return the sum over all positions, a 0-dim tensor; got shape {list(loss.shape)}"
         )
     return loss
-
-
-def reduction_of(loss_fn: object) -> str | None:
-    """The ``reduction`` a built loss will apply, when it says so (torch's loss modules do)."""
-    reduction = getattr(loss_fn, "reduction", None)
-    return reduction if isinstance(reduction, str) else None

@@ -15,7 +15,7 @@ class StatefulRNG:
     """Seeds python, numpy, torch's CPU and CUDA generators for *rank*, and saves and restores them.
 
     Ranks draw different numbers (dropout masks must differ), all derived from *seed*. The state holds tensors and
-    ints only, so that ``torch.load(weights_only=True)`` reads it.
+    ints only, so that it is read back as plain data.
     """
 
     checkpoint_scope = "rank_rng"
