@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
+_ATTEMPTS_TO_FORM = 3
+_JOINED = b"joined"
 
 
 @dataclass
@@ -69,23 +71,61 @@ def outcomes(
 ) -> list[Outcome]:
     """How every rank ended. With ``init=False`` the ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_* but no group."""
     assert not dist.is_initialized(), "close this process's own group first: forked ranks would inherit it"
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        environment = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environment["OMP_NUM_THREADS"] = "1"
-        started: list[tuple[BaseProcess, Connection]] = []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            store = os.path.join(directory, "store") if init else ""
-            process = context.Process(target=_rank, args=(function, arguments, variables, store, timeout, sender))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist's thread; ranks never touch it
-                process.start()
-            sender.close()
-            started.append((process, receiver))
+        for attempt in range(_ATTEMPTS_TO_FORM):
+            store = os.path.join(directory, f"store-{attempt}") if init else ""
+            started = _start(function, arguments, num_ranks, store, timeout)
+            last = not init or attempt == _ATTEMPTS_TO_FORM - 1
+            if last or _formed(started, timeout):
+                break
+            _end(started)
         end = time.monotonic() + timeout
         return [_collect(process, receiver, end) for process, receiver in started]
+
+
+_Started = tuple[BaseProcess, Connection]
+
+
+def _start(
+    function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int, store: str, timeout: float
+) -> list[_Started]:
+    context = multiprocessing.get_context("fork")
+    environment = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment["OMP_NUM_THREADS"] = "1"
+    started: list[_Started] = []
+    for rank in range(num_ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = context.Process(target=_rank, args=(function, arguments, variables, store, timeout, sender))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist's thread; ranks never touch it
+            process.start()
+        sender.close()
+        started.append((process, receiver))
+    return started
+
+
+def _formed(started: list[_Started], timeout: float) -> bool:
+    """Whether all ranks stand in the group; False as soon as one does not: gloo's connecting fails now and then on a
+    busy machine ("connectFullMesh failed ... Connection closed by peer"), and the others would wait for it."""
+    end, waiting = time.monotonic() + timeout, [receiver for _, receiver in started]
+    while waiting and (ready := wait(waiting, max(0.0, end - time.monotonic()))):
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            try:
+                if receiver.recv_bytes() != _JOINED:
+                    return False
+            except EOFError:
+                return False
+            waiting.remove(receiver)
+    return not waiting
+
+
+def _end(started: list[_Started]) -> None:
+    for process, receiver in started:
+        process.kill()
+        process.join()
+        receiver.close()
 
 
 def free_port() -> int:
@@ -118,6 +158,7 @@ def _rank(
                 world_size=int(environment["WORLD_SIZE"]),
                 timeout=timedelta(seconds=timeout),
             )
+            sender.send_bytes(_JOINED)
         outcome.value = function(*arguments)
     except BaseException as error:
         outcome = Outcome(error=error, traceback=traceback.format_exc(), exitcode=0)
@@ -141,8 +182,11 @@ def _pickled(outcome: Outcome) -> bytes:
 def _collect(process: BaseProcess, receiver: Connection, end: float) -> Outcome:
     outcome = Outcome()
     try:
-        if receiver.poll(max(0.0, end - time.monotonic())):
-            outcome = pickle.loads(receiver.recv_bytes())
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            message = receiver.recv_bytes()
+            if message != _JOINED:
+                outcome = pickle.loads(message)
+                break
     except EOFError:
         pass
     process.join(max(1.0, end - time.monotonic()))
