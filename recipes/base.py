@@ -1,114 +1,101 @@
-"""What every fine-tuning recipe does alike: join the ranks, agree on each step, log, save, resume, stop."""
+"""What every fine-tuning recipe does alike: :meth:`FinetuneRecipe.setup` builds and resumes, then a loop of steps.
+
+What surrounds the steps, from joining the ranks to the last line of the log, is in :mod:`.lifecycle`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-import os
-import signal
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedConfig
 
-from automodel_ckpt.checkpoint import Checkpointer, discover, policy
-from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
-from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
-from automodel_ckpt.distributed.stop import StopRequest
-from automodel_ckpt.errors import AutomodelError, SaveFailed, Stopped
-from automodel_ckpt.training.loss import num_label_tokens
-from automodel_ckpt.training.lr import current_rate, follow_schedule
-from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
-from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
-from automodel_ckpt.training.rng import StatefulRNG, seed_everything
-from automodel_ckpt.training.step_scheduler import Cadence, Due, StepScheduler
+from automodel_ckpt.data.packing import longest_sample
+from automodel_ckpt.distributed.parallelize import (
+    choose_strategy,
+    compute_context,
+    full_value,
+    gradient_sync,
+    parallelize,
+    reshard,
+)
+from automodel_ckpt.distributed.stop import stop_request
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import base_directory, build_model, check_context, checkpoint_activations, freeze
+from automodel_ckpt.models.loss_head import LossOf, install_loss_head
+from automodel_ckpt.models.probe import logits_of
+from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
+from automodel_ckpt.training.loss import (
+    LossFn,
+    cross_entropy_sum,
+    labelled_positions,
+    next_token_loss,
+    num_label_tokens,
+)
+from automodel_ckpt.training.lr import build_schedule, current_rate
+from automodel_ckpt.training.optim import adamw, trainable
+from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.step_scheduler import Cadence, Due, StepScheduler, total_steps
+
+__all__ = ["Control", "FinetuneRecipe", "Rows", "StepResult", "Validation"]
 
 log = logging.getLogger("automodel_ckpt")
 
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """What all ranks agreed on before a step: the global batch's size in tokens, and whether to stop."""
-
-    num_label_tokens: int
-    num_tokens: int
-    stop: bool
+Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""From a collated micro-batch to the rows that the model sees, with the same sum of losses over labels."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimizer step: the global batch's mean loss (NaN without labels), gradient norm and learning rate."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """The mean loss over the label tokens of the whole validation set."""
-
-    loss: float
-    num_label_tokens: int
-
-
-class FinetuneRecipe:
-    """The base of the recipes. A subclass's ``setup`` builds the attributes; those with state are checkpointed.
+class FinetuneRecipe(Lifecycle):
+    """The base of the recipes: a subclass's :meth:`build` says what is trained on what, from the parts that are here.
 
     Every attribute with ``state_dict`` and ``load_state_dict`` is saved and restored, whatever its name, unless it is
-    in the set ``untracked``. Add your own in a subclass's ``setup`` before :meth:`resume` is called.
+    in the set ``untracked``. To add your own, extend :meth:`build`.
     """
 
     Config = RecipeConfig
 
-    config: RecipeConfig
-    layout: RankLayout
-    stop_request: StopRequest
-    model: nn.Module
-    optimizer: Optimizer
-    lr_scheduler: LRScheduler | None
-    dataloader: GlobalBatchLoader
-    step_scheduler: StepScheduler
-    rng: StatefulRNG
-    checkpointer: Checkpointer | None
-
-    def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
-        self.config = config
-        self.config_yaml = config_yaml
-        self.untracked: set[str] = set()
-        self.checkpointer = None
-        self.resumed: Resumed | None = None
-        self.save_failure: AutomodelError | None = None
-        self.progress = Progress(enabled=False)
-        self.last_step: StepResult | None = None
-        self.last_save: SaveReport | None = None
+    auto_class: ClassVar[Any]
+    """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
+    loss_fn: LossFn
+    validation_batches: Callable[[], Iterator[GlobalBatch]] | None
+    """Reads the validation set from its start; None: there is none."""
+    model_config: PreTrainedConfig | None
+    """The transformers configuration; None for a model by ``_target_``."""
+    preprocessor: Any
+    """The tokenizer or processor, whose files an export carries along; None: there is none."""
 
     # ---------------------------------------------------------------- setup
 
-    def join_ranks(self) -> RankLayout:
-        """Process groups, log output, determinism, and the seed that makes all ranks draw the same fresh weights."""
-        config = self.config
-        layout = init_distributed(
-            backend=config.distributed.backend, timeout_minutes=config.distributed.timeout_minutes
-        )
-        self.progress = Progress(every_seconds=config.logging.log_every_seconds, enabled=layout.is_leader)
-        self.log_handler = set_up_logging(self.progress, config.logging.level, layout.rank)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(config.deterministic)
-        seed_everything(config.seed)
-        directory = Path(config.checkpoint.checkpoint_dir)
-        self.training_log = JsonlLog(directory / "training.jsonl")
-        self.validation_log = JsonlLog(directory / "validation.jsonl")
-        return layout
+    def setup(self) -> None:
+        """Build everything and resume. What is wrong with the recipe shows before the model's weights are read."""
+        self.layout = self.join_ranks()
+        self.stop_request = stop_request()
+        choose_strategy(self.config.distributed.strategy, self.layout.world_size)
+        self.checkpointer = self.build_checkpointer()
+        self.build()
+        # What is drawn before this line is drawn alike on all ranks; nothing is drawn between it and the first step.
+        self.rng = StatefulRNG(self.config.seed, self.layout.rank)
+        if self.checkpointer is not None:
+            self.checkpointer.assets.update(self.build_assets())
+        self.resume()
+
+    def build(self) -> None:
+        """Make the attributes that training needs, alike on all ranks. Each recipe defines it."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- parts
 
     @property
     def cadence(self) -> Cadence:
@@ -126,54 +113,223 @@ class FinetuneRecipe:
             has_validation=self.config.validation_dataset is not None,
         )
 
-    def resume(self) -> None:
-        """Load the newest usable checkpoint, if there is one; the last thing that ``setup`` does.
+    def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
+        """A loader of this rank's part of the global batches; for validation in order, and without accumulation."""
+        config, steps, dp_size = self.config.dataloader, self.config.step_scheduler, self.layout.dp_size
+        return GlobalBatchLoader(
+            self.build_dataset(section),
+            global_batch_size=steps.local_batch_size * dp_size if validation else steps.global_batch_size,
+            local_batch_size=steps.local_batch_size,
+            collate_fn=self.build_collate_fn(),
+            dp_rank=self.layout.dp_rank,
+            dp_size=dp_size,
+            seed=self.config.seed,
+            shuffle=config.shuffle and not validation,
+            drop_last=config.drop_last and not validation,
+            num_workers=0 if validation else config.num_workers,
+        )
 
-        Afterwards nothing may draw random numbers before the first step.
-        """
-        if self.checkpointer is None:
-            return
-        state = discover(self)
-        for name in sorted(self.untracked & vars(self).keys()):
-            log.info("not saved, since it is untracked: %s", name)
-        self.checkpointer.check(state)
-        recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
-        self.resumed = self.checkpointer.load(state)
-        if self.resumed is not None:
-            self._say_changed_rates(recipe_rates)
-        self.make_sure_of_space(self.checkpointer, state)
-        if self.layout.is_leader and not self.step_scheduler.is_finished():
-            for jsonl in (self.training_log, self.validation_log):
-                jsonl.truncate_after(self.step_scheduler.step)
+    def build_dataset(self, section: Target) -> Any:
+        """The data set that a section names. Each recipe defines it."""
+        raise NotImplementedError
 
-    def make_sure_of_space(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
-        """Before the first step: a checkpoint has to fit on the disk."""
-        if self.step_scheduler.is_finished():
-            return
+    def build_collate_fn(self) -> Any:
+        """The function from samples to a micro-batch. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_validation(self) -> Callable[[], Iterator[GlobalBatch]] | None:
+        """A function that reads the validation set from its start; the loader is no state of the run."""
+        if self.config.validation_dataset is None:
+            return None
+        return partial(iter, self.build_dataloader(self.config.validation_dataset, validation=True))
+
+    def build_step_scheduler(self) -> StepScheduler:
+        """The counters, and how many steps there will be as far as can be known."""
         try:
-            checkpointer.refuse_too_little_space(state)
-        except SaveFailed as failure:
-            self.note_failure(failure)
+            steps_per_epoch = len(self.dataloader)
+        except TypeError:
+            steps_per_epoch = None
+        planned = total_steps(self.cadence, steps_per_epoch)
+        self.progress.total_steps = planned
+        return StepScheduler(self.cadence, planned_steps=planned)
 
-    def _say_changed_rates(self, recipe_rates: list[Any]) -> None:
-        """The loaded state holds the learning rates of the run that saved it: say so, and follow a changed schedule."""
-        schedule = self.lr_scheduler
-        if schedule is None:
+    def build_model(self) -> nn.Module:
+        """The model, frozen where asked, with this rank's share of the parameters."""
+        section = self.config.model
+        if isinstance(section, Target):
+            model: nn.Module = build(section)
+            freeze(model, [])
+        else:
+            assert self.model_config is not None
+            model = build_model(
+                self.model_config,
+                auto_class=self.auto_class,
+                from_pretrained=section.from_pretrained,
+                dtype=section.dtype,
+                attn_implementation=section.attn_implementation,
+            )
+            freeze(model, section.freeze)
+            if section.activation_checkpointing:
+                checkpoint_activations(model)
+        # A cache of keys and values serves generation only; building it in each step costs.
+        takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.forward_options = {"use_cache": False} if takes_use_cache else {}
+        self.log_model(model)
+        self.row_layout = self.choose_row_layout(model)
+        self.loss_of = self.choose_loss_head(model)
+        return self.parallelize(model)
+
+    def choose_row_layout(self, model: nn.Module) -> Rows | None:
+        """How samples share rows; None: each is padded to the longest."""
+        return None
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """This rank's share of the model, and the type that all ranks compute in."""
+        config = self.config.distributed
+        strategy = choose_strategy(config.strategy, self.layout.world_size)
+        compute_dtype = getattr(torch, config.mixed_precision) if config.mixed_precision else None
+        if compute_dtype is not None:
+            how = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
+            kept = str(next(model.parameters()).dtype).removeprefix("torch.")
+            log.info("computing in %s (%s); weights and optimizer in %s", config.mixed_precision, how, kept)
+        self.computing = compute_context(strategy, self.layout.device, compute_dtype)
+        return parallelize(
+            model,
+            self.layout,
+            strategy=strategy,
+            reshard_after_forward=config.reshard_after_forward,
+            compute_dtype=compute_dtype,
+        )
+
+    def choose_loss_head(self, model: nn.Module) -> LossOf | None:
+        """The model's output layer made one that computes the loss; None where that has to see full logits."""
+        if self.config.loss_fn is not None:
+            return None
+        head = install_loss_head(model.to(self.layout.device), self.forward_options)
+        if head is None:
+            log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
+                     type(model).__name__)  # fmt: skip
+            return None
+        return head.loss_of  # no state: the layer's parameters are the model's
+
+    def log_model(self, model: nn.Module) -> None:
+        num_all = sum(p.numel() for p in model.parameters())
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = "" if num_trained == num_all else f", {num_trained:,} of them trained"
+        ranks, steps = self.layout.world_size, self.step_scheduler.planned_steps
+        log.info(
+            "%s with %s parameters%s; %d rank%s, %s; %s steps",
+            type(model).__name__,
+            f"{num_all:,}",
+            trained,
+            ranks,
+            "" if ranks == 1 else "s",
+            choose_strategy(self.config.distributed.strategy, ranks),
+            "unknown" if steps is None else steps,
+        )
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """The ``optimizer`` section over all parameters that need gradients."""
+        section, params = self.config.optimizer, trainable([self.model])
+        if isinstance(section, Target):
+            optimizer: torch.optim.Optimizer = build(section, params=params)
+            return optimizer
+        return adamw(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+
+    def build_lr_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """The ``lr_scheduler`` section over the planned steps; None for a constant rate."""
+        section = self.config.lr_scheduler
+        if section is None:
+            return None
+        return build_schedule(
+            self.optimizer,
+            section.name,
+            total_steps=self.step_scheduler.planned_steps,
+            warmup_steps=section.warmup_steps,
+            warmup_ratio=section.warmup_ratio,
+            decay_steps=section.decay_steps,
+            kwargs=section.kwargs,
+        )
+
+    def build_loss_fn(self) -> LossFn:
+        """The ``loss_fn`` section (its contract: :data:`~automodel_ckpt.training.loss.LossFn`), else cross-entropy."""
+        section = self.config.loss_fn
+        if section is None:
+            return cross_entropy_sum
+        loss_fn = build(section, reduction="sum")
+        if getattr(loss_fn, "reduction", "sum") != "sum":
+            raise RecipeError(
+                "a loss has to be the sum over the labels: the recipe divides by those of the whole global batch",
+                where="loss_fn.reduction",
+                value=loss_fn.reduction,
+                remedy="leave reduction out",
+            )
+        if isinstance(loss_fn, nn.Module):
+            loss_fn = loss_fn.to(self.layout.device)
+            # A module without parameters has nothing to be saved; its bound method is no state.
+            return loss_fn if loss_fn.state_dict() else loss_fn.forward
+        return loss_fn  # type: ignore[no-any-return]
+
+    def build_checkpointer(self) -> Checkpointer | None:
+        """The ``checkpoint`` section, its directory held; None when it is not enabled."""
+        section = self.config.checkpoint
+        if not section.enabled:
+            return None
+        checkpointer = Checkpointer(
+            section.checkpoint_dir,
+            ranks=self.layout,
+            group=self.layout.gloo_group,
+            model_save_format=section.model_save_format,
+            save_consolidated=section.save_consolidated,
+            restore_from=section.restore_from,
+            save_optimizer=section.save_optimizer,
+            best_metric_key=section.best_metric_key,
+            best_mode=section.best_mode,
+            keep_last=section.keep_last,
+            keep_best=section.keep_best,
+            keep_every_steps=section.keep_every_steps,
+            keep_steps=section.keep_steps,
+            verify=section.verify,
+            allow_missing_state=section.allow_missing_state,
+        )
+        checkpointer.open()
+        return checkpointer
+
+    def build_assets(self) -> dict[str, HFAssets]:
+        """What an export of ``model`` needs beside its weights; nothing for a model that is not transformers'."""
+        section = self.config.model
+        if self.model_config is None or isinstance(section, Target):
+            return {}
+        base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
+        assets = HFAssets.from_model(self.model, tokenizer=self.preprocessor, base_dir=base_dir)
+        assets.validate()
+        return {"model": assets}
+
+    # ---------------------------------------------------------------- loop
+
+    def run(self) -> None:
+        """Train from where the run stands to its end. Raises :class:`Stopped` when a signal came in."""
+        if self.step_scheduler.is_finished():
+            self.already_complete()
             return
-        if recipe_rates != schedule.base_lrs:
-            log.warning("the peak learning rate goes on as saved, %s; the recipe's %s is for new runs",
-                        schedule.base_lrs, recipe_rates)  # fmt: skip
-        saved = current_rate(self.optimizer)
-        if isinstance(schedule, LambdaLR):
-            follow_schedule(schedule)
-        now, scheduler = current_rate(self.optimizer), self.step_scheduler
-        if now != saved and not scheduler.is_finished():
-            planned = f" (the run was planned for {scheduler.planned_before} steps, now for {scheduler.planned_steps})"
-            why = planned if scheduler.planned_before != scheduler.planned_steps else ""
-            message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
-            log.warning(message, why, scheduler.step + 1, now, saved)
+        while not self.step_scheduler.is_finished():
+            self.run_epoch()
+        self.end()
 
-    # ---------------------------------------------------------------- one step
+    def run_epoch(self) -> None:
+        """Train on the rest of the current epoch, or until the run is over."""
+        for batch in self.dataloader:
+            if self.step_scheduler.is_beyond_last_epoch(batch.epoch):
+                self.step_scheduler.end_early()
+                return
+            control = self.agree_on(batch)
+            if control.stop:
+                self.stop()
+            due = self.step(batch, control)
+            if due.validate or due.save:
+                self.validate_and_save(validate=due.validate, save=due.save, last=due.last)
+            if due.last:
+                return
 
     def agree_on(self, batch: GlobalBatch) -> Control:
         """The control vector: one small reduction tells every rank the batch's tokens and whether any has to stop."""
@@ -183,18 +339,77 @@ class FinetuneRecipe:
         vector = self.sum_over_ranks(sum(labels), sum(tokens), bool(self.stop_request.requested))
         return Control(int(vector[0]), int(vector[1]), vector[2] > 0)
 
-    def sum_over_ranks(self, *values: float) -> list[float]:
-        """The sums of a few numbers over all ranks, in float64 (exact for counts below 2**53)."""
-        if self.layout.world_size == 1:
-            return [float(value) for value in values]
-        vector = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(vector, group=self.layout.gloo_group)
-        sums: list[float] = vector.tolist()
-        return sums
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        """One global batch: train, count, log."""
+        started = time.perf_counter()
+        self.step_scheduler.start_step()
+        lr = current_rate(self.optimizer)
+        loss_sum, grad_norm = self.train_step(batch, control)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        total, due = self.finish_step(batch, control, loss_sum)
+        loss = total / control.num_label_tokens if control.num_label_tokens else math.nan
+        self.log_step(batch, control, StepResult(loss, grad_norm, lr), time.perf_counter() - started)
+        return due
 
-    def on_all_ranks(self, holds: bool) -> bool:
-        """Whether something holds on every rank."""
-        return self.sum_over_ranks(holds)[0] == self.layout.world_size
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+        """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.
+
+        The gradient is that of the mean over the global batch's label tokens. A batch without labels, or with a
+        gradient that is not finite, changes no weight: without gradients the optimizer's step does nothing.
+        """
+        if control.num_label_tokens == 0:
+            log.warning("step %d: no label in the whole global batch, no update", self.step_scheduler.step + 1)
+            self.optimizer.step()
+            return 0.0, 0.0
+        # The wrappers average over the ranks what has to be a sum.
+        scale = self.layout.dp_size / control.num_label_tokens
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        for number, micro_batch in enumerate(batch.micro_batches, start=1):
+            with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
+                loss = self.micro_batch_loss(micro_batch)
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+        grad_norm = self.clip_gradients()
+        if not math.isfinite(grad_norm):
+            log.warning("step %d: the gradient norm is %s, no update", self.step_scheduler.step + 1, grad_norm)
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_sum.item(), grad_norm
+
+    def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
+        self.check_length(longest_sample(micro_batch))
+        rows = self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
+        inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
+        if self.loss_of is None:
+            with self.computing():
+                output = self.model(**inputs, **self.forward_options)
+            return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn)
+        positions, targets = labelled_positions(rows["labels"])
+        with self.computing(), self.loss_of(self.on_device(positions), self.on_device(targets)):
+            output = self.model(**inputs, **self.forward_options)
+        return logits_of(output)
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """*tensor* where the model is."""
+        return tensor.to(self.layout.device, non_blocking=True)
+
+    def check_length(self, num_tokens: int) -> None:
+        """:class:`RecipeError` for a sample, padding included, that is longer than the model's context."""
+        if self.model_config is not None:
+            check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
+
+    def clip_gradients(self) -> float:
+        """Scale all gradients together to ``clip_grad_norm``; returns their norm before that."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = full_value(nn.utils.get_total_norm(gradients))
+        limit = self.config.clip_grad_norm
+        if limit is not None and norm > limit:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        return norm
 
     def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, Due]:
         """Count a step; returns the loss summed over all ranks, and what is due.
@@ -220,187 +435,32 @@ class FinetuneRecipe:
         )
         return total, due
 
-    def log_step(self, batch: GlobalBatch, control: Control, result: StepResult, seconds: float) -> None:
-        """A line of training.jsonl and of the progress, on the leader."""
-        self.last_step = result
-        if not self.layout.is_leader:
-            return
-        scheduler = self.step_scheduler
-        record: dict[str, Any] = {
-            "step": scheduler.step,
-            "epoch": scheduler.epoch,
-            "timestamp": time.time(),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "tokens": control.num_tokens,
-            "label_tokens": control.num_label_tokens,
-            "tps": control.num_tokens / seconds,
-            "mem": peak_memory_bytes(self.layout.device),
-        }
-        if self.config.logging.sample_ids:
-            record["samples"] = batch.sample_ids
-        self.append(self.training_log, record)
-        self.progress.update(
-            StepView(scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds)
-        )
-
-    def append(self, jsonl: JsonlLog, record: dict[str, Any]) -> None:
-        """Write a log line, unless this run leaves nothing on disk (``checkpoint.enabled: false``) or is no leader."""
-        if self.layout.is_leader and self.checkpointer is not None:
-            jsonl.append(record)
-
-    # ---------------------------------------------------------------- validate and save
+    # ---------------------------------------------------------------- validate
 
     def validate(self) -> Validation | None:
-        """The validation loss; None when a stop was asked for meanwhile. Subclasses define it."""
-        raise NotImplementedError
+        """The mean loss over the validation set, without a trace in the training: no gradient, no random number.
 
-    def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
-        """What is due after a step, or before the next one, in the order that makes a save hold its own validation."""
-        started = time.monotonic()
-        validation = self._validated() if validate else None
-        wanted = validation is not None and self._is_best(validation)
-        if (save or wanted) and self.step_scheduler.unsaved:
-            self.save(validation, started, last=last)
-
-    def _validated(self) -> Validation | None:
-        validation = self.validate()
-        if validation is None:
-            return None
-        scheduler = self.step_scheduler
-        log.info("step %d: validation loss %.4f", scheduler.step, validation.loss)
-        record = {"step": scheduler.step, "epoch": scheduler.epoch, "timestamp": time.time()}
-        self.append(
-            self.validation_log,
-            {**record, "val_loss": validation.loss, "label_tokens": validation.num_label_tokens},
-        )
-        return validation
-
-    def losses(self, validation: Validation | None) -> dict[str, Any]:
-        """What losses.json holds of the present step; null where nothing was measured at this very step."""
-        return {
-            "step": self.step_scheduler.step,
-            "epoch": self.step_scheduler.epoch,
-            "train_loss": self.last_step.loss if self.last_step else None,
-            "val_loss": validation.loss if validation else None,
-        }
-
-    def _is_best(self, validation: Validation) -> bool:
-        key, mode = self.config.checkpoint.best_metric_key, self.config.checkpoint.best_mode
-        value = policy.metric_of(self.losses(validation), key)
-        if value is None or not policy.is_better(value, self.step_scheduler.best, mode):
-            return False
-        return self.step_scheduler.note_best(value)
-
-    def save(self, validation: Validation | None, started: float, *, last: bool) -> None:
-        """Save all state as the checkpoint of the present step. *started* is when its validation began."""
-        if self.checkpointer is None:
-            self.step_scheduler.note_save(0.0)
-            return
-        scheduler = self.step_scheduler
+        None when a stop was asked for: it is looked for at every batch.
+        """
+        assert self.validation_batches is not None
+        loss, num_label_tokens = 0.0, 0.0
+        self.model.eval()
         try:
-            report = self.save_now(self.checkpointer, validation, last=last)
-        except SaveFailed as failure:
-            self.note_failure(failure)
-            return
-        scheduler.note_save(time.monotonic() - started)
-        self.save_failure = None
-        self.last_save = report
-        self.progress.saved_step = report.step
-        event = {
-            "event": "save",
-            "step": report.step,
-            "stall_seconds": report.stall_seconds,
-            "total_seconds": report.total_seconds,
-            "bytes": report.nbytes,
-            "free_bytes": report.free_bytes,
-            "pruned": list(report.pruned),
-        }
-        self.append(self.training_log, event)
-        if report.export_failure is not None:
-            self.note_failure(report.export_failure)
+            with torch.no_grad(), self.rng.preserved():
+                for batch in self.validation_batches():
+                    sums = self.sum_over_ranks(*self.validation_sums(batch), bool(self.stop_request.requested))
+                    if sums[2] > 0:
+                        return None
+                    loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
+        finally:
+            self.model.train()
+            reshard(self.model)
+        return Validation(loss / num_label_tokens if num_label_tokens else math.nan, int(num_label_tokens))
 
-    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
-        """The checkpoint of the present step."""
-        scheduler = self.step_scheduler
-        return checkpointer.save(
-            discover(self),
-            step=scheduler.step,
-            epoch=scheduler.epoch,
-            config_yaml=self.config_yaml,
-            losses=self.losses(validation),
-            progress={
-                "consumed_samples": scheduler.consumed_samples,
-                "consumed_tokens": scheduler.consumed_tokens,
-                "elapsed_seconds": scheduler.elapsed_seconds,
-            },
-            validated=validation is not None,
-            last=last,
-            before_publishing=self.flush_logs,
-        )
-
-    def flush_logs(self) -> None:
-        """Have every line up to this step on disk."""
-        self.training_log.flush()
-        self.validation_log.flush()
-
-    def note_failure(self, failure: AutomodelError) -> None:
-        """What ``checkpoint.on_save_failure`` says: end here, or train on and end with this failure's code."""
-        if self.config.checkpoint.on_save_failure == "stop":
-            raise failure
-        self.save_failure = failure
-        log.warning("%s", failure)
-        log.warning("training goes on, since checkpoint.on_save_failure is continue")
-
-    # ---------------------------------------------------------------- end
-
-    def stop(self) -> None:
-        """End for a signal: save the last completed step unless it is saved. Raises :class:`Stopped`."""
-        scheduler = self.step_scheduler
-        if scheduler.unsaved:
-            self.save(None, time.monotonic(), last=False)
-        saved = self.checkpointer is not None and scheduler.step > 0
-        number = self.stop_request.requested
-        by = signal.Signals(number).name if number else "a signal to another rank"
-        raise Stopped(
-            f"stopped by {by} after step {scheduler.step}" + (", which is saved" if saved else "; nothing was saved"),
-            where=self.config.checkpoint.checkpoint_dir,
-            value=self.last_save.path.name if self.last_save else "",
-            remedy="the same command goes on from there" if saved else "the same command starts over",
-        )
-
-    def end(self) -> None:
-        """The last lines of a run that ended by itself. Raises what made its last save fail, if it went on then."""
-        scheduler = self.step_scheduler
-        loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
-        log.info("done: step %d, %s", scheduler.step, loss)
-        if self.last_save is not None:
-            log.info("newest checkpoint: %s", self.last_save.path)
-            if self.last_save.export is not None:
-                log.info("Hugging Face export: %s", self.last_save.export)
-        if self.checkpointer is not None and self.config.checkpoint.export_best:
-            self.checkpointer.export_best()
-        if self.save_failure is not None:
-            raise self.save_failure
-
-    def already_complete(self) -> None:
-        """A finished run is started again: say so, and make the final export if a kill had prevented it."""
-        log.info("already complete at step %d", self.step_scheduler.step)
-        if self.checkpointer is not None and self.resumed is not None:
-            self.checkpointer.export_if_missing(self.resumed)
-
-    def close(self) -> None:
-        """Let go of logs, checkpointer and process groups; safe after a failed or missing ``setup``."""
-        self.progress.close()
-        for name in ("training_log", "validation_log"):
-            if name in vars(self):
-                getattr(self, name).close()
-        if self.checkpointer is not None:
-            self.checkpointer.close()
-        if "log_handler" in vars(self):
-            tear_down_logging(self.log_handler)
-        close_distributed()
+    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
+        """This rank's summed loss and label tokens of one batch."""
+        loss = sum(self.micro_batch_loss(micro_batch).double().item() for micro_batch in batch.micro_batches)
+        return loss, sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
 
 
 def _num_tokens(micro_batch: Mapping[str, torch.Tensor]) -> int:

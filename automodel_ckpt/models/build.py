@@ -26,7 +26,6 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 log = logging.getLogger(__name__)
 
-_CAUSAL_LM: Any = AutoModelForCausalLM  # its class methods have no annotations
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -166,12 +165,13 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: Any) -> None:
 
 
 def build_model(
-    config: PreTrainedConfig, *, from_pretrained: str | None = None, dtype: str = "float32",
-    attn_implementation: str | None = None,
+    config: PreTrainedConfig, *, auto_class: Any = AutoModelForCausalLM, from_pretrained: str | None = None,
+    dtype: str = "float32", attn_implementation: str | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A causal language model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
+    """A model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
 
-    *dtype* is a torch dtype's name or ``auto``: that of the files, or of the configuration. *config* is not changed.
+    *auto_class* is the class of transformers that makes it. *dtype* is a torch dtype's name or ``auto``: that of the
+    files, or of the configuration. *config* is not changed.
     Raises :class:`RecipeError` when the weights cannot be read or transformers has no such model.
     """
     options: dict[str, Any] = {}
@@ -180,10 +180,10 @@ def build_model(
     try:
         if from_pretrained is None:
             options["dtype"] = _fresh_dtype(config, dtype)
-            model: nn.Module = _CAUSAL_LM.from_config(copy.deepcopy(config), **options)
+            model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
-            model = _read_model(os.path.expanduser(from_pretrained), options)
+            model = _read_model(auto_class, os.path.expanduser(from_pretrained), options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise RecipeError(
             "the model cannot be built",
@@ -200,9 +200,9 @@ def _fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _read_model(name: str, options: Mapping[str, Any]) -> nn.Module:
+def _read_model(auto_class: Any, name: str, options: Mapping[str, Any]) -> nn.Module:
     model: nn.Module
-    model, info = _CAUSAL_LM.from_pretrained(name, output_loading_info=True, **options)
+    model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         log.warning("%s holds no weights for %s: they start untrained", name, ", ".join(missing))
     if unexpected := sorted(info["unexpected_keys"]):

@@ -1,0 +1,350 @@
+"""What happens around the steps of any recipe: join the ranks, resume, log, validate, save, stop, end, close."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from automodel_ckpt.checkpoint import Checkpointer, discover, policy
+from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
+from automodel_ckpt.distributed.stop import StopRequest
+from automodel_ckpt.errors import AutomodelError, SaveFailed, Stopped
+from automodel_ckpt.training.lr import current_rate, follow_schedule
+from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
+from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
+from automodel_ckpt.training.rng import StatefulRNG, seed_everything
+from automodel_ckpt.training.step_scheduler import StepScheduler
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What all ranks agreed on before a step: the global batch's size in tokens, and whether to stop."""
+
+    num_label_tokens: int
+    num_tokens: int
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step: the global batch's mean loss (NaN without labels), gradient norm and learning rate."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The mean loss over the label tokens of the whole validation set."""
+
+    loss: float
+    num_label_tokens: int
+
+
+class Lifecycle:
+    """A run from its beginning to its end, except for what it trains, which ``recipes.base.FinetuneRecipe`` adds."""
+
+    config: RecipeConfig
+    layout: RankLayout
+    stop_request: StopRequest
+    model: nn.Module
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | None
+    dataloader: GlobalBatchLoader
+    step_scheduler: StepScheduler
+    rng: StatefulRNG
+    checkpointer: Checkpointer | None
+
+    def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
+        self.config = config
+        self.config_yaml = config_yaml
+        self.untracked: set[str] = set()
+        self.checkpointer = None
+        self.resumed: Resumed | None = None
+        self.save_failure: AutomodelError | None = None
+        self.progress = Progress(enabled=False)
+        self.last_step: StepResult | None = None
+        self.last_save: SaveReport | None = None
+
+    # ---------------------------------------------------------------- begin
+
+    def join_ranks(self) -> RankLayout:
+        """Process groups, log output, determinism, and the seed that makes all ranks draw the same fresh weights."""
+        config = self.config
+        layout = init_distributed(
+            backend=config.distributed.backend, timeout_minutes=config.distributed.timeout_minutes
+        )
+        self.progress = Progress(every_seconds=config.logging.log_every_seconds, enabled=layout.is_leader)
+        self.log_handler = set_up_logging(self.progress, config.logging.level, layout.rank)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(config.deterministic)
+        seed_everything(config.seed)
+        directory = Path(config.checkpoint.checkpoint_dir)
+        self.training_log = JsonlLog(directory / "training.jsonl")
+        self.validation_log = JsonlLog(directory / "validation.jsonl")
+        return layout
+
+    def resume(self) -> None:
+        """Load the newest usable checkpoint, if there is one; the last thing that ``setup`` does.
+
+        Afterwards nothing may draw random numbers before the first step.
+        """
+        if self.checkpointer is None:
+            return
+        state = discover(self)
+        for name in sorted(self.untracked & vars(self).keys()):
+            log.info("not saved, since it is untracked: %s", name)
+        self.checkpointer.check(state)
+        recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
+        self.resumed = self.checkpointer.load(state)
+        if self.resumed is not None:
+            self._say_changed_rates(recipe_rates)
+        self.make_sure_of_space(self.checkpointer, state)
+        if self.layout.is_leader and not self.step_scheduler.is_finished():
+            for jsonl in (self.training_log, self.validation_log):
+                jsonl.truncate_after(self.step_scheduler.step)
+
+    def make_sure_of_space(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
+        """Before the first step: a checkpoint has to fit on the disk."""
+        if self.step_scheduler.is_finished():
+            return
+        try:
+            checkpointer.refuse_too_little_space(state)
+        except SaveFailed as failure:
+            self.note_failure(failure)
+
+    def _say_changed_rates(self, recipe_rates: list[Any]) -> None:
+        """The loaded state holds the learning rates of the run that saved it: say so, and follow a changed schedule."""
+        schedule = self.lr_scheduler
+        if schedule is None:
+            return
+        if recipe_rates != schedule.base_lrs:
+            log.warning("the peak learning rate goes on as saved, %s; the recipe's %s is for new runs",
+                        schedule.base_lrs, recipe_rates)  # fmt: skip
+        saved = current_rate(self.optimizer)
+        if isinstance(schedule, LambdaLR):
+            follow_schedule(schedule)
+        now, scheduler = current_rate(self.optimizer), self.step_scheduler
+        if now != saved and not scheduler.is_finished():
+            planned = f" (the run was planned for {scheduler.planned_before} steps, now for {scheduler.planned_steps})"
+            why = planned if scheduler.planned_before != scheduler.planned_steps else ""
+            message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
+            log.warning(message, why, scheduler.step + 1, now, saved)
+
+    # ---------------------------------------------------------------- between ranks
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """The sums of a few numbers over all ranks, in float64 (exact for counts below 2**53)."""
+        if self.layout.world_size == 1:
+            return [float(value) for value in values]
+        vector = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(vector, group=self.layout.gloo_group)
+        sums: list[float] = vector.tolist()
+        return sums
+
+    def on_all_ranks(self, holds: bool) -> bool:
+        """Whether something holds on every rank."""
+        return self.sum_over_ranks(holds)[0] == self.layout.world_size
+
+    # ---------------------------------------------------------------- log
+
+    def log_step(self, batch: GlobalBatch, control: Control, result: StepResult, seconds: float) -> None:
+        """A line of training.jsonl and of the progress, on the leader."""
+        self.last_step = result
+        if not self.layout.is_leader:
+            return
+        scheduler = self.step_scheduler
+        record: dict[str, Any] = {
+            "step": scheduler.step,
+            "epoch": scheduler.epoch,
+            "timestamp": time.time(),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": control.num_tokens,
+            "label_tokens": control.num_label_tokens,
+            "tps": control.num_tokens / seconds,
+            "mem": peak_memory_bytes(self.layout.device),
+        }
+        if self.config.logging.sample_ids:
+            record["samples"] = batch.sample_ids
+        self.append(self.training_log, record)
+        self.progress.update(
+            StepView(scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds)
+        )
+
+    def append(self, jsonl: JsonlLog, record: dict[str, Any]) -> None:
+        """Write a log line, unless this run leaves nothing on disk (``checkpoint.enabled: false``) or is no leader."""
+        if self.layout.is_leader and self.checkpointer is not None:
+            jsonl.append(record)
+
+    def flush_logs(self) -> None:
+        """Have every line up to this step on disk."""
+        self.training_log.flush()
+        self.validation_log.flush()
+
+    # ---------------------------------------------------------------- validate and save
+
+    def validate(self) -> Validation | None:
+        """The validation loss; None when a stop was asked for meanwhile. Subclasses define it."""
+        raise NotImplementedError
+
+    def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
+        """What is due after a step, or before the next one, in the order that makes a save hold its own validation."""
+        started = time.monotonic()
+        validation = self._validated() if validate else None
+        wanted = validation is not None and self._is_best(validation)
+        if (save or wanted) and self.step_scheduler.unsaved:
+            self.save(validation, started, last=last)
+
+    def _validated(self) -> Validation | None:
+        validation = self.validate()
+        if validation is None:
+            return None
+        scheduler = self.step_scheduler
+        log.info("step %d: validation loss %.4f", scheduler.step, validation.loss)
+        record = {"step": scheduler.step, "epoch": scheduler.epoch, "timestamp": time.time()}
+        self.append(
+            self.validation_log,
+            {**record, "val_loss": validation.loss, "label_tokens": validation.num_label_tokens},
+        )
+        return validation
+
+    def losses(self, validation: Validation | None) -> dict[str, Any]:
+        """What losses.json holds of the present step; null where nothing was measured at this very step."""
+        return {
+            "step": self.step_scheduler.step,
+            "epoch": self.step_scheduler.epoch,
+            "train_loss": self.last_step.loss if self.last_step else None,
+            "val_loss": validation.loss if validation else None,
+        }
+
+    def _is_best(self, validation: Validation) -> bool:
+        key, mode = self.config.checkpoint.best_metric_key, self.config.checkpoint.best_mode
+        value = policy.metric_of(self.losses(validation), key)
+        if value is None or not policy.is_better(value, self.step_scheduler.best, mode):
+            return False
+        return self.step_scheduler.note_best(value)
+
+    def save(self, validation: Validation | None, started: float, *, last: bool) -> None:
+        """Save all state as the checkpoint of the present step. *started* is when its validation began."""
+        if self.checkpointer is None:
+            self.step_scheduler.note_save(0.0)
+            return
+        scheduler = self.step_scheduler
+        try:
+            report = self.save_now(self.checkpointer, validation, last=last)
+        except SaveFailed as failure:
+            self.note_failure(failure)
+            return
+        scheduler.note_save(time.monotonic() - started)
+        self.save_failure = None
+        self.last_save = report
+        self.progress.saved_step = report.step
+        event = {
+            "event": "save",
+            "step": report.step,
+            "stall_seconds": report.stall_seconds,
+            "total_seconds": report.total_seconds,
+            "bytes": report.nbytes,
+            "free_bytes": report.free_bytes,
+            "pruned": list(report.pruned),
+        }
+        self.append(self.training_log, event)
+        if report.export_failure is not None:
+            self.note_failure(report.export_failure)
+
+    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
+        """The checkpoint of the present step."""
+        scheduler = self.step_scheduler
+        return checkpointer.save(
+            discover(self),
+            step=scheduler.step,
+            epoch=scheduler.epoch,
+            config_yaml=self.config_yaml,
+            losses=self.losses(validation),
+            progress={
+                "consumed_samples": scheduler.consumed_samples,
+                "consumed_tokens": scheduler.consumed_tokens,
+                "elapsed_seconds": scheduler.elapsed_seconds,
+            },
+            validated=validation is not None,
+            last=last,
+            before_publishing=self.flush_logs,
+        )
+
+    def note_failure(self, failure: AutomodelError) -> None:
+        """What ``checkpoint.on_save_failure`` says: end here, or train on and end with this failure's code."""
+        if self.config.checkpoint.on_save_failure == "stop":
+            raise failure
+        self.save_failure = failure
+        log.warning("%s", failure)
+        log.warning("training goes on, since checkpoint.on_save_failure is continue")
+
+    # ---------------------------------------------------------------- end
+
+    def stop(self) -> None:
+        """End for a signal: save the last completed step unless it is saved. Raises :class:`Stopped`."""
+        scheduler = self.step_scheduler
+        if scheduler.unsaved:
+            self.save(None, time.monotonic(), last=False)
+        saved = self.checkpointer is not None and scheduler.step > 0
+        number = self.stop_request.requested
+        by = signal.Signals(number).name if number else "a signal to another rank"
+        raise Stopped(
+            f"stopped by {by} after step {scheduler.step}" + (", which is saved" if saved else "; nothing was saved"),
+            where=self.config.checkpoint.checkpoint_dir,
+            value=self.last_save.path.name if self.last_save else "",
+            remedy="the same command goes on from there" if saved else "the same command starts over",
+        )
+
+    def end(self) -> None:
+        """The last lines of a run that ended by itself. Raises what made its last save fail, if it went on then."""
+        scheduler = self.step_scheduler
+        loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
+        log.info("done: step %d, %s", scheduler.step, loss)
+        if self.last_save is not None:
+            log.info("newest checkpoint: %s", self.last_save.path)
+            if self.last_save.export is not None:
+                log.info("Hugging Face export: %s", self.last_save.export)
+        if self.checkpointer is not None and self.config.checkpoint.export_best:
+            self.checkpointer.export_best()
+        if self.save_failure is not None:
+            raise self.save_failure
+
+    def already_complete(self) -> None:
+        """A finished run is started again: say so, and make the final export if a kill had prevented it."""
+        log.info("already complete at step %d", self.step_scheduler.step)
+        if self.checkpointer is not None and self.resumed is not None:
+            self.checkpointer.export_if_missing(self.resumed)
+
+    def close(self) -> None:
+        """Let go of logs, checkpointer and process groups; safe after a failed or missing ``setup``."""
+        self.progress.close()
+        for name in ("training_log", "validation_log"):
+            if name in vars(self):
+                getattr(self, name).close()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+        if "log_handler" in vars(self):
+            tear_down_logging(self.log_handler)
+        close_distributed()
