@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "data": {"errors"},
     "training": {"errors"},
     "checkpoint": {"errors", "distributed.agree"},
+    "report": {"errors", "checkpoint"},
     "consolidate": {"errors", "checkpoint", "cli.terminal"},
     "recipes": {"errors", "config", "distributed", "models", "data", "training", "checkpoint"},
     "cli": {EVERYTHING},
@@ -47,8 +48,9 @@ LIGHT = [
     "checkpoint.verify",
     "cli",
     "config",
+    "report",
 ]
-"""Modules, or rooms with all their modules (cli, config), that load none of HEAVY; relative to the package."""
+"""Modules, or rooms with all their modules (cli, config, report), that load none of HEAVY; relative to the package."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -112,7 +114,7 @@ def light_modules() -> list[str]:
     names = set()
     for name in LIGHT:
         path = PACKAGE.joinpath(*name.split("."))
-        if name in ("cli", "config"):
+        if name in ("cli", "config", "report"):
             names.update(f"{name}.{file.stem}" for file in path.glob("*.py") if file.stem != "__init__")
         names.add(name)
     return [".".join(filter(None, ("automodel_ckpt", name))) for name in sorted(names)]

@@ -1,0 +1,93 @@
+"""``ckpt plot``: curves of one or several runs, as a page, a picture, or lines of text on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.terminal import print_path, printable
+from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.report.history import History, Series, read_history
+
+_TERMINAL = (("loss", "loss"), ("val_loss", "validation"), ("grad_norm", "grad norm"), ("lr", "lr"), ("tps", "tok/s"))
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s."""
+    plot: argparse.ArgumentParser = commands.add_parser(
+        "plot",
+        help="curves of one or several runs",
+        description="Draw the curves of one or several runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
+        "norm, learning rate, throughput, and what saves cost. Without --output: small ones, here.",
+    )
+    plot.add_argument("paths", nargs="*", default=["."], metavar="RUN", help="run directories (default: here)")
+    plot.add_argument("--output", "-o", metavar="FILE", help="an .html page that needs nothing else, or a .png")
+    return plot
+
+
+def plot(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | None]) -> int:
+    """Raises :class:`CheckpointUnusable` where a path holds no run."""
+    paths = [Path(path) for path in arguments.paths]
+    directories = [(run_directory(path) if path.is_dir() else None) or path for path in paths]
+    runs = [read_history(path, name) for path, name in zip(directories, _names(directories), strict=True)]
+    if arguments.output:
+        _write(runs, Path(arguments.output))
+    if arguments.json:
+        print(json.dumps([_document(run) for run in runs], indent=2))
+    elif arguments.output:
+        print_path(arguments.output)
+    else:
+        for run in runs:
+            print("\n".join(_lines(run)))
+    return EXIT_DONE
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """The last part of each path that tells it from the others."""
+    absolute = [path.absolute() for path in paths]
+    for depth in range(1, max(len(path.parts) for path in absolute) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in absolute]
+        if len(set(names)) == len(names) and names != ["checkpoints"]:
+            break
+    return names
+
+
+def _write(runs: list[History], file: Path) -> None:
+    if file.suffix == ".png":
+        from automodel_ckpt.report.picture import write_picture
+
+        write_picture(runs, file)
+    elif file.suffix in (".html", ".htm"):
+        from automodel_ckpt.report.page import page
+
+        file.write_text(page(runs))
+    else:
+        raise RecipeError(
+            "the file's ending does not say what to draw", where="--output", value=str(file),
+            remedy="name an .html or a .png file",
+        )  # fmt: skip
+
+
+def _lines(run: History) -> Iterator[str]:
+    from automodel_ckpt.report.page import summary
+    from automodel_ckpt.report.sparkline import sparkline
+
+    yield printable(f"{run.name}: " + ", ".join(f"{what} {value}" for what, value in summary(run)))
+    for field, title in _TERMINAL:
+        series = run.series[field]
+        if len(series):
+            yield f"  {title:<10}  {sparkline(series)}  {series.values[0]:.4g} .. {series.values[-1]:.4g}"
+
+
+def _document(run: History) -> dict[str, Any]:
+    def points(series: Series) -> dict[str, list[float]]:
+        return {"steps": list(series.steps), "values": list(series.values)}
+
+    return {
+        "name": run.name, "path": str(run.path), "num_tokens": run.num_tokens, "resumed_at": list(run.resumed_at),
+        "checkpoints": [checkpoint.name for checkpoint in run.checkpoints],
+        "series": {name: points(series) for name, series in run.series.items()},
+    }  # fmt: skip

@@ -1,0 +1,144 @@
+"""One self-contained HTML page for one or several runs: no script, style or picture from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib import resources
+
+from automodel_ckpt.report.charts import MAX_POINTS, NUM_COLOURS, Chart, Line, Mark
+from automodel_ckpt.report.history import Checkpoint, History, Series
+
+_SMOOTH_FROM = 200
+PANELS = (
+    ("grad_norm", "Gradient norm", False),
+    ("lr", "Learning rate", True),
+    ("tps", "Throughput, tokens per second", True),
+)
+
+
+def page(runs: Sequence[History]) -> str:
+    """The whole document."""
+    style, script = (resources.files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
+    charts = [chart for chart in charts_of(runs) if not chart.is_empty]
+    title = " · ".join(run.name for run in runs)
+    body = "\n".join([*_heads(runs), *(_figure(chart) for chart in charts), *_tables(runs)])
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main>\n{body}\n</main>"
+        f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
+    )
+
+
+def charts_of(runs: Sequence[History]) -> Iterator[Chart]:
+    """The panels, some of them perhaps empty; all over the same steps."""
+    last = max((series.steps[-1] for run in runs for series in run.series.values() if len(series)), default=1)
+    steps = (1, last)
+    losses = [line for n, run in enumerate(runs) for line in _losses(n, run)]
+    yield Chart("Loss", losses, [*_marks(runs)], steps=steps)
+    for field, title, from_zero in PANELS:
+        lines = [line for n, run in enumerate(runs) for line in _curves(n, run.name, run.series[field])]
+        yield Chart(title, lines, from_zero=from_zero, steps=steps)
+    for field, title in (("stall_seconds", "Training waited for saves, seconds"), ("bytes", "Size of saves, bytes")):
+        lines = [Line(run.name, number, run.series[field], "stems") for number, run in enumerate(runs)]
+        yield Chart(title, lines, from_zero=True, steps=steps)
+
+
+def _losses(number: int, run: History) -> Iterator[Line]:
+    yield from _curves(number, run.name, run.series["loss"])
+    if len(run.series["val_loss"]):
+        yield Line(f"{run.name}, validation", number, run.series["val_loss"], "dots")
+
+
+def _curves(number: int, name: str, series: Series) -> Iterator[Line]:
+    """The series, and over many steps its average, which is what the eye can follow."""
+    if len(series) < _SMOOTH_FROM:
+        yield Line(name, number, series)
+    else:
+        yield Line(f"{name}, each step", number, series, "faint")
+        yield Line(f"{name}, smoothed", number, series.smoothed())
+
+
+def _marks(runs: Sequence[History]) -> Iterator[Mark]:
+    for number, run in enumerate(runs):
+        for step in run.resumed_at:
+            yield Mark("resumed", number, step, f"{run.name}: resumed from step {step}")
+        for checkpoint in run.checkpoints:
+            yield Mark("saved", number, checkpoint.step, f"{run.name}: checkpoint {checkpoint.name}")
+            if "LOWEST_VAL" in checkpoint.pointers:
+                text = f"{run.name}: LOWEST_VAL, {checkpoint.name}"
+                yield Mark("best", number, checkpoint.step, text, checkpoint.val_loss)
+
+
+def _figure(chart: Chart) -> str:
+    data = [
+        {
+            "label": line.label,
+            "colour": line.run % NUM_COLOURS,
+            "steps": (few := line.series.at_most(MAX_POINTS)).steps,
+            "values": few.values,
+        }
+        for line in chart.lines
+        if len(line.series)
+    ]
+    embedded = json.dumps(data).replace("<", "\\u003c")
+    return (
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{chart.svg()}"
+        f'<script type="application/json">{embedded}</script></figure>'
+    )
+
+
+def _heads(runs: Sequence[History]) -> Iterator[str]:
+    yield "<h1>" + escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs") + "</h1>"
+    for number, run in enumerate(runs):
+        cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in summary(run))
+        yield (
+            f'<section><h2><span class="key c{number % NUM_COLOURS}"></span>{escape(run.name)} '
+            f"<small>{escape(str(run.path))}</small></h2><dl>{cells}</dl></section>"
+        )
+    yield (
+        '<p class="legend"><span>▲ checkpoint</span><span>◯ LOWEST_VAL</span><span>┆ resumed</span>'
+        "<span>● validation</span><span>all over optimizer steps</span></p>"
+    )
+
+
+def summary(run: History) -> Iterator[tuple[str, str]]:
+    """The run in a few figures: what, and how much."""
+    loss, validation, stalls = (run.series[name] for name in ("loss", "val_loss", "stall_seconds"))
+    yield "steps", f"{loss.steps[-1]:,}" if len(loss) else "0"
+    if len(loss):
+        yield "training loss", f"{loss.values[-1]:.4f}"
+    if len(validation):
+        best = min(range(len(validation)), key=validation.values.__getitem__)
+        yield "lowest validation loss", f"{validation.values[best]:.4f} at step {validation.steps[best]}"
+    yield "tokens", f"{run.num_tokens:,}"
+    yield "checkpoints", str(len(run.checkpoints))
+    if len(stalls):
+        share = sum(stalls.values) / run.seconds if run.seconds > 0 else 0.0
+        yield "waited for saves", f"{sum(stalls.values):.2f} s ({share:.1%} of the run)"
+    if run.resumed_at:
+        yield "resumed", f"{len(run.resumed_at)} times" if len(run.resumed_at) > 1 else "once"
+
+
+def _tables(runs: Sequence[History]) -> Iterator[str]:
+    for number, run in enumerate(runs):
+        if run.checkpoints:
+            head = "".join(f"<th>{t}</th>" for t in ("checkpoint", "step", "epoch", "train", "validation", "size", ""))
+            rows = "".join(_row(checkpoint) for checkpoint in run.checkpoints)
+            yield (
+                f'<h2><span class="key c{number % NUM_COLOURS}"></span>Checkpoints of {escape(run.name)}</h2>'
+                f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            )
+
+
+def _row(checkpoint: Checkpoint) -> str:
+    losses = ["" if v is None else f"{v:.4f}" for v in (checkpoint.train_loss, checkpoint.val_loss)]
+    cells = [
+        checkpoint.name, str(checkpoint.step), str(checkpoint.epoch), *losses, f"{checkpoint.nbytes / 1e6:,.1f} MB",
+        ", ".join(checkpoint.pointers),
+    ]  # fmt: skip
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -1,0 +1,53 @@
+"""The page's charts as one PNG, through matplotlib (``pip install 'automodel_ckpt[plot]'``)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.report.charts import Chart
+from automodel_ckpt.report.history import History
+from automodel_ckpt.report.page import charts_of
+
+
+def write_picture(runs: Sequence[History], file: Path) -> None:
+    """Draw all panels, one above the other. Raises :class:`RecipeError` without matplotlib."""
+    try:
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise RecipeError(
+            "a PNG is drawn by matplotlib, which is not installed", where="--output", value=str(file),
+            remedy="pip install 'automodel_ckpt[plot]', or name an .html file, which needs nothing",
+        ) from error  # fmt: skip
+    charts = [chart for chart in charts_of(runs) if not chart.is_empty]
+    pyplot.switch_backend("agg")
+    figure, axes = pyplot.subplots(len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained")
+    for chart, (axis,) in zip(charts, axes, strict=True):
+        _draw(chart, axis)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw(chart: Chart, axis: Any) -> None:
+    axis.set_title(chart.title, fontsize=10, loc="left")
+    axis.grid(alpha=0.3)
+    for line in chart.lines:
+        style = {"dots": "o--", "stems": "o"}.get(line.style, "-")
+        alpha = 0.3 if line.style == "faint" else 1.0
+        axis.plot(line.series.steps, line.series.values, style, color=f"C{line.run}", alpha=alpha, markersize=3,
+                  linewidth=1.2, label=line.label if len(line.series) else None)  # fmt: skip
+    for mark in chart.marks:
+        if mark.kind == "resumed":
+            axis.axvline(mark.step, color=f"C{mark.run}", linestyle=":", linewidth=1)
+        elif mark.kind == "saved":
+            axis.plot(
+                [mark.step], [0.02], "^", color=f"C{mark.run}", markersize=4, transform=axis.get_xaxis_transform()
+            )
+        elif mark.value is not None:
+            axis.plot([mark.step], [mark.value], "o", color=f"C{mark.run}", markersize=9, fillstyle="none")
+    if chart.from_zero:
+        axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7)

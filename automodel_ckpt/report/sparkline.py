@@ -1,0 +1,25 @@
+"""A series as a few characters: enough to see on a terminal whether a loss falls."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from automodel_ckpt.report.history import Series
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(series: Series, width: int = 60) -> str:
+    """At most *width* characters, each the mean of a stretch of steps; empty for an empty series."""
+    means = _means(series.values, width)
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _means(values: tuple[float, ...], width: int) -> list[float]:
+    count = min(width, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)] if count else [0]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.report.history import Series, read_history
+from automodel_ckpt.report.scale import scale_over, short
+from automodel_ckpt.report.sparkline import sparkline
+from tests.support.history import write_run
+
+
+def test_a_runs_history_holds_its_series_checkpoints_and_resumes(tmp_path: Path) -> None:
+    run = read_history(write_run(tmp_path / "run", num_steps=6, saved=[2, 4, 6], best=4, resumed=[2]))
+    assert run.series["loss"].steps == (1, 2, 3, 4, 5, 6)
+    assert run.series["val_loss"].steps == run.series["bytes"].steps == (2, 4, 6)
+    assert [(c.name, c.pointers) for c in run.checkpoints] == [
+        ("epoch_0_step_2", ()), ("epoch_0_step_4", ("LOWEST_VAL",)), ("epoch_0_step_6", ("LATEST",)),
+    ]  # fmt: skip
+    assert (run.resumed_at, run.num_tokens, run.seconds) == ((2,), 600, 5.0)
+
+
+def test_lines_that_hold_no_numbers_are_passed_over_and_of_two_at_a_step_the_last_counts(tmp_path: Path) -> None:
+    good = [{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
+    odd = ["{", "[]", '{"step": "4", "loss": 1}', '{"step": true, "loss": 1}', '{"step": 5, "loss": NaN}',
+           '{"step": 6, "loss": 1e999}', '{"step": 7, "loss": true}', "[" * 100_000]  # fmt: skip
+    huge = '{"step": 8, "loss": 1' + "0" * 400 + "}"
+    (tmp_path / "training.jsonl").write_text("\n".join([*map(json.dumps, good), *odd, huge, '{"step": 9, "lo']))
+    assert read_history(tmp_path).series["loss"] == Series((1, 3), (2.5, 1.0))
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnusable, match="no run to plot"):
+        read_history(tmp_path)
+
+
+def test_fewer_points_keep_the_outline() -> None:
+    values = [math.sin(step / 50) for step in range(10_000)]
+    values[4321], values[8765] = 9.0, -9.0
+    few = Series(tuple(range(10_000)), tuple(values)).at_most(400)
+    assert len(few) <= 400
+    assert list(few.steps) == sorted(set(few.steps))
+    assert {9.0, -9.0} <= set(few.values)
+
+
+def test_an_average_of_equal_values_is_that_value_from_the_start() -> None:
+    assert Series((1, 2, 3), (5.0, 5.0, 5.0)).smoothed().values == pytest.approx((5.0, 5.0, 5.0))
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-1e-9, 1e-9), (1e15, 2e15), (5e-324, 0.0)])
+def test_a_scale_has_a_length_and_a_few_round_ticks(values: tuple[float, float]) -> None:
+    scale = scale_over(values, 0, 100)
+    assert scale.low < min(values) <= max(values) < scale.high
+    assert 2 <= len(scale.ticks()) <= 12
+    assert all(scale.low <= tick <= scale.high for tick in scale.ticks())
+
+
+def test_ticks_are_short() -> None:
+    labels = [short(value) for value in (0, 0.25, 2e-5, 12_345, 3e8)]
+    assert labels == ["0", "0.25", "2e-05", "12.35k", "300M"]
+
+
+def test_a_sparkline_shows_the_shape() -> None:
+    assert sparkline(Series((1, 2, 3), (1.0, 8.0, 1.0))) == "▁█▁"
+    assert sparkline(Series((1, 2), (4.0, 4.0))) == "▁▁"
+    assert sparkline(Series()) == ""
+    assert len(sparkline(Series(tuple(range(999)), tuple(map(float, range(999)))), width=40)) == 40

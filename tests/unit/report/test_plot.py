@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.cli.ckpt import main
+from tests.support.history import write_run
+
+pytest.importorskip("matplotlib", reason="the plot extra")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "first", num_steps=8, saved=[4, 8], best=4, resumed=[4])
+
+
+def svgs(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_the_page_marks_checkpoints_the_best_one_and_resumes(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert main(["plot", str(run), "-o", str(page)]) == 0
+    loss, *others = svgs(page.read_text())
+    marks = [element.get("class", "").split()[0] for element in loss if element.get("class")]
+    assert (marks.count("saved"), marks.count("best"), marks.count("resumed")) == (2, 1, 1)
+    assert [other.get("aria-label") for other in others] == [
+        "Gradient norm", "Learning rate", "Throughput, tokens per second", "Training waited for saves, seconds",
+        "Size of saves, bytes",
+    ]  # fmt: skip
+
+
+def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(run: Path, tmp_path: Path) -> None:
+    evil = run.rename(tmp_path / "<script>alert(1)<")
+    page = tmp_path / "report.html"
+    assert main(["plot", str(evil), "-o", str(page)]) == 0
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "<script>alert" not in text
+    assert text.count("<script") == 1 + 6, "the page's own, and the data of each panel"
+
+
+def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "b" / "first", num_steps=300)
+    page = tmp_path / "report.html"
+    assert main(["plot", str(run), str(other), "-o", str(page)]) == 0
+    text = page.read_text()
+    lines = [e.get("class", "").split() for e in svgs(text)[0] if e.tag == "polyline"]
+    assert [line[-1] for line in lines] == ["c0", "c0", "c1", "c1"]
+    assert [line[0] for line in lines] == ["line", "line", "faint", "line"]
+    assert "b/first" in text
+
+
+def test_a_picture_is_drawn_by_its_ending(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 0
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", str(run), "-o", str(tmp_path / "report.txt")]) == 2
+    assert "ending does not say" in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_picture_is_refused_with_what_to_install(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 2
+    assert "automodel_ckpt[plot]" in capsys.readouterr().err
+
+
+def test_without_a_file_small_curves_go_to_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run)]) == 0
+    head, loss, *_ = capsys.readouterr().out.splitlines()
+    assert head.startswith("first: steps 8, training loss 2.0337, lowest validation loss")
+    assert head.endswith("resumed once")
+    assert re.fullmatch(r"  loss        [▁-█]{8}  4\.676 \.\. 2\.034", loss)
+
+
+def test_json_gives_the_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run), "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)
+    assert document["series"]["val_loss"]["steps"] == [4, 8]
+    assert document["resumed_at"] == [4]
+
+
+def test_a_place_without_a_run_is_code_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path)]) == 3
+    assert "no run to plot" in capsys.readouterr().err
