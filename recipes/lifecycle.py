@@ -122,6 +122,16 @@ class Lifecycle:
         if self.layout.is_leader and not self.step_scheduler.is_finished():
             for jsonl in (self.training_log, self.validation_log):
                 jsonl.truncate_after(self.step_scheduler.step)
+            self._log_resume()
+
+    def _log_resume(self) -> None:
+        """A line in training.jsonl, so that a plot can show where the run went on."""
+        if self.resumed is not None:
+            event = {"event": "resume", "step": self.resumed.step, "timestamp": time.time()}
+            self.append(
+                self.training_log,
+                {**event, "from": self.resumed.path.name, "world_size": self.layout.world_size},
+            )
 
     def make_sure_of_space(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         """Before the first step: a checkpoint has to fit on the disk."""

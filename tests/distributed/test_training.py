@@ -236,6 +236,9 @@ def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
     again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", "--lr_scheduler.decay_steps=8")
     assert again[0]["weights"] == whole[0]["weights"]
     assert again[0]["optimizer"] == whole[0]["optimizer"]
+    events = [record for record in lines(tmp_path / "run/training.jsonl") if "event" in record]
+    assert [(event["event"], event["step"]) for event in events] == [("save", 5), ("resume", 5), ("save", 8)]
+    assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
