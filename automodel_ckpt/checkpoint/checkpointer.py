@@ -33,10 +33,11 @@ from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.jobs import Job, run_all
 from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.loading import Loader
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, merge_files, merge_tree
-from automodel_ckpt.checkpoint.objects import ObjectWriter
+from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, TreePart, merge_files, merge_tree
+from automodel_ckpt.checkpoint.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
@@ -230,7 +231,8 @@ class Checkpointer:
         staging = Path(proposals[0].staging or "")
         try:
             with self._failing_together(f"saving {name}"):
-                part, records = self._write_part(snapshot, proposals, staging)
+                part, jobs, records = self._plan(snapshot, proposals)
+                run_all(jobs, staging, part)
                 if self.is_leader:
                     self._write_common(staging, part, snapshot, config_yaml, losses)
                 commit.write_file(staging / layout.part_file(self._ranks.rank), part.to_bytes())
@@ -279,27 +281,27 @@ class Checkpointer:
             staging = str(path)
         return _Proposal(plans, digests, self._ranks.dp_rank, staging)
 
-    def _write_part(
-        self, snapshot: _Snapshot, proposals: list[_Proposal], staging: Path
-    ) -> tuple[Part, dict[str, StateRecord]]:
-        part = Part(self._ranks.rank)
+    def _plan(self, snapshot: _Snapshot, proposals: list[_Proposal]) -> tuple[Part, list[Job], dict[str, StateRecord]]:
+        """What this rank has to write, the part that will say so, and how each attribute is stored."""
+        part, jobs = Part(self._ranks.rank), list[Job]()
         kinds = {item.name: item.kind for item in snapshot.items}
         for tree in snapshot.trees.values():
             tree.settle([proposal.plans[tree.name] for proposal in proposals], self._ranks.rank)
             if kinds[tree.name] == "module" and self._format == "safetensors":
                 assets = self.assets.get(tree.name)
-                safetensors.write(tree, staging, part, file_mapping=assets.file_index_mapping if assets else None)
+                part.trees[tree.name] = TreePart()
+                jobs += safetensors.plan_jobs(tree, part.rank, assets.file_index_mapping if assets else None)
             else:
-                torch_save.write(tree, staging, part)
-        writer = ObjectWriter(
-            self._ranks, [p.digests for p in proposals], [p.dp_rank for p in proposals], staging, part
-        )
-        records = {item.name: self._record(item, snapshot, writer) for item in snapshot.items}
-        return part, records
+                job, items = torch_save.plan_jobs(tree, part.rank)
+                part.trees[tree.name] = TreePart(dcp_items=items)
+                jobs.append(job)
+        objects = ObjectPlanner(self._ranks, [p.digests for p in proposals], [p.dp_rank for p in proposals])
+        records = {item.name: self._record(item, snapshot, objects) for item in snapshot.items}
+        return part, [*jobs, *objects.jobs], records
 
-    def _record(self, item: Item, snapshot: _Snapshot, writer: ObjectWriter) -> StateRecord:
+    def _record(self, item: Item, snapshot: _Snapshot, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":
-            return writer.write(item, snapshot.objects[item.name])
+            return objects.plan(item, snapshot.objects[item.name])
         saved = item.kind == "module" or self._save_optimizer
         return StateRecord(item.kind, item.scope if saved else "not saved", item.path, aliases=item.aliases)
 

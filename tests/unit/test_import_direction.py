@@ -41,6 +41,7 @@ LIGHT = [
     "checkpoint.layout",
     "checkpoint.slices",
     "checkpoint.manifest",
+    "checkpoint.jobs",
     "checkpoint.safetensors_header",
     "checkpoint.commit",
     "checkpoint.policy",

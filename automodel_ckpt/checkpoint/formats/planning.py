@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,21 @@ class TensorShare:
     def nbytes(self) -> int:
         return nbytes_of(self.dtype, self.sizes)
 
-    def stored(self, file: str, start: int, digest: str) -> Tensor:
-        """The tensor, as far as this rank wrote it, once the slice's bytes stand at *start* of *file*."""
-        piece = Slice(self.fqn, self.dtype, self.offsets, self.sizes, file, start, self.nbytes, digest)
+    def stored(self, file: str, start: int) -> Tensor:
+        """The tensor, as far as this rank writes it: the slice's bytes, not digested yet, at *start* of *file*."""
+        piece = Slice(self.fqn, self.dtype, self.offsets, self.sizes, file, start, self.nbytes)
         return Tensor(self.fqn, self.dtype, self.shape, (piece,))
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Data that stay where they are until they are asked for."""
+
+    tensor: Callable[[], torch.Tensor]
+
+    def __call__(self) -> memoryview:
+        """The row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
+        return raw_bytes(self.tensor())
 
 
 @dataclass(slots=True)
@@ -78,14 +90,14 @@ class TreePlan:
         shares = [_share(item) for item in self.items if item.type != WriteItemType.BYTE_IO]
         return [share for share in shares if share.nbytes or 0 in share.shape]
 
-    def values(self) -> Iterator[tuple[str, memoryview]]:
+    def values(self) -> Iterator[tuple[str, bytes]]:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
         for item in self.items:
             if item.type == WriteItemType.BYTE_IO:
                 value = self.planner.lookup_object(item.index)
                 buffer = io.BytesIO()
                 torch.save(value, buffer)
-                yield item.index.fqn, buffer.getbuffer()
+                yield item.index.fqn, buffer.getvalue()
 
     def tensor(self, share: TensorShare) -> torch.Tensor:
         """The local data of a slice, on its device."""
@@ -93,9 +105,9 @@ class TreePlan:
         local = value.to_local() if isinstance(value, DTensor) else value
         return local.detach().reshape(share.sizes)
 
-    def bytes_of(self, share: TensorShare) -> memoryview:
-        """The slice's row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
-        return raw_bytes(self.tensor(share))
+    def fetching(self, share: TensorShare) -> Fetch:
+        """The slice's data, to be fetched when it is its turn."""
+        return Fetch(partial(self.tensor, share))
 
 
 def _share(item: WriteItem) -> TensorShare:

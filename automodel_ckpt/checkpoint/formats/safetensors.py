@@ -8,13 +8,12 @@ PyTorch's ``HuggingFaceStorageReader`` and NeMo AutoModel's offline tool read th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan, file_index
-from automodel_ckpt.checkpoint.manifest import Blob, Part, TreePart, digest_of
+from automodel_ckpt.checkpoint.jobs import FileJob, Piece
+from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.safetensors_header import build_header
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS
 
@@ -22,40 +21,33 @@ NAME = "safetensors"
 _ALIGN = 4096
 
 
-def write(plan: TreePlan, staging: Path, part: Part, *, file_mapping: Mapping[str, int] | None = None) -> None:
-    """Write this rank's share of a tree and enter it into *part*.
+def plan_jobs(plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None = None) -> Iterator[FileJob]:
+    """What *rank* has to write of a tree.
 
     *file_mapping* says in which of the base model's N files each tensor stands (from 1); its tensors are then split
     among N files per rank likewise.
     """
     mapping = file_mapping or {}
-    written = part.trees[plan.name] = TreePart()
     num_files = max(mapping.values(), default=1)
     groups: dict[int, list[TensorShare]] = {}
     for share in plan.tensors():
         groups.setdefault(file_index(share.fqn, mapping), []).append(share)
     for index, shares in sorted(groups.items()):
-        file = layout.shard_file(plan.directory, part.rank, index, num_files)
-        _write_shard(plan, shares, staging, file, part, written)
-    _write_values(plan, staging, part, written)
+        yield _shard_job(plan, shares, layout.shard_file(plan.directory, rank, index, num_files))
+    yield from _values_job(plan, layout.objects_file(plan.directory, rank))
 
 
-def _write_shard(
-    plan: TreePlan, shares: Sequence[TensorShare], staging: Path, file: str, part: Part, written: TreePart
-) -> None:
+def _shard_job(plan: TreePlan, shares: Sequence[TensorShare], file: str) -> FileJob:
     # Wider dtypes first: readers view a tensor's bytes in place, at offsets that must be multiples of its item size.
     ordered = sorted(shares, key=lambda share: -DTYPE_BITS[share.dtype])
     header, starts = build_header(
         [(share.fqn, share.dtype, share.sizes) for share in ordered], _metadata(ordered), align=_ALIGN
     )
-    nbytes = len(header) + sum(share.nbytes for share in ordered)
-    with DurableFile(staging / file, nbytes=nbytes) as out:
-        out.write(header)
-        for share in ordered:
-            data = plan.bytes_of(share)
-            out.write(data)
-            written.tensors.append(share.stored(file, starts[share.fqn], digest_of(data)))
-    part.files[file] = out.close()
+    pieces = [Piece(0, header)]
+    for share in ordered:
+        start = starts[share.fqn]
+        pieces.append(Piece(start, plan.fetching(share), share.stored(file, start)))
+    return FileJob(file, pieces, plan.name, len(header) + sum(share.nbytes for share in ordered))
 
 
 def _metadata(shares: Sequence[TensorShare]) -> dict[str, str]:
@@ -63,14 +55,11 @@ def _metadata(shares: Sequence[TensorShare]) -> dict[str, str]:
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
 
 
-def _write_values(plan: TreePlan, staging: Path, part: Part, written: TreePart) -> None:
+def _values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
     """A module's values that are no tensors (``get_extra_state``) stand in a file of their own."""
-    values = list(plan.values())
-    if not values:
-        return
-    file = layout.objects_file(plan.directory, part.rank)
-    with DurableFile(staging / file) as out:
-        for fqn, data in values:
-            start = out.tell()
-            written.objects.append(Blob(fqn, file, start, out.write(data), digest_of(data)))
-    part.files[file] = out.close()
+    pieces, start = [], 0
+    for fqn, data in plan.values():
+        pieces.append(Piece(start, data, Blob(fqn, file, start, len(data), "")))
+        start += len(data)
+    if pieces:
+        yield FileJob(file, pieces, plan.name)

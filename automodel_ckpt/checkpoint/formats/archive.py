@@ -1,0 +1,159 @@
+"""The archive that ``torch.save`` makes of one tensor, split into what stands before and after the tensor's raw bytes.
+
+So whoever writes the bytes needs no torch. A zip file (source: PKWARE APPNOTE 4.3), nothing compressed: each record's
+local header, padded so that its data begin at a multiple of 64 bytes, the data, and a descriptor with their CRC-32;
+then the directory in its 64-bit form. Records, in torch's order: the pickled description, format marks, ``data/0`` with
+the tensor's bytes, version, an identifier.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import _utils as rebuilders
+from torch.storage import UntypedStorage, _dtype_to_storage_type_map
+
+_ALIGN = 64
+_FLAGS = 0x0808  # sizes and CRC follow the data; names are UTF-8
+_MADE_BY, _NEEDED = 0x031E, 0x002D  # Unix, 3.0; 4.5: 64-bit sizes
+_MAX_32 = 0xFFFFFFFF
+_DATA = "data/0"
+_BEFORE = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
+# Of the same length as torch's, which is made of hashes; nothing reads it.
+_AFTER = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
+
+
+class TensorArchive(NamedTuple):
+    """*head*, then the tensor's bytes, then *tail*, in which the bytes' CRC-32 (little-endian) has to be put at each of
+    *crc_at*."""
+
+    head: bytes
+    tail: bytes
+    crc_at: tuple[int, ...]
+
+
+def tensor_archive(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> TensorArchive:
+    """Everything but the bytes of ``torch.save``'s archive of a contiguous tensor on the CPU."""
+    zip_file = _Zip()
+    zip_file.add("data.pkl", _pickled(dtype, sizes, nbytes))
+    for name, content in _BEFORE.items():
+        zip_file.add(name, content)
+    zip_file.begin(_DATA)
+    head = bytes(zip_file.written)
+    zip_file.written.clear()
+    zip_file.skipped = len(head) + nbytes
+    zip_file.end(_DATA, nbytes, 0)
+    crc_at = [4]  # in the descriptor, behind its signature
+    for name, content in _AFTER.items():
+        zip_file.add(name, content)
+    directory = len(zip_file.written)
+    zip_file.finish()
+    # In the directory's entry of a record the CRC stands 16 bytes behind its signature.
+    crc_at.append(directory + zip_file.entry_at(_DATA) + 16)
+    return TensorArchive(head, bytes(zip_file.written), tuple(crc_at))
+
+
+@dataclass(slots=True)
+class _Zip:
+    """Writes records one after another; *skipped* bytes stand before those in *written*."""
+
+    written: bytearray = field(default_factory=bytearray)
+    skipped: int = 0
+    _begun: dict[str, int] = field(default_factory=dict)
+    _entries: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def position(self) -> int:
+        return self.skipped + len(self.written)
+
+    def add(self, name: str, content: bytes) -> None:
+        self.begin(name)
+        self.written += content
+        self.end(name, len(content), zlib.crc32(content))
+
+    def begin(self, name: str) -> None:
+        """A local header, its extra field filled up so that the data are aligned."""
+        path, at = f"archive/{name}".encode(), self.position
+        self._begun[name] = at
+        unpadded = at + 30 + len(path) + 4
+        padding = -unpadded % _ALIGN
+        self.written += struct.pack("<4s5H3I2H", b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), padding + 4)
+        self.written += path + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+
+    def end(self, name: str, nbytes: int, crc: int) -> None:
+        """The descriptor behind the data; 64-bit sizes for a record that needs them."""
+        at, path = self._begun[name], f"archive/{name}".encode()
+        wide = nbytes > _MAX_32
+        self.written += struct.pack("<4sI", b"PK\7\b", crc) + struct.pack("<2Q" if wide else "<2I", nbytes, nbytes)
+        large = [value for value in (nbytes, nbytes, at) if value > _MAX_32]
+        extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+        shown = [min(value, _MAX_32) for value in (nbytes, nbytes)]
+        self._entries[name] = (
+            struct.pack("<4s6H3I", b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc, *shown)
+            + struct.pack("<5H2I", len(path), len(extra), 0, 0, 0, 0, min(at, _MAX_32))
+            + path + extra
+        )  # fmt: skip
+
+    def entry_at(self, name: str) -> int:
+        """Where in the directory a record's entry begins."""
+        names = list(self._entries)
+        return sum(len(self._entries[other]) for other in names[: names.index(name)])
+
+    def finish(self) -> None:
+        start, directory = self.position, b"".join(self._entries.values())
+        count, size, end = len(self._entries), len(directory), start + len(directory)
+        self.written += directory
+        self.written += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
+        self.written += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+        self.written += struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, min(start, _MAX_32), 0)
+
+
+class _Described:
+    """Pickles as a tensor of those sizes does, its storage standing elsewhere."""
+
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> None:
+        self.dtype, self.sizes, self.nbytes = dtype, sizes, nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        storage = _Storage(self.dtype, self.nbytes)
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        plain = (storage, 0, self.sizes, _strides(self.sizes), False, hooks)
+        if self.dtype in _dtype_to_storage_type_map():
+            return rebuilders._rebuild_tensor_v2, plain
+        return rebuilders._rebuild_tensor_v3, (*plain, self.dtype)
+
+
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    nbytes: int
+
+    def identifier(self) -> tuple[Any, ...]:
+        name = _dtype_to_storage_type_map().get(self.dtype)
+        kind = getattr(torch, name) if name is not None else UntypedStorage
+        return ("storage", kind, "0", "cpu", self.nbytes // (self.dtype.itemsize if name is not None else 1))
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.identifier() if isinstance(obj, _Storage) else None
+
+
+def _pickled(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(_Described(dtype, sizes, nbytes))
+    return buffer.getvalue()
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

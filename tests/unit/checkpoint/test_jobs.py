@@ -1,0 +1,61 @@
+"""Jobs: what is planned with torch can be carried out without it, to the same bytes as torch's own."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.formats.archive import tensor_archive
+from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
+from automodel_ckpt.checkpoint.jobs import FileJob, Piece, Span, run_all
+from automodel_ckpt.checkpoint.manifest import Blob, Part, digest_of
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
+
+IDENTIFIER = 40
+
+
+@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
+def test_an_archive_put_together_is_that_of_torch_save(dtype: torch.dtype) -> None:
+    for sizes in ((), (5,), (0, 3), (2, 3, 4)):
+        tensor = torch.ones(sizes).to(dtype)
+        raw = bytes(raw_bytes(tensor))
+        archive = tensor_archive(dtype, sizes, len(raw))
+        tail = bytearray(archive.tail)
+        for place in archive.crc_at:
+            tail[place : place + 4] = zlib.crc32(raw).to_bytes(4, "little")
+        made = archive.head + raw + bytes(tail)
+        assert zipfile.ZipFile(io.BytesIO(made)).testzip() is None
+        read = torch.load(io.BytesIO(made), weights_only=True)
+        assert (read.dtype, read.shape, bytes(raw_bytes(read))) == (dtype, tensor.shape, raw)
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        if raw:  # torch leaves out the checksum of nothing
+            at = buffer.getvalue().find(b"PK\7\b", len(archive.head))
+            assert made[: at + 100] == buffer.getvalue()[: at + 100] and len(made) == len(buffer.getvalue())
+
+
+def test_a_job_writes_its_pieces_and_completes_the_part(tmp_path: Path) -> None:
+    memory = memoryview(bytearray(b"..weights.."))
+    tensor = Tensor("w", "U8", (7,), (Slice("w", "U8", (0,), (7,), "model/a", 2, 7),))
+    pieces = [
+        Piece(0, b"h:"),
+        Piece(2, Span(2, 7), tensor),
+        Piece(9, b"<0000>", crc_at=(1,)),
+        Piece(15, lambda: memoryview(b"value"), Blob("v", "model/a", 15, 5, "")),
+    ]
+    part = Part(0)
+    run_all([FileJob("model/a", pieces, "model", 20)], tmp_path, part, memory)
+    crc = zlib.crc32(b"weights").to_bytes(4, "little")
+    written = (tmp_path / "model/a").read_bytes()
+    assert written == b"h:weights<" + crc + b">value"
+    assert part.files["model/a"].digest == digest_of(written) and part.files["model/a"].size == 20
+    (stored,) = part.trees["model"].tensors[0].slices
+    assert (stored.start, stored.digest) == (2, digest_of(b"weights"))
+    assert part.trees["model"].objects == [Blob("v", "model/a", 15, 5, digest_of(b"value"))]
+    assert Part.parse(part.to_bytes()) == part
