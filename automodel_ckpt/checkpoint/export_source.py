@@ -2,7 +2,7 @@
 
 A checkpoint of ours says all in its manifest. A bare directory of safetensors shards (PyTorch's
 HuggingFaceStorageWriter, NeMo AutoModel, a model/ copied alone) says in each header's ``DCP_SHARDING_INFO`` where its
-slices belong, and keeps no digests.
+slices belong, and keeps no digests; nor does a directory of PyTorch DCP (:mod:`dcp_source`).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _shards(directory: Path) -> list[str]:
 def _from_headers(directory: Path) -> Source:
     names = _shards(directory)
     if any(name.endswith(".distcp") for name in names):
-        raise _unusable("these .distcp shards have no MANIFEST.json beside them", directory, names[0])
+        return _from_dcp(directory, names)
     if not names:
         raise _unusable("there are no shards here", directory, "no *.safetensors file")
     _refuse_links(directory, (*names, layout.HF_METADATA))
@@ -185,6 +185,14 @@ def _from_headers(directory: Path) -> Source:
     if len(shapes) < len(pieces):
         notes.append("the headers do not state global shapes: they are taken from the shards that are here")
     return Source(directory, directory, tensors, notes=tuple(notes))
+
+
+def _from_dcp(directory: Path, names: Iterable[str]) -> Source:
+    from automodel_ckpt.checkpoint.dcp_source import open_dcp
+
+    _refuse_links(directory, names)
+    _refuse_hollow(directory, names)
+    return open_dcp(directory)
 
 
 def _refuse_hollow(directory: Path, names: Iterable[str]) -> None:

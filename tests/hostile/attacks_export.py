@@ -11,6 +11,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.manifest import digest_of
 
+from . import attacks_dcp
 from .readers import ALL, CHECKS, EXPORTS, RESUMES
 from .victim import Attacked
 
@@ -174,7 +175,6 @@ def _bare_files(add: Add) -> None:
             add("bare_special", f"{kind}_{name}", partial(side, kind=kind, name=name), EXPORTS)
     add("bare_sparse_shard", "1_TB", _bare_sparse, EXPORTS, EXPORTS)
     add("bare_index", "weight_map", _bare_index, EXPORTS)
-    add("bare_distcp", "without_manifest", _bare_distcp, EXPORTS, EXPORTS)
 
 
 def _bare_sparse(case: Attacked) -> None:
@@ -190,12 +190,6 @@ def _bare_index(case: Attacked) -> None:
     index = {"metadata": {}, "weight_map": {"embed": "../../outside/secret.json", "x": "/etc/passwd"}}
     for directory in (case.model, case.model / ".hf_metadata"):
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _bare_distcp(case: Attacked) -> None:
-    _bare(case).unlink()
-    for path in (case.checkpoint / "optim").iterdir():
-        path.rename(case.model / path.name)
 
 
 def _exports(add: Add) -> None:
@@ -235,6 +229,7 @@ def entries(add: Add) -> None:
     _maps(add)
     _headers(add)
     _bare_files(add)
+    attacks_dcp.entries(add)
     _exports(add)
 
 

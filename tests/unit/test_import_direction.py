@@ -47,6 +47,7 @@ LIGHT = [
     "checkpoint.policy",
     "checkpoint.consolidate",
     "checkpoint.verify",
+    "checkpoint.dcp_source",
     "cli",
     "config",
     "report",

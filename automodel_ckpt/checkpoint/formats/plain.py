@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -19,14 +18,13 @@ import torch
 from torch import _utils as rebuilders
 from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
 
+from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_records
 from automodel_ckpt.errors import CheckpointUnusable
 
 MAX_DEPTH = 200
 MAX_TUPLES = 30
 # What a tensor may have more than its storage (a view with stride 0).
 _FREE_BYTES = 64 << 20
-_MAX_DIRECTORY_BYTES = 64 << 20
-_STORE = 0
 _OPCODES = [
     "PROTO",
     "STOP",
@@ -63,10 +61,6 @@ _OPCODES = [
 ]
 
 
-class Fault(Exception):
-    """What is wrong with stored state; :func:`load` adds where it stands."""
-
-
 def load(data: bytes, where: str) -> Any:
     """The value that ``torch.save`` wrote as *data*, on the CPU. Raises :class:`CheckpointUnusable` else."""
     try:
@@ -83,71 +77,6 @@ def load(data: bytes, where: str) -> Any:
             "stored state that is not plain data", where=where, value=said[:300],
             remedy="use another checkpoint of this run (`ckpt ls`)",
         ) from error  # fmt: skip
-
-
-# ---------------------------------------------------------------- the archive
-
-
-def archive_records(data: bytes) -> dict[str, memoryview]:
-    """The records of a torch archive by name, without its top directory. Raises :class:`Fault` or struct.error.
-
-    The end of the archive stands at the end of the data, and no byte belongs to two records.
-    """
-    count, size, start = _directory(data)
-    view, records, at, total = memoryview(data), {}, start, 0
-    for _ in range(count):
-        signature, method, stored, length, name_bytes, extra_bytes, comment_bytes, offset = struct.unpack_from(
-            "<4s6xH8xIIHHH8xI", data, at
-        )
-        if signature != b"PK\x01\x02" or method != _STORE:
-            raise Fault("the archive's records are compressed, or its directory is damaged")
-        name = data[at + 46 : at + 46 + name_bytes].decode()
-        extra = data[at + 46 + name_bytes : at + 46 + name_bytes + extra_bytes]
-        stored, length, offset = _wide(extra, stored, length, offset)
-        records[name.partition("/")[2]] = view[(begin := _body(data, offset)) : begin + length]
-        total += length
-        if stored != length or begin + length > start or total > len(data):
-            raise Fault(f"the archive's record {name!r} is not in the archive")
-        at += 46 + name_bytes + extra_bytes + comment_bytes
-    if at != start + size or len(records) != count:
-        raise Fault("the archive's directory is damaged")
-    return records
-
-
-def _directory(data: bytes) -> tuple[int, int, int]:
-    """Number of records, bytes and start of the directory (source: PKWARE APPNOTE 4.3.14 to 4.3.16)."""
-    end = len(data) - 22
-    if end < 0 or data[end : end + 4] != b"PK\x05\x06":
-        raise Fault("it is no archive of torch.save")
-    count, size, start = struct.unpack_from("<HII", data, end + 10)
-    if data[max(end - 20, 0) : max(end - 16, 0)] == b"PK\x06\x07":
-        (end,) = struct.unpack_from("<Q", data, end - 12)
-        if data[end : end + 4] != b"PK\x06\x06":
-            raise Fault("the archive's end is damaged")
-        count, size, start = struct.unpack_from("<QQQ", data, end + 32)
-    if start + size != end or size > _MAX_DIRECTORY_BYTES:
-        raise Fault("the archive's directory is not where it should be")
-    return int(count), int(size), int(start)
-
-
-def _wide(extra: bytes, stored: int, length: int, offset: int) -> tuple[int, int, int]:
-    """Sizes and offset, those of 4 GB and more from the field that holds them (4.5.3)."""
-    at, values = 0, [length, stored, offset]
-    while at + 4 <= len(extra):
-        tag, size = struct.unpack_from("<HH", extra, at)
-        if tag == 1:
-            wide = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            values = [next(wide, value) if value == 0xFFFFFFFF else value for value in values]
-        at += 4 + size
-    return values[1], values[0], values[2]
-
-
-def _body(data: bytes, offset: int) -> int:
-    """Where a record's bytes begin (4.3.7: 30 fixed bytes, a name and an extra field of these lengths)."""
-    signature, name_bytes, extra_bytes = struct.unpack_from("<4s22xHH", data, offset)
-    if signature != b"PK\x03\x04":
-        raise Fault("an archive's record does not begin where the directory says")
-    return int(offset + 30 + name_bytes + extra_bytes)
 
 
 # ---------------------------------------------------------------- the pickle
