@@ -29,6 +29,7 @@ from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.rng import StatefulRNG, seed_everything
 from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.training.tracking import Tracking, require_trackers
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -83,12 +84,14 @@ class Lifecycle:
         self.progress = Progress(enabled=False)
         self.last_step: StepResult | None = None
         self.last_save: SaveReport | None = None
+        self.tracking: Tracking | None = None
 
     # ---------------------------------------------------------------- begin
 
     def join_ranks(self) -> RankLayout:
         """Process groups, log output, determinism, and the seed that makes all ranks draw the same fresh weights."""
         config = self.config
+        require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
         layout = init_distributed(
             backend=config.distributed.backend, timeout_minutes=config.distributed.timeout_minutes
         )
@@ -123,6 +126,12 @@ class Lifecycle:
             for jsonl in (self.training_log, self.validation_log):
                 jsonl.truncate_after(self.step_scheduler.step)
             self._log_resume()
+            self._follow_logs()
+
+    def _follow_logs(self) -> None:
+        trackers = self.config.logging.trackers
+        if trackers:
+            self.tracking = Tracking(self.training_log.path.parent, trackers, self.step_scheduler.step)
 
     def _log_resume(self) -> None:
         """A line in training.jsonl, so that a plot can show where the run went on."""
@@ -269,7 +278,7 @@ class Lifecycle:
         scheduler.note_save(time.monotonic() - started)
         self.save_failure = None
         self.last_save = report
-        self.progress.saved_step = report.step
+        self.progress.note_saved(report.step)
         event = {
             "event": "save",
             "step": report.step,
@@ -353,6 +362,8 @@ class Lifecycle:
         for name in ("training_log", "validation_log"):
             if name in vars(self):
                 getattr(self, name).close()
+        if self.tracking is not None:
+            self.tracking.close()
         if self.checkpointer is not None:
             self.checkpointer.close()
         if "log_handler" in vars(self):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import plot, upkeep
+from automodel_ckpt.cli import plot, track, upkeep
 from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
@@ -54,7 +54,14 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast every ordinary float tensor")
     export.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
     export.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each process (default: 5)")
-    for command in (ls, show, export, *upkeep.add_parsers(commands, where), plot.add_parser(commands)):
+    for command in (
+        ls,
+        show,
+        export,
+        *upkeep.add_parsers(commands, where),
+        plot.add_parser(commands),
+        track.add_parser(commands),
+    ):
         command.add_argument("--json", action="store_true", help="print JSON")
     return result
 
@@ -297,6 +304,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "prune": lambda arguments: upkeep.prune(arguments, run_directory),
     "pin": lambda arguments: upkeep.pin(arguments, find_checkpoint),
     "unpin": lambda arguments: upkeep.pin(arguments, find_checkpoint),
+    "track": lambda arguments: track.track(arguments, run_directory),
     "plot": lambda arguments: plot.plot(arguments, run_directory),
 }
 

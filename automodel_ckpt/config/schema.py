@@ -43,6 +43,9 @@ FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
 FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
 BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
 NOT_EMPTY = Rule(bool, "not empty")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+KNOWN_TRACKERS = Rule(lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}")
+OPTIONS = Rule(lambda given: all(isinstance(value, dict) for value in given.values()), "sections of options, as {}")
 DURATION = Rule(lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS")
 
 
@@ -286,6 +289,8 @@ class LoggingConfig:
     """Pause between progress lines when the output is no terminal."""
     sample_ids: bool = False
     """Add each global batch's sample numbers to training.jsonl."""
+    trackers: dict[str, Any] = field(default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS)})
+    """Trackers that follow the run, each with its own options: {tensorboard: {}}; also wandb, mlflow, trackio."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ class StepView:
 
 
 class Progress:
-    """One line: step of all, epoch, loss, rate, tokens per second, time left, step of the newest checkpoint.
+    """One line: step of all, epoch, loss, rate, tokens per second, time left, step and age of the newest checkpoint.
 
     On a terminal it is rewritten in place, at most ten times a second; elsewhere a new one is printed every
     *every_seconds*. Only an *enabled* one (the leader's) prints at all. Log records go through :meth:`write_above`, so
@@ -43,7 +43,7 @@ class Progress:
         self.total_steps = total_steps
         self.every_seconds = every_seconds
         self.enabled = enabled
-        self.saved_step: int | None = None
+        self._saved: tuple[int, float] | None = None
         self._stream = stream or sys.stderr
         self._clock = clock
         self._live = self._stream.isatty()
@@ -64,6 +64,10 @@ class Progress:
         if now - self._shown_at >= (_LIVE_PAUSE_SECONDS if self._live else self.every_seconds):
             self._shown_at = now
             self._show(self._text(view))
+
+    def note_saved(self, step: int) -> None:
+        """The newest checkpoint is that of *step*, from now on."""
+        self._saved = (step, self._clock())
 
     def write_above(self, text: str) -> None:
         """Print *text* as lines of its own; a live line stays below it."""
@@ -98,11 +102,11 @@ class Progress:
         self._stream.flush()
 
     def _text(self, view: StepView) -> str:
-        step = (
+        shown = (
             f"step {view.step}" if self.total_steps is None else f"step {view.step:>{self._width}}/{self.total_steps}"
         )
         parts = [
-            step,
+            shown,
             f"epoch {view.epoch}",
             f"loss {view.loss:.4f}",
             f"lr {view.lr:.2e}",
@@ -110,8 +114,9 @@ class Progress:
         ]
         if self.total_steps is not None and self._num_seen > 1:
             parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
-        if self.saved_step is not None:
-            parts.append(f"saved {self.saved_step}")
+        if self._saved is not None:
+            step, at = self._saved
+            parts.append(f"saved {step}, {duration(self._clock() - at)} ago")
         return "  ".join(parts)
 
     @property

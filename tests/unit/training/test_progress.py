@@ -44,10 +44,12 @@ def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
     assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
 
 
-def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it() -> None:
+def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     stream, clock = Terminal(), Clock()
     line = progress(stream, clock)
-    line.saved_step = 20
+    line.note_saved(20)
+    clock.now += 90
     line.update(view(20))
     line.write_above("Saving checkpoint to checkpoints/epoch_0_step_20")
     line.close()
@@ -55,7 +57,7 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it() ->
     assert screen.count("\n") == 2
     above, last, rest = screen.split("\n")
     assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
-    assert last.endswith("saved 20")
+    assert last.endswith("saved 20, 1 min 30 s ago")
     assert rest == ""
 
 

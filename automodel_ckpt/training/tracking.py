@@ -1,0 +1,56 @@
+"""The process that sends a run's log lines to trackers, seen from the trainer (:mod:`automodel_ckpt.report.follow`)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+CLOSE_SECONDS = 10.0
+
+
+def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
+    """Raise :class:`RecipeError` for trackers whose library is not installed, and for any of a run without logs."""
+    if names and not has_logs:
+        raise RecipeError(
+            "trackers read the run's logs, and this run writes none", where="logging.trackers",
+            value="checkpoint.enabled is false", remedy="set checkpoint.enabled, or leave the trackers out",
+        )  # fmt: skip
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            "a tracker's library is not installed", where="logging.trackers", value=", ".join(missing),
+            remedy=f"pip install {' '.join(missing)}, or leave it out: `ckpt track` can send the run later",
+        )  # fmt: skip
+
+
+class Tracking:
+    """Follows the logs in *run* from after step *after* until :meth:`close`; dies with this process, not before."""
+
+    def __init__(self, run: Path, trackers: Mapping[str, Mapping[str, Any]], after: int) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "automodel_ckpt.report.follow", str(run.absolute())]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        self._pipe.write(json.dumps({"trackers": trackers, "after": after}).encode() + b"\n")
+        self._pipe.flush()
+
+    def close(self) -> None:
+        """Have the rest sent; what takes longer than a few seconds goes on without us."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("trackers are still sending; they end by themselves within a minute")

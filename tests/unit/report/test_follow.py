@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.report import follow
+from automodel_ckpt.report.follow import Follower, values_of
+from automodel_ckpt.training.tracking import Tracking, require_trackers
+from tests.support.history import write_run
+
+
+class Recorder:
+    """A tracker that keeps what it gets; fails at a step where an option says so."""
+
+    got: list[tuple[int, dict[str, float]]]
+
+    def __init__(self, run: Path, memory: dict[str, Any], after: int, *, fails_at: int = 0) -> None:
+        Recorder.got = []
+        self.fails_at = fails_at
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.fails_at:
+            raise SystemExit("no\nmore")
+        Recorder.got.append((step, dict(values)))
+
+    def close(self) -> None:
+        Recorder.got.append((-1, {}))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(follow, "TRACKERS", {"recorder": Recorder})
+    return write_run(tmp_path / "run", num_steps=4, saved=[2, 4])
+
+
+def steps() -> list[int]:
+    return [step for step, _ in Recorder.got]
+
+
+def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
+    Follower(run, {"recorder": {}}, None).close()
+    assert steps() == [1, 2, 2, 2, 3, 4, 4, 4, -1]
+    assert Recorder.got[0][1] == {
+        "train/loss": pytest.approx(3.4325, abs=1e-3), "train/grad_norm": 2.0, "train/lr": 0.00025, "train/tps": 100.0,
+        "train/tokens": 100,
+    }  # fmt: skip
+    assert {key for step, values in Recorder.got for key in values if step == 2} >= {"save/bytes", "val/loss"}
+    Follower(run, {"recorder": {}}, None).close()
+    assert steps() == [-1], "it has all of it"
+
+
+def test_a_run_that_went_back_sends_the_steps_after_that_again(run: Path) -> None:
+    Follower(run, {"recorder": {}}, 0).close()
+    Follower(run, {"recorder": {}}, 2).close()
+    assert steps() == [3, 4, 4, 4, -1]
+
+
+def test_a_tracker_added_later_gets_what_came_before_it(run: Path) -> None:
+    Follower(run, {"recorder": {}}, 2).close()
+    assert steps()[0] == 1
+
+
+def test_lines_are_handed_on_when_they_are_complete(run: Path) -> None:
+    follower = Follower(run, {"recorder": {}}, None)
+    follower.feed()
+    with open(run / "training.jsonl", "a") as log:
+        log.write('{"step": 5, "lo')
+        log.flush()
+        follower.feed()
+        assert 5 not in steps()
+        log.write('ss": 1.5, "grad_norm": null}\nrubbish\n')
+    follower.feed()
+    assert Recorder.got[-1] == (5, {"train/loss": 1.5})
+
+
+def test_a_failing_tracker_is_told_of_once_and_gets_nothing_more(run: Path) -> None:
+    told: list[str] = []
+    Follower(run, {"recorder": {"fails_at": 2}}, None, told.append).close()
+    assert steps() == [1]
+    assert told == ["tracker recorder gets nothing more, training goes on: SystemExit: no"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"step": "x"}}'])
+def test_a_damaged_memory_means_starting_over(run: Path, text: str) -> None:
+    (run / follow.MEMORY).write_text(text)
+    Follower(run, {"recorder": {}}, None).close()
+    assert steps()[0] == 1
+
+
+def test_resumes_say_nothing_to_trackers() -> None:
+    assert values_of({"event": "resume", "step": 3, "timestamp": 1.0}) == {}
+
+
+def scalars(run: Path) -> dict[tuple[int, str], float]:
+    """What TensorBoard's own reader finds, later steps forgotten where the run went back."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = loader.EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {(event.step, tag): event.value for tag in tags for event in accumulator.Scalars(tag)}
+
+
+def test_training_is_followed_by_a_process_that_ends_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = write_run(tmp_path / "run", num_steps=4, saved=[4])
+    tracking = Tracking(run, {"tensorboard": {}}, 0)
+    with open(run / "training.jsonl", "a") as log:
+        log.write(json.dumps({"step": 5, "loss": 1.25}) + "\n")
+    tracking.close()
+    found = scalars(run)
+    assert found[5, "train/loss"] == 1.25
+    assert {step for step, tag in found if tag == "train/loss"} == {1, 2, 3, 4, 5}
+    assert found[4, "save/bytes"] == 1000
+
+
+def test_no_tracker_outlives_a_killed_trainer(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=2)
+    code = (
+        "import sys, time, pathlib; from automodel_ckpt.training.tracking import Tracking\n"
+        "t = Tracking(pathlib.Path(sys.argv[1]), {}, 0); print(t._process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        follower = int(trainer.stdout.readline())
+        trainer.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 20
+    while os.path.exists(f"/proc/{follower}") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{follower}")
+
+
+def test_trackers_that_cannot_work_are_refused_before_training() -> None:
+    require_trackers([], has_logs=False)
+    with pytest.raises(RecipeError, match="not installed"):
+        require_trackers(["no_such_tracker"], has_logs=True)
+    with pytest.raises(RecipeError, match="writes none"):
+        require_trackers(["tensorboard"], has_logs=False)
+
+
+def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    run = write_run(tmp_path / "run", num_steps=3)
+    assert main(["track", str(run), "--to", "tensorboard", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert (1, "train/loss") in scalars(run)
+    assert main(["track", str(run), "--to", "tensorboard", "--again", "--option", "nonsense=1"]) == 1
+    assert "nonsense" in capsys.readouterr().err
+    assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2
+    assert "a key and a value" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    run = write_run(tmp_path / "run", num_steps=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["track", str(run), "--to", "wandb"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err
