@@ -19,13 +19,14 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.packing import longest_sample
 from automodel_ckpt.distributed.parallelize import (
     choose_strategy,
     compute_context,
+    decoder_layers,
     full_value,
     gradient_sync,
     parallelize,
@@ -34,8 +35,10 @@ from automodel_ckpt.distributed.parallelize import (
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import base_directory, build_model, check_context, checkpoint_activations, freeze
+from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.probe import logits_of
+from automodel_ckpt.models.vocabulary import resize_vocabulary, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
 from automodel_ckpt.training.loss import (
     LossFn,
@@ -167,7 +170,10 @@ class FinetuneRecipe(Lifecycle):
                 from_pretrained=section.from_pretrained,
                 dtype=section.dtype,
                 attn_implementation=section.attn_implementation,
+                allow_missing=section.allow_missing,
+                allow_unexpected=section.allow_unexpected,
             )
+            self.resize(model, section)
             freeze(model, section.freeze)
             if section.activation_checkpointing:
                 checkpoint_activations(model)
@@ -178,6 +184,13 @@ class FinetuneRecipe(Lifecycle):
         self.row_layout = self.choose_row_layout(model)
         self.loss_of = self.choose_loss_head(model)
         return self.parallelize(model)
+
+    def resize(self, model: nn.Module, section: ModelConfig) -> None:
+        """What ``model.vocab_size`` asks for; a pretrained model has its own size until here."""
+        size = wanted_size(section.vocab_size, self.preprocessor)
+        self.vocabulary = vocabulary_names(model) if size is not None else []
+        if size is not None and section.from_pretrained is not None:
+            resize_vocabulary(model, size, section.new_tokens)
 
     def choose_row_layout(self, model: nn.Module) -> Rows | None:
         """How samples share rows; None: each is padded to the longest."""
@@ -193,12 +206,26 @@ class FinetuneRecipe(Lifecycle):
             kept = str(next(model.parameters()).dtype).removeprefix("torch.")
             log.info("computing in %s (%s); weights and optimizer in %s", config.mixed_precision, how, kept)
         self.computing = compute_context(strategy, self.layout.device, compute_dtype)
+        if self.config.compile.enabled:
+            self.compile(model)
         return parallelize(
             model,
             self.layout,
             strategy=strategy,
             reshard_after_forward=config.reshard_after_forward,
             compute_dtype=compute_dtype,
+        )
+
+    def compile(self, model: nn.Module) -> None:
+        """The ``compile`` section: each decoder layer in place, before it is sharded."""
+        section = self.config.compile
+        compile_layers(
+            decoder_layers(model),
+            backend=section.backend,
+            mode=section.mode,
+            fullgraph=section.fullgraph,
+            dynamic=section.dynamic,
+            device=self.layout.device,
         )
 
     def choose_loss_head(self, model: nn.Module) -> LossOf | None:
@@ -301,7 +328,8 @@ class FinetuneRecipe(Lifecycle):
         if self.model_config is None or isinstance(section, Target):
             return {}
         base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
-        assets = HFAssets.from_model(self.model, tokenizer=self.preprocessor, base_dir=base_dir)
+        declared = (*section.allow_missing, *section.allow_unexpected, *self.vocabulary)
+        assets = HFAssets.from_model(self.model, tokenizer=self.preprocessor, base_dir=base_dir, declared=declared)
         assets.validate()
         return {"model": assets}
 

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
-from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import StopRequest
 from automodel_ckpt.errors import AutomodelError, SaveFailed, Stopped
+from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
@@ -73,6 +74,8 @@ class Lifecycle:
     step_scheduler: StepScheduler
     rng: StatefulRNG
     checkpointer: Checkpointer | None
+    vocabulary: Sequence[str] = ()
+    """Names of the model's parameters that ``model.vocab_size`` gives another number of rows."""
 
     def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
         self.config = config
@@ -107,21 +110,38 @@ class Lifecycle:
         return layout
 
     def resume(self) -> None:
-        """Load the newest usable checkpoint, if there is one; the last thing that ``setup`` does.
+        """Load the newest usable checkpoint, if there is one, else what ``init_from`` names; ends ``setup``.
 
         Afterwards nothing may draw random numbers before the first step.
         """
-        if self.checkpointer is None:
-            return
         state = discover(self)
+        if self.checkpointer is not None:
+            self._resume(self.checkpointer, state)
+        if self.resumed is None and self.config.init_from is not None:
+            self.start_from_weights(self.config.init_from, state)
+
+    def start_from_weights(self, section: InitFromConfig, state: Mapping[str, Any]) -> None:
+        """``init_from``: the weights of all modules among the state, in a run that is not resumed."""
+        model = self.config.model
+        start_from(
+            section,
+            {name: value for name, value in state.items() if isinstance(value, nn.Module)},
+            ranks=self.layout,
+            group=self.layout.gloo_group,
+            resizable=self.vocabulary,
+            new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
+            verify=self.config.checkpoint.verify,
+        )
+
+    def _resume(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         for name in sorted(self.untracked & vars(self).keys()):
             log.info("not saved, since it is untracked: %s", name)
-        self.checkpointer.check(state)
+        checkpointer.check(state)
         recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
-        self.resumed = self.checkpointer.load(state)
+        self.resumed = checkpointer.load(state)
         if self.resumed is not None:
             self._say_changed_rates(recipe_rates)
-        self.make_sure_of_space(self.checkpointer, state)
+        self.make_sure_of_space(checkpointer, state)
         if self.layout.is_leader and not self.step_scheduler.is_finished():
             for jsonl in (self.training_log, self.validation_log):
                 jsonl.truncate_after(self.step_scheduler.step)

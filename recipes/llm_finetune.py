@@ -21,6 +21,7 @@ from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
 from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
+from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.base import FinetuneRecipe, Rows
 
 log = logging.getLogger("automodel_ckpt")
@@ -72,7 +73,10 @@ class LLMFinetune(FinetuneRecipe):
         found = load_model_config(
             from_pretrained=model.from_pretrained, from_config=model.from_config, tokenizer=self.tokenizer
         )
-        check_vocabulary(found, self.tokenizer)
+        size = wanted_size(model.vocab_size, self.tokenizer)
+        if size is not None and model.from_config is not None:
+            set_size(found, size)
+        check_vocabulary(found, self.tokenizer, size=size)
         for name in ("dataset", "validation_dataset"):
             section = getattr(self.config, name)
             seq_length = section.kwargs.get("seq_length") if section is not None else None

@@ -14,7 +14,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatch
+from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ class HFAssets:
 
     *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
-    maps each other name to the stored one it shares its memory with.
+    maps each other name to the stored one it shares its memory with. *declared* are names, or globs over them, of
+    tensors that differ from the base's on purpose: new, resized or left out.
     """
 
     def __init__(
@@ -59,14 +60,18 @@ class HFAssets:
         architecture: str | None = None,
         tensors: Mapping[str, TensorSpec] | None = None,
         tied: Mapping[str, str] | None = None,
+        declared: Iterable[str] = (),
     ) -> None:
         self._config, self._generation_config, self._tokenizer = config, generation_config, tokenizer
         self._base_dir = Path(base_dir) if base_dir is not None else None
         self._architecture = architecture
         self._tensors, self._tied = dict(tensors or {}), dict(tied or {})
+        self._declared = tuple(declared)
 
     @classmethod
-    def from_model(cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None) -> HFAssets:
+    def from_model(
+        cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None, declared: Iterable[str] = ()
+    ) -> HFAssets:
         """The assets of a transformers model, sharded already or not; *base_dir* None: not from a local directory."""
         from torch import Tensor
 
@@ -87,6 +92,7 @@ class HFAssets:
             architecture=type(inner).__name__.removeprefix("FSDP"),
             tensors=tensors,
             tied=tied,
+            declared=declared,
         )
 
     def validate(self) -> None:
@@ -123,7 +129,7 @@ class HFAssets:
         files["config.json"] = self._config_json()
         if self._tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
-            files[EXPECTED_TENSORS] = _json_bytes({f: {"shape": list(s.shape)} for f, s in self._exported.items()})
+            files[EXPECTED_TENSORS] = _json_bytes({fqn: self._expected(fqn) for fqn in self._exported})
         if self._base_tensors:
             files[DTYPE_MAP] = _json_bytes({fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())})
             self._tell_differences()
@@ -198,18 +204,37 @@ class HFAssets:
                     ) from error  # fmt: skip
         return tensors
 
-    def _tell_differences(self) -> None:
+    def _expected(self, fqn: str) -> dict[str, Any]:
+        """A tensor that an export must hold: its shape, and what is different from the base on purpose."""
+        why = next((why for why, names in self._differences.items() if fqn in names), None)
+        declared = {"declared": why} if why is not None and self._is_declared(fqn) else {}
+        return {"shape": list(self._exported[fqn].shape), **declared}
+
+    def _is_declared(self, fqn: str) -> bool:
+        return any(fnmatchcase(fqn, pattern) for pattern in self._declared)
+
+    @functools.cached_property
+    def _differences(self) -> dict[str, list[str]]:
+        """What an export holds other than the base, where there is one: names by what is different."""
         base = self._base_tensors
-        kinds = {
+        if not base:
+            return {}
+        return {
             "not in the base": [fqn for fqn in self._exported if fqn not in base],
             "in the base only": [fqn for fqn in base if fqn not in self._exported],
             "of another shape than in the base": [
                 fqn for fqn, spec in self._exported.items() if fqn in base and base[fqn].shape != spec.shape
             ],
         }
-        for kind, names in kinds.items():
-            if names:
-                log.warning("Exports will differ from the base: %d tensors %s: %s", len(names), kind, names[:5])
+
+    def _tell_differences(self) -> None:
+        for kind, names in self._differences.items():
+            declared = [fqn for fqn in names if self._is_declared(fqn)]
+            others = [fqn for fqn in names if fqn not in declared]
+            if declared:
+                log.info("Exports differ from the base as declared: %s: %s", kind, ", ".join(declared))
+            if others:
+                log.warning("Exports will differ from the base: %d tensors %s: %s", len(others), kind, others[:5])
 
 
 def _main_dtype(specs: Iterable[TensorSpec]) -> str:

@@ -100,7 +100,7 @@ def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
 
 
 def _cut(piece: Slice, wanted: Box) -> Slice | None:
-    """The part of a slice in *wanted*, a range of whole rows, counted from its first row; in row-major order one piece."""
+    """The part of a slice in *wanted*, a range of whole rows, counted from its first row; it is contiguous."""
     common = intersection(piece.box, wanted)
     if common is None:
         return None

@@ -46,6 +46,7 @@ NOT_EMPTY = Rule(bool, "not empty")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 KNOWN_TRACKERS = Rule(lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}")
 OPTIONS = Rule(lambda given: all(isinstance(value, dict) for value in given.values()), "sections of options, as {}")
+POSITIVE_OR_WORD = Rule(lambda size: isinstance(size, str) or size >= 1, "1 or more, or tokenizer")
 DURATION = Rule(lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS")
 
 
@@ -91,6 +92,15 @@ class ModelConfig:
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
+    vocab_size: Literal["tokenizer"] | int | None = setting(None, POSITIVE_OR_WORD)
+    """Tokens that the model has room for: a number, or tokenizer for as many as that has; null: as it is."""
+    new_tokens: Literal["mean", "init"] = "mean"
+    """Embeddings that vocab_size adds: the mean of the others, or fresh ones."""
+    allow_missing: list[str] = field(default_factory=list)
+    """Weights that from_pretrained need not hold and that start untrained: glob patterns over their names."""
+    allow_unexpected: list[str] = field(default_factory=list)
+    """Weights of from_pretrained that the model need not have: glob patterns over their names."""
+
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("from_pretrained", "from_config"),
@@ -99,6 +109,34 @@ class ModelConfig:
             "name a model directory or Hub name in from_pretrained, or describe one in from_config",
         ),
     )
+
+
+@dataclass
+class InitFromConfig:
+    """Weights that a new run starts from, instead of the model's own; a run that is resumed goes on with its own."""
+
+    path: str = setting(MISSING, NOT_EMPTY)
+    """A run directory, checkpoint or pointer (checkpoints/LATEST), or a Hugging Face directory or Hub name."""
+    allow_missing: list[str] = field(default_factory=list)
+    """Weights of this model that need not be there, and stay as built: glob patterns over their names."""
+    allow_unexpected: list[str] = field(default_factory=list)
+    """Weights there that this model need not have: glob patterns over their names."""
+
+
+@dataclass
+class CompileConfig:
+    """torch.compile of each decoder layer; names of weights and checkpoints are the same with and without."""
+
+    enabled: bool = False
+    """Compile: the first steps take long, the others less time."""
+    backend: str = setting("inductor", NOT_EMPTY)
+    """What makes the kernels; inductor needs a C++ compiler or a GPU, aot_eager none."""
+    mode: str | None = None
+    """Preset of the backend, such as reduce-overhead or max-autotune; null: its default."""
+    fullgraph: bool = False
+    """Refuse a layer that cannot be compiled as a whole, instead of running parts of it as they are."""
+    dynamic: bool | None = None
+    """true: expect every length at once; false: compile each anew; null: after the second one."""
 
 
 @dataclass
@@ -302,6 +340,7 @@ class RecipeConfig:
     seed: int = setting(42, AT_LEAST_0)
     """Seeds data order, dropout and fresh weights."""
     model: ModelConfig | Target = field(default_factory=ModelConfig)
+    init_from: InitFromConfig | None = None
     tokenizer: TokenizerConfig | Target = field(default_factory=TokenizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer",)})
@@ -316,6 +355,7 @@ class RecipeConfig:
     """Builder of the loss; null: cross-entropy over the label tokens of the global batch."""
     clip_grad_norm: float | None = setting(1.0, POSITIVE)
     """Largest norm of all gradients together; null: no clipping."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
     deterministic: bool = False
     """Only deterministic kernels, so that CUDA runs are repeatable too."""
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)

@@ -11,7 +11,8 @@ import fnmatch
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.keys import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -151,28 +153,34 @@ def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None
         )
 
 
-def check_vocabulary(config: PreTrainedConfig, tokenizer: Any) -> None:
-    """Raise :class:`RecipeError` when the tokenizer has ids for which the model has no embedding."""
-    size = getattr(config.get_text_config(), "vocab_size", None)
+def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, *, size: int | None = None) -> None:
+    """Raise :class:`RecipeError` when the tokenizer has ids for which the model has no embedding.
+
+    *size* is what ``model.vocab_size`` makes of the model's own.
+    """
+    size = size or getattr(config.get_text_config(), "vocab_size", None)
     if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
         raise RecipeError(
             "the tokenizer has more tokens than the model's vocabulary",
             where="tokenizer",
             value=f"{len(tokenizer)} tokens; the model's vocab_size is {size}",
-            remedy="use the model's own tokenizer (leave the tokenizer section out), or with from_config "
-            "leave vocab_size out, so that it follows the tokenizer",
+            remedy="set model.vocab_size tokenizer, so that the model gets room for them; or use the model's own "
+            "tokenizer (leave the tokenizer section out)",
         )
 
 
 def build_model(
     config: PreTrainedConfig, *, auto_class: Any = AutoModelForCausalLM, from_pretrained: str | None = None,
-    dtype: str = "float32", attn_implementation: str | None = None,
+    dtype: str = "float32", attn_implementation: str | None = None, allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
 ) -> nn.Module:  # fmt: skip
     """A model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
 
     *auto_class* is the class of transformers that makes it. *dtype* is a torch dtype's name or ``auto``: that of the
-    files, or of the configuration. *config* is not changed.
-    Raises :class:`RecipeError` when the weights cannot be read or transformers has no such model.
+    files, or of the configuration. *config* is not changed. The globs *allow_missing* and *allow_unexpected* say which
+    weights of the model the files need not hold, and which of theirs the model need not have.
+    Raises :class:`RecipeError` when the weights cannot be read, for other weights than the model's, or when
+    transformers has no such model.
     """
     options: dict[str, Any] = {}
     if attn_implementation is not None:
@@ -183,7 +191,8 @@ def build_model(
             model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
-            model = _read_model(auto_class, os.path.expanduser(from_pretrained), options)
+            options["ignore_mismatched_sizes"] = True  # they are refused by name, unless allowed
+            model, differences = _read_model(auto_class, os.path.expanduser(from_pretrained), options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise RecipeError(
             "the model cannot be built",
@@ -191,6 +200,10 @@ def build_model(
             value=_first_line(error, 3),
             remedy="correct the model section; weights are read from *.safetensors beside config.json",
         ) from error
+    if from_pretrained is not None:
+        verdict = Verdict.of_differences(**differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
+        verdict.refuse("model.from_pretrained", from_pretrained, "model")
+        verdict.tell(f"{from_pretrained} and the model")
     return model.train()
 
 
@@ -200,14 +213,25 @@ def _fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _read_model(auto_class: Any, name: str, options: Mapping[str, Any]) -> nn.Module:
-    model: nn.Module
-    model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
-    if missing := sorted(info["missing_keys"]):
-        log.warning("%s holds no weights for %s: they start untrained", name, ", ".join(missing))
-    if unexpected := sorted(info["unexpected_keys"]):
-        log.warning("%s holds weights that the model does not use: %s", name, ", ".join(unexpected))
-    return model
+def _read_model(auto_class: Any, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and what its tensors and those of the files differ in."""
+    # What is not as it should be is refused or told by us, by name.
+    with _quiet("transformers.modeling_utils"):
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
+    misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - misshapen.keys()
+    return model, {"missing": missing, "unexpected": info["unexpected_keys"], "misshapen": misshapen}
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:

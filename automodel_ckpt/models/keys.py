@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from automodel_ckpt.errors import Problem, RecipeError
+
+log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -76,6 +79,28 @@ class Verdict:
             ]
         )
 
+    def tell(self, between: str) -> None:
+        """Log by name what is not taken, as the recipe allows; and what was resized."""
+        lines = self.lines(allowed=True)
+        lines += [f"~ {name}: {there[0]} rows there, {here[0]} here" for name, (there, here) in self.resized.items()]
+        if lines:
+            log.info("%s differ, as the recipe allows:\n    %s", between, "\n    ".join(lines))
+
+    @classmethod
+    def of_differences(
+        cls,
+        missing: Iterable[str],
+        unexpected: Iterable[str],
+        misshapen: Mapping[str, tuple[Shape, Shape]],
+        *,
+        allow_missing: Iterable[str] = (),
+        allow_unexpected: Iterable[str] = (),
+    ) -> Verdict:
+        """The verdict on what somebody else has compared; *misshapen* gives the shapes (there, here)."""
+        only_here, only_there = tuple(sorted(missing)), tuple(sorted(unexpected))
+        allowed = {*_matching([*only_here, *misshapen], allow_missing), *_matching(only_there, allow_unexpected)}
+        return cls({}, {}, only_here, only_there, misshapen, frozenset(allowed))
+
 
 def _remedy(verdict: Verdict, section: str) -> str:
     missing = [name for name in verdict.new if name not in verdict.allowed]
@@ -114,11 +139,15 @@ def compare(
     resized = {n: pair for n, pair in different.items() if n in resizable and pair[0][1:] == pair[1][1:]}
     misshapen = {name: pair for name, pair in different.items() if name not in resized}
     used = {*matches.values(), *_left_to_ties(here, there, prefix)}
-    missing = tuple(sorted(name for name, holder in found.items() if holder is None))
-    unexpected = tuple(sorted(name for name in there.shapes if name not in used))
-    allowed = {*_matching([*missing, *misshapen], allow_missing), *_matching(unexpected, allow_unexpected)}
+    verdict = Verdict.of_differences(
+        (name for name, holder in found.items() if holder is None),
+        (name for name in there.shapes if name not in used),
+        misshapen,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+    )
     taken = {name: holder for name, holder in matches.items() if name not in misshapen}
-    return Verdict(taken, resized, missing, unexpected, misshapen, frozenset(allowed))
+    return replace(verdict, matches=taken, resized=resized)
 
 
 def _holder(name: str, here: Names, there: Names, prefix: str) -> str | None:

@@ -1,0 +1,66 @@
+"""torch.compile, layer by layer and in place: no name of a parameter changes, so checkpoints are the same with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+
+def compile_layers(
+    layers: Sequence[nn.Module],
+    *,
+    backend: str = "inductor",
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Have each layer compiled at its first forward pass; before they are sharded or wrapped.
+
+    The layers of a model share their code, and so what was compiled of the first. Arguments as for ``torch.compile``.
+    Raises :class:`RecipeError` for no layers, and for a backend or mode that is not there or cannot work on *device*.
+    """
+    if not layers:
+        raise _refused("this model has no repeated layers to compile", "enabled", True, "leave compile out")
+    _check_backend(backend, device or torch.device("cpu"))
+    _check_mode(backend, mode)
+    for layer in layers:
+        layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+    log.info("compiling %d layers with %s: the first steps take longer", len(layers), backend)
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise _refused("torch has no such compiler backend", "backend", backend, f"it has {', '.join(known)}")
+    if backend != "inductor" or device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError) as error:
+        remedy = "install g++, or set compile.backend aot_eager"
+        raise _refused("inductor finds no C++ compiler for the CPU", "backend", backend, remedy) from error
+
+
+def _check_mode(backend: str, mode: str | None) -> None:
+    if mode is None:
+        return
+    known = list(torch._inductor.list_mode_options())
+    if backend != "inductor":
+        raise _refused("only the backend inductor has modes", "mode", mode, "leave compile.mode out")
+    if mode not in known:
+        raise _refused("inductor has no such mode", "mode", mode, f"it has {', '.join(known)}")
+
+
+def _refused(what: str, key: str, value: object, remedy: str) -> RecipeError:
+    return RecipeError(what, where=f"compile.{key}", value=value, remedy=remedy)

@@ -1,0 +1,68 @@
+"""Room for more tokens, or fewer, in a model's embedding and output layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+
+def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
+    """What ``model.vocab_size`` asks for: ``tokenizer`` as many as that has; None: as many as the model has."""
+    if option != "tokenizer":
+        return int(option) if option is not None else None
+    if tokenizer is None:
+        raise RecipeError(
+            "there is no tokenizer for the vocabulary to follow",
+            where="model.vocab_size",
+            value=option,
+            remedy="give a tokenizer section, or a number",
+        )
+    return len(tokenizer)
+
+
+def vocabulary_names(model: nn.Module) -> list[str]:
+    """The parameters with a row for each token: of the embedding, and of the output layer where that is not tied."""
+    return list(dict(_vocabulary(model)))
+
+
+def _vocabulary(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    of_transformers: Any = model
+    layers = [of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()]
+    wanted = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters(recurse=False)}
+    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in wanted)
+
+
+def resize_vocabulary(model: nn.Module, size: int, new_tokens: Literal["mean", "init"]) -> list[str]:
+    """Give a transformers model room for *size* tokens; returns the names of the parameters that changed.
+
+    The first rows stay as they are, and tied layers tied. New rows are fresh (from torch's generator), or with ``mean``
+    the mean of the model's own. The names and what became of them are logged.
+    """
+    before = {name: parameter.detach() for name, parameter in _vocabulary(model)}
+    if all(len(parameter) == size for parameter in before.values()):
+        return []
+    resizable: Any = model
+    resizable.resize_token_embeddings(size, mean_resizing=False)
+    for name, parameter in _vocabulary(model):
+        old = before[name]
+        if new_tokens == "mean" and size > len(old):
+            with torch.no_grad():
+                parameter[len(old) :] = old.double().mean(0).to(parameter.dtype)
+        filled = "the mean of the others" if new_tokens == "mean" else "fresh"
+        rows = f", new rows are {filled}" if size > len(old) else ", the last rows are dropped"
+        log.info("resized %s: %s -> %s%s", name, list(old.shape), list(parameter.shape), rows)
+    return list(before)
+
+
+def set_size(config: PreTrainedConfig, size: int) -> None:
+    """Have a model that is built of *config* make room for *size* tokens."""
+    config.get_text_config().vocab_size = size

@@ -1,0 +1,124 @@
+"""``init_from``: the weights of a new run, from a checkpoint or from Hugging Face files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint.layout import RankLayout
+from automodel_ckpt.checkpoint.starting import Filling, NewRows, fill_module, module_shapes
+from automodel_ckpt.checkpoint.trees import unwrap
+from automodel_ckpt.checkpoint.verify import Level
+from automodel_ckpt.checkpoint.weights import Weights, open_weights
+from automodel_ckpt.config.schema import InitFromConfig
+from automodel_ckpt.distributed.agree import all_or_nothing
+from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.models.build import base_directory, require_local
+from automodel_ckpt.models.keys import Names, Verdict, compare
+
+log = logging.getLogger("automodel_ckpt")
+
+T = TypeVar("T")
+MODEL = "model"
+
+
+def start_from(
+    section: InitFromConfig,
+    modules: Mapping[str, nn.Module],
+    *,
+    ranks: RankLayout,
+    group: ProcessGroup | None,
+    resizable: Iterable[str] = (),
+    new_rows: NewRows = "mean",
+    verify: Level = "digest",
+) -> Verdict:
+    """Fill the recipe's *modules* (by attribute name) with the weights that ``init_from`` names.
+
+    Names of the module ``model`` are as they are, those of others follow their attribute's name and a dot. *resizable*
+    names those of ``model`` that may have another number of rows. Called on all ranks, each of which reads its part.
+    Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
+    :class:`CheckpointUnusable` for damaged ones.
+    """
+    weights, verdict = _together(group, lambda: _found(section, modules, resizable, ranks, verify))
+    log.info("Starting from the weights in %s", weights.path)
+    verdict.tell("they and the model")
+
+    def fill() -> None:
+        for name, module in modules.items():
+            fill_module(module, _fillings(name, module, verdict, weights), new_rows)
+
+    _together(group, fill)
+    return verdict
+
+
+def _together(group: ProcessGroup | None, work: Callable[[], T]) -> T:
+    """What *work* returns, or on every rank the error that it raises on one."""
+    failure: BaseException | None = None
+    try:
+        done = work()
+    except (AutomodelError, OSError) as error:
+        failure = error
+    all_or_nothing(group, failure)
+    return done
+
+
+def _found(
+    section: InitFromConfig, modules: Mapping[str, nn.Module], resizable: Iterable[str], ranks: RankLayout, level: Level
+) -> tuple[Weights, Verdict]:
+    weights = _open(section.path)
+    verdict = _compare(section, weights, modules, resizable)
+    weights.verify(level, ranks.rank, ranks.world_size)
+    return weights, verdict
+
+
+def _open(path: str) -> Weights:
+    local = Path(path).expanduser()
+    if local.exists() or local.is_symlink() or local.parent.is_dir():
+        return open_weights(local)
+    require_local(path, "init_from.path")
+    return open_weights(base_directory(path) or local)
+
+
+def _compare(
+    section: InitFromConfig, weights: Weights, modules: Mapping[str, nn.Module], resizable: Iterable[str]
+) -> Verdict:
+    shapes: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    for name, module in modules.items():
+        own_shapes, own_tied = module_shapes(module)
+        shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
+        tied |= {_qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()}
+    there = Names(
+        {_qualified(n, fqn): t.shape for n, module in weights.modules.items() for fqn, t in module.tensors.items()},
+        {_qualified(n, a): _qualified(n, kept) for n, m in weights.modules.items() for a, kept in m.tied.items()},
+    )
+    verdict = compare(
+        Names(shapes, tied),
+        there,
+        prefix=getattr(unwrap(modules[MODEL]), "base_model_prefix", "") if MODEL in modules else "",
+        resizable=set(resizable),
+        allow_missing=section.allow_missing,
+        allow_unexpected=section.allow_unexpected,
+    )
+    verdict.refuse("init_from.path", section.path, "init_from")
+    return verdict
+
+
+def _fillings(name: str, module: nn.Module, verdict: Verdict, weights: Weights) -> dict[str, Filling]:
+    """What fills the module *name*, by its own names."""
+    sources = {_qualified(n, fqn): (there, fqn) for n, there in weights.modules.items() for fqn in there.tensors}
+    names = {fqn: _qualified(name, fqn) for fqn in module_shapes(module)[0]}
+    return {
+        fqn: Filling(*sources[verdict.matches[full]], full in verdict.resized)
+        for fqn, full in names.items()
+        if full in verdict.matches
+    }
+
+
+def _qualified(attribute: str, fqn: str) -> str:
+    return fqn if attribute == MODEL else f"{attribute}.{fqn}"

@@ -1,0 +1,105 @@
+"""Compiled layers: the same training, the same names, checkpoints that go on with and without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.compiling import compile_layers
+from tests.distributed.test_training import lines_of_steps, run
+from tests.support.training import Recipe
+
+# Raised inside torch._dynamo, about its own question.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+COMPILED = ("--compile.enabled", "--compile.backend=eager")
+STILL = "--model.from_config.attention_dropout=0"
+
+
+class Compiled(Recipe):
+    """Fails unless graphs of the model were compiled."""
+
+    def end(self) -> None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        super().end()
+
+
+def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_path: Path) -> None:
+    four = (STILL, "--lr_scheduler.decay_steps=4", "--step_scheduler.max_steps=4")
+    run(tmp_path, *four, name="plain", num_ranks=2)
+    run(tmp_path, *COMPILED, *four, "--step_scheduler.max_steps=2", num_ranks=2, recipe_class=Compiled)
+    run(tmp_path, *four, num_ranks=2)
+    plain, mixed = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run"))
+    assert [record["loss"] for record in mixed] == pytest.approx([record["loss"] for record in plain], rel=1e-5)
+    kept = [Manifest.read(tmp_path / name / "epoch_0_step_4").trees for name in ("plain", "run")]
+    compiled = Manifest.read(tmp_path / "run/epoch_0_step_2").trees
+    assert {n: t.tensors.keys() for n, t in kept[0].items()} == {n: t.tensors.keys() for n, t in compiled.items()}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x))
+
+
+def test_layers_are_compiled_in_place() -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(len(inputs))
+        return graph
+
+    torch._dynamo.register_backend(backend, name="watched")
+    net = torch.nn.Sequential(Layer(), Layer())
+    names = list(net.state_dict())
+    compile_layers(list(net), backend="watched")
+    net(torch.ones(1, 2))
+    assert seen
+    assert list(net.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"backend": "gcc"}, "no such compiler backend"),
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "only the backend inductor has modes"),
+        ({"mode": "fastest"}, "inductor has no such mode"),
+    ],
+)
+def test_what_cannot_compile_is_refused(options: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
+    with pytest.raises(RecipeError, match=what):
+        compile_layers([torch.nn.Linear(1, 1)], **options)  # type: ignore[arg-type]
+
+
+def test_inductor_without_a_compiler_and_a_model_without_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import exc
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    with pytest.raises(RecipeError, match=r"no C\+\+ compiler"):
+        compile_layers([torch.nn.Linear(1, 1)])
+    with pytest.raises(RecipeError, match="no repeated layers"):
+        compile_layers([])
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("AUTOMODEL_CKPT_SLOW") and shutil.which("g++")), reason="AUTOMODEL_CKPT_SLOW, g++: 1 minute"
+)
+def test_inductor_trains_to_the_same_losses(tmp_path: Path) -> None:
+    steps = (STILL, "--step_scheduler.max_steps=3")
+    run(tmp_path, *steps, name="plain")
+    run(tmp_path, *steps, "--compile.enabled", name="compiled")
+    plain, compiled = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "compiled"))
+    assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-4)

@@ -1,0 +1,214 @@
+"""A new run from the weights of another: every form of them, other heads and vocabularies, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from tests.distributed.test_training import run
+from tests.support import ranks
+from tests.support.training import RECIPE, Recipe, build, steps_of, train, write_recipe
+from tests.support.training_parts import WithMore
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of two steps: ``base`` of a model, ``more`` of a model and a value head, on two ranks each."""
+    directory = tmp_path_factory.mktemp("base")
+    run(directory, "--step_scheduler.max_steps=2", name="base", num_ranks=2)
+    run(directory, "--step_scheduler.max_steps=2", "--checkpoint.model_save_format=torch_save", name="more",
+        recipe_class=WithMore)  # fmt: skip
+    return directory
+
+
+def pretrained(export: Path, text: str = RECIPE) -> str:
+    """The recipe with an export as its model, and the tokenizer that it always has."""
+    start, end = text.index("  from_config"), text.index("tokenizer:")
+    return text[:start] + f"  from_pretrained: {export}\n" + text[end:]
+
+
+def weights_of(recipe: LLMFinetune) -> Weights:
+    """The whole tensors; a collective."""
+    state = recipe.model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()}
+
+
+def started(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> Weights | str:
+    """The weights after ``setup``, or what it was refused with."""
+    recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
+    try:
+        recipe.setup()
+        return weights_of(recipe)
+    except AutomodelError as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        recipe.close()
+
+
+def exported(base: Path) -> Weights:
+    """What transformers reads of the base's export."""
+    directory = base / "base/epoch_0_step_2/model/consolidated"
+    return dict(AutoModelForCausalLM.from_pretrained(directory).state_dict())
+
+
+def test_every_form_of_a_checkpoint_gives_the_same_weights(base: Path, tmp_path: Path) -> None:
+    checkpoint = base / "base/epoch_0_step_2"
+    forms = [checkpoint.parent, checkpoint.parent / "LATEST", checkpoint, checkpoint / "model"]
+    forms += [checkpoint / "model/consolidated", base / "more"]
+    allowing = "--init_from.allow_unexpected=['value_head.*']"
+    recipe = write_recipe(tmp_path)
+
+    def all_forms() -> list[Weights | str]:
+        here = ("--checkpoint.enabled=false", allowing)
+        return [started(recipe, *here, f"--init_from.path={form}", f"--seed={n}") for n, form in enumerate(forms)]
+
+    *of_base, of_more = ranks.run(all_forms, 1, init=False)[0]
+    expected = exported(base)
+    for found in of_base:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert isinstance(of_more, dict), of_more
+    assert not torch.equal(of_more["model.norm.weight"], expected["model.norm.weight"])
+
+
+def test_ranks_read_their_shares_and_a_resumed_run_never_starts_over(base: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(base / "base", source, symlinks=True)
+    overrides = (f"--init_from.path={source}", "--lr_scheduler.decay_steps=4", "--seed=1")
+    recipe = write_recipe(tmp_path)
+    found = ranks.run(partial(started, recipe, *overrides, "--checkpoint.enabled=false"), 2, init=False)[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in exported(base).items())
+    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=4", name="whole", num_ranks=2)
+    run(tmp_path, *overrides, "--step_scheduler.max_steps=2", num_ranks=2)
+    shutil.rmtree(source)
+    assert run(tmp_path, *overrides, "--step_scheduler.max_steps=4", num_ranks=2) == whole
+    assert [record["step"] for record in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = f"--init_from.path={base / 'base'}"
+    recipe = write_recipe(tmp_path)
+    more_layers = "--model.from_config.num_hidden_layers=3"
+    fewer = "--model.from_config.num_hidden_layers=1"
+    wider = "--model.from_config.intermediate_size=52"
+    cases: list[tuple[tuple[str, ...], str]] = [
+        ((more_layers,), "+ model.layers.2.mlp.up_proj.weight: not there"),
+        ((fewer,), "- model.layers.1.mlp.up_proj.weight: only there"),
+        ((wider,), "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]"),
+        ((more_layers, "--init_from.allow_missing=['model.layers.2.*']"), ""),
+        ((fewer, "--init_from.allow_unexpected=['model.layers.1.*']"), ""),
+        ((wider, "--init_from.allow_missing=['*.mlp.*']"), ""),
+        (("--model.from_config.vocab_size=310",), "~ model.embed_tokens.weight: there [300, 32], here [310, 32]"),
+    ]
+
+    def all_cases() -> list[Weights | str]:
+        return [started(recipe, checkpoint, "--checkpoint.enabled=false", *overrides) for overrides, _ in cases]
+
+    results = ranks.run(all_cases, 1, init=False)[0]
+    for (overrides, refusal), result in zip(cases, results, strict=True):
+        if refusal:
+            assert isinstance(result, str), overrides
+            assert result.startswith("RecipeError")
+            assert refusal in result
+        else:
+            assert isinstance(result, dict), result
+    told = capfd.readouterr().err
+    assert "+ model.layers.2.mlp.up_proj.weight: not there" in told
+    assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in told
+
+
+def test_several_modules_start_from_one_checkpoint_or_say_what_is_missing(base: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    options: dict[str, Any] = {"recipe_class": WithMore}
+    off = "--checkpoint.enabled=false"
+
+    def both() -> list[Weights | str]:
+        return [started(recipe, off, f"--init_from.path={base / name}", **options) for name in ("more", "base")]
+
+    from_more, from_base = ranks.run(both, 1, init=False)[0]
+    assert isinstance(from_more, dict), from_more
+    assert "+ value_head.weight: not there" in str(from_base)
+    assert "allow_missing: ['value_head.bias', 'value_head.weight']" in str(from_base)
+
+
+def test_damaged_weights_are_refused_on_all_ranks(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "base", tmp_path / "source", symlinks=True)
+    shard = sorted((tmp_path / "source/epoch_0_step_2/model").glob("shard-*"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    training = partial(train, write_recipe(tmp_path), f"--init_from.path={tmp_path / 'source'}",
+                       f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")  # fmt: skip
+    for outcome in ranks.outcomes(training, 2, init=False):
+        assert isinstance(outcome.error, CheckpointUnusable)
+        assert shard.name in str(outcome.error)
+
+
+@pytest.mark.parametrize("new_tokens", ["mean", "init"])
+def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
+    base: Path, tmp_path: Path, new_tokens: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export = base / "base/epoch_0_step_2/model/consolidated"
+    text = pretrained(export).replace("vocab_size: 300", "vocab_size: 310")
+    frozen = ("--optimizer.lr=0", "--step_scheduler.max_steps=1", f"--model.new_tokens={new_tokens}")
+    run(tmp_path, *frozen, "--model.vocab_size=tokenizer", text=text, num_ranks=2)
+    assert "resized model.embed_tokens.weight: [300, 32] -> [310, 32]" in capfd.readouterr().err
+    model_directory = tmp_path / "run/epoch_0_step_1/model"
+    grown = AutoModelForCausalLM.from_pretrained(model_directory / "consolidated").state_dict()
+    old = exported(base)["model.embed_tokens.weight"]
+    assert torch.equal(grown["model.embed_tokens.weight"][:300], old)
+    assert torch.equal(grown["lm_head.weight"], grown["model.embed_tokens.weight"])
+    mean = old.double().mean(0).float().expand(10, 32)
+    assert torch.equal(grown["model.embed_tokens.weight"][300:], mean) == (new_tokens == "mean")
+    declared = json.loads((model_directory / ".hf_metadata/expected_tensors.json").read_text())
+    assert declared["model.embed_tokens.weight"]["declared"] == "of another shape than in the base"
+    assert "declared" not in declared["model.norm.weight"]
+
+
+def test_a_checkpoint_fills_the_first_rows_of_a_larger_vocabulary(base: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    overrides = ("--checkpoint.enabled=false", f"--init_from.path={base / 'base'}", "--model.vocab_size=311")
+    found = ranks.run(partial(started, recipe, *overrides), 2, init=False)[0]
+    old = exported(base)["model.embed_tokens.weight"]
+    assert isinstance(found, dict), found
+    assert torch.equal(found["model.embed_tokens.weight"][:300], old)
+    assert torch.equal(found["model.embed_tokens.weight"][300:], old.double().mean(0).float().expand(11, 32))
+
+
+def test_a_pretrained_directory_with_other_weights_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "pretrained"
+    shutil.copytree(base / "base/epoch_0_step_2/model/consolidated", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 52}))
+    recipe = write_recipe(tmp_path, pretrained(directory))
+    allowed = "--model.allow_missing=['model.layers.2.*', '*.mlp.*']"
+
+    def both() -> list[Weights | str]:
+        return [started(recipe, "--checkpoint.enabled=false", *more) for more in ((), (allowed,))]
+
+    refused, taken = ranks.run(both, 1, init=False)[0]
+    assert "+ model.layers.2.self_attn.q_proj.weight: not there" in str(refused)
+    assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in str(refused)
+    assert isinstance(taken, dict), taken
+
+
+def test_a_vocabulary_that_follows_no_tokenizer_is_refused() -> None:
+    from automodel_ckpt.models.vocabulary import wanted_size
+
+    assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (None, 7, 2)
+    with pytest.raises(RecipeError, match="no tokenizer for the vocabulary"):
+        wanted_size("tokenizer", None)
