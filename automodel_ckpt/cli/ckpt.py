@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import plot, track, upkeep
+from automodel_ckpt.cli import completion, plot, track, upkeep
 from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
@@ -54,15 +54,10 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast every ordinary float tensor")
     export.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
     export.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each process (default: 5)")
-    for command in (
-        ls,
-        show,
-        export,
-        *upkeep.add_parsers(commands, where),
-        plot.add_parser(commands),
-        track.add_parser(commands),
-    ):
+    curves = (plot.add_parser(commands), track.add_parser(commands))
+    for command in (ls, show, export, *upkeep.add_parsers(commands, where), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
+    completion.add_parser(commands)
     return result
 
 
@@ -306,6 +301,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "unpin": lambda arguments: upkeep.pin(arguments, find_checkpoint),
     "track": lambda arguments: track.track(arguments, run_directory),
     "plot": lambda arguments: plot.plot(arguments, run_directory),
+    "completion": lambda arguments: completion.completion(arguments.shell, parser()),
 }
 
 if __name__ == "__main__":
