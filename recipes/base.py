@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,14 +25,16 @@ from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.packing import longest_sample
 from automodel_ckpt.distributed.parallelize import (
-    choose_strategy,
+    Parallelism,
+    check_parallelism,
+    clip_gradients,
     compute_context,
     decoder_layers,
-    full_value,
     gradient_sync,
     parallelize,
     reshard,
 )
+from automodel_ckpt.distributed.sizes import choose_strategy
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import base_directory, build_model, check_context, checkpoint_activations, freeze
@@ -85,11 +88,12 @@ class FinetuneRecipe(Lifecycle):
         """Build everything and resume. What is wrong with the recipe shows before the model's weights are read."""
         self.layout = self.join_ranks()
         self.stop_request = stop_request()
-        choose_strategy(self.config.distributed.strategy, self.layout.world_size)
+        check_parallelism(self.parallelism, self.layout)
         self.checkpointer = self.build_checkpointer()
         self.build()
         # What is drawn before this line is drawn alike on all ranks; nothing is drawn between it and the first step.
-        self.rng = StatefulRNG(self.config.seed, self.layout.rank)
+        # Ranks that compute one thing together (tensor parallel) draw alike: what they hold in common stays common.
+        self.rng = StatefulRNG(self.config.seed, self.layout.dp_rank)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
         self.resume()
@@ -196,25 +200,39 @@ class FinetuneRecipe(Lifecycle):
         """How samples share rows; None: each is padded to the longest."""
         return None
 
+    @property
+    def parallelism(self) -> Parallelism:
+        """The recipe's ``distributed`` section, but for the sizes: those are in the layout."""
+        config = self.config.distributed
+        return Parallelism(
+            strategy=config.strategy,
+            reshard_after_forward=config.reshard_after_forward,
+            compute_dtype=getattr(torch, config.mixed_precision) if config.mixed_precision else None,
+            cpu_offload=config.cpu_offload,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens, so that they can be cut along the sequence."""
+        parts = self.layout.sizes.tp if self.config.distributed.sequence_parallel else 1
+        return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, parts)
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         """This rank's share of the model, and the type that all ranks compute in."""
-        config = self.config.distributed
-        strategy = choose_strategy(config.strategy, self.layout.world_size)
-        compute_dtype = getattr(torch, config.mixed_precision) if config.mixed_precision else None
-        if compute_dtype is not None:
-            how = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
-            kept = str(next(model.parameters()).dtype).removeprefix("torch.")
-            log.info("computing in %s (%s); weights and optimizer in %s", config.mixed_precision, how, kept)
-        self.computing = compute_context(strategy, self.layout.device, compute_dtype)
+        plan = self.config.distributed.tp_plan
+        how = replace(self.parallelism, tp_plan=build(plan, model=model) if plan is not None else None)
+        strategy = choose_strategy(how.strategy, self.layout.sizes)
+        if how.compute_dtype is not None:
+            means = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
+            kept, computed = (
+                str(t).removeprefix("torch.") for t in (next(model.parameters()).dtype, how.compute_dtype)
+            )
+            log.info("computing in %s (%s); weights and optimizer in %s", computed, means, kept)
+        self.computing = compute_context(strategy, self.layout.device, how.compute_dtype)
         if self.config.compile.enabled:
             self.compile(model)
-        return parallelize(
-            model,
-            self.layout,
-            strategy=strategy,
-            reshard_after_forward=config.reshard_after_forward,
-            compute_dtype=compute_dtype,
-        )
+        return parallelize(model, self.layout, how)
 
     def compile(self, model: nn.Module) -> None:
         """The ``compile`` section: each decoder layer in place, before it is sharded."""
@@ -232,6 +250,9 @@ class FinetuneRecipe(Lifecycle):
         """The model's output layer made one that computes the loss; None where that has to see full logits."""
         if self.config.loss_fn is not None:
             return None
+        if self.layout.sizes.tp > 1:
+            log.info("the loss is computed from full logits, since tensor parallelism cuts the output layer")
+            return None
         head = install_loss_head(model.to(self.layout.device), self.forward_options)
         if head is None:
             log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
@@ -243,15 +264,16 @@ class FinetuneRecipe(Lifecycle):
         num_all = sum(p.numel() for p in model.parameters())
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         trained = "" if num_trained == num_all else f", {num_trained:,} of them trained"
-        ranks, steps = self.layout.world_size, self.step_scheduler.planned_steps
+        sizes, steps = self.layout.sizes, self.step_scheduler.planned_steps
         log.info(
-            "%s with %s parameters%s; %d rank%s, %s; %s steps",
+            "%s with %s parameters%s; %d rank%s, %s%s; %s steps",
             type(model).__name__,
             f"{num_all:,}",
             trained,
-            ranks,
-            "" if ranks == 1 else "s",
-            choose_strategy(self.config.distributed.strategy, ranks),
+            sizes.world,
+            "" if sizes.world == 1 else "s",
+            choose_strategy(self.config.distributed.strategy, sizes),
+            f" ({sizes})" if max(sizes.dp_replicate, sizes.tp, sizes.pp) > 1 else "",
             "unknown" if steps is None else steps,
         )
 
@@ -364,7 +386,8 @@ class FinetuneRecipe(Lifecycle):
         labels = [num_label_tokens(micro["labels"]) for micro in batch.micro_batches]
         # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
         tokens = [_num_tokens(micro) if count else 0 for micro, count in zip(batch.micro_batches, labels, strict=True)]
-        vector = self.sum_over_ranks(sum(labels), sum(tokens), bool(self.stop_request.requested))
+        counts = (sum(labels), sum(tokens)) if self.layout.reports else (0, 0)
+        vector = self.sum_over_ranks(*counts, bool(self.stop_request.requested))
         return Control(int(vector[0]), int(vector[1]), vector[2] > 0)
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
@@ -410,6 +433,7 @@ class FinetuneRecipe(Lifecycle):
         """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
         self.check_length(longest_sample(micro_batch))
         rows = self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
+        self.check_cut(rows["labels"].shape[1])
         inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
         if self.loss_of is None:
             with self.computing():
@@ -429,24 +453,29 @@ class FinetuneRecipe(Lifecycle):
         if self.model_config is not None:
             check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
 
+    def check_cut(self, length: int) -> None:
+        """:class:`RecipeError` for rows that sequence parallelism cannot cut evenly."""
+        if self.config.distributed.sequence_parallel and length % self.layout.sizes.tp:
+            raise RecipeError(
+                "a row cannot be cut along the sequence",
+                where="distributed.sequence_parallel",
+                value=f"{length} tokens among {self.layout.sizes.tp} ranks",
+                remedy="let your collate_fn pad to a multiple of tp_size, or leave sequence_parallel out",
+            )
+
     def clip_gradients(self) -> float:
         """Scale all gradients together to ``clip_grad_norm``; returns their norm before that."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = full_value(nn.utils.get_total_norm(gradients))
-        limit = self.config.clip_grad_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-        return norm
+        return clip_gradients(parameters, self.config.clip_grad_norm)
 
     def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, Due]:
-        """Count a step; returns the loss summed over all ranks, and what is due.
+        """Count a step; returns the loss summed over the global batch, and what is due.
 
         The clock is the leader's, so that all ranks save and end at the same step with the same state.
         """
         scheduler, leads = self.step_scheduler, self.layout.is_leader
         total, elapsed, save, end = self.sum_over_ranks(
-            loss_sum,
+            loss_sum if self.layout.reports else 0.0,
             scheduler.measured_seconds() if leads else 0.0,
             leads and scheduler.save_is_wanted(),
             leads and scheduler.time_is_up(),
@@ -486,8 +515,10 @@ class FinetuneRecipe(Lifecycle):
         return Validation(loss / num_label_tokens if num_label_tokens else math.nan, int(num_label_tokens))
 
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
-        """This rank's summed loss and label tokens of one batch."""
+        """This rank's summed loss and label tokens of one batch; zeros where another rank speaks for them."""
         loss = sum(self.micro_batch_loss(micro_batch).double().item() for micro_batch in batch.micro_batches)
+        if not self.layout.reports:
+            return 0.0, 0
         return loss, sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
 
 

@@ -95,8 +95,14 @@ class Lifecycle:
         """Process groups, log output, determinism, and the seed that makes all ranks draw the same fresh weights."""
         config = self.config
         require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
+        ranks = config.distributed
         layout = init_distributed(
-            backend=config.distributed.backend, timeout_minutes=config.distributed.timeout_minutes
+            backend=ranks.backend,
+            timeout_minutes=ranks.timeout_minutes,
+            dp_size=ranks.dp_size,
+            dp_replicate_size=ranks.dp_replicate_size,
+            tp_size=ranks.tp_size,
+            pp_size=ranks.pp_size,
         )
         self.progress = Progress(every_seconds=config.logging.log_every_seconds, enabled=layout.is_leader)
         self.log_handler = set_up_logging(self.progress, config.logging.level, layout.rank)

@@ -18,6 +18,7 @@ from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
+from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
 from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
@@ -77,6 +78,7 @@ class LLMFinetune(FinetuneRecipe):
         if size is not None and model.from_config is not None:
             set_size(found, size)
         check_vocabulary(found, self.tokenizer, size=size)
+        check_heads(found, self.layout.sizes.tp)
         for name in ("dataset", "validation_dataset"):
             section = getattr(self.config, name)
             seq_length = section.kwargs.get("seq_length") if section is not None else None
@@ -105,7 +107,7 @@ class LLMFinetune(FinetuneRecipe):
             return build(config.collate_fn, tokenizer=self.tokenizer)
         ids = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         pad_token_id = next((token for token in ids if isinstance(token, int)), 0)
-        return PadCollator(pad_token_id, config.pad_to_multiple_of)
+        return PadCollator(pad_token_id, self.row_multiple)
 
     def choose_row_layout(self, model: nn.Module) -> Rows | None:
         """How samples share rows, if the model keeps them apart; None: each is padded to the longest."""
@@ -126,4 +128,4 @@ class LLMFinetune(FinetuneRecipe):
             return None
         log.info("samples share rows without padding, kept apart by their position ids (%s attention)", attention)
         hidden_size = getattr(self.model_config and self.model_config.get_text_config(), "hidden_size", 1024)
-        return RowLayout(hidden_size, one_row, config.pad_to_multiple_of or 1)
+        return RowLayout(hidden_size, one_row, self.row_multiple)

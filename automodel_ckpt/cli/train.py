@@ -13,6 +13,7 @@ from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
+from automodel_ckpt.distributed.sizes import choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
@@ -102,9 +103,12 @@ def known_ranks(flags: LaunchFlags) -> int | None:
 
 
 def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
-    """Refuses a global batch that the ranks cannot share evenly."""
+    """Refuses ranks that the sizes do not make up, and a global batch that they cannot share evenly."""
     steps = loaded.config.step_scheduler
-    if ranks is None or steps.global_batch_size % (steps.local_batch_size * ranks) == 0:
+    if ranks is None:
+        return
+    ranks = data_parallel_ranks(loaded, ranks)
+    if steps.global_batch_size % (steps.local_batch_size * ranks) == 0:
         return
     keys = ("global_batch_size", "local_batch_size")
     written = ", ".join(f"{key}: {loaded.tree.at(f'step_scheduler.{key}')}" for key in keys)
@@ -116,14 +120,29 @@ def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
     )
 
 
+def data_parallel_ranks(loaded: LoadedRecipe, ranks: int) -> int:
+    """How many parts each global batch is cut into. Raises :class:`RecipeError` for sizes that do not fit together."""
+    section = loaded.config.distributed
+    sizes = share_out(
+        ranks,
+        dp_size=section.dp_size,
+        dp_replicate_size=section.dp_replicate_size,
+        tp_size=section.tp_size,
+        pp_size=section.pp_size,
+    )
+    choose_strategy(section.strategy, sizes)
+    return sizes.dp
+
+
 def summary(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, ranks: int | None) -> str:
     """What would run, for ``--dry-run``."""
     steps, tree = loaded.config.step_scheduler, loaded.tree
     count = f"{ranks}" if ranks else f"{flags.nproc_per_node} on each of {flags.nnodes} machines"
     per_step = f"{steps.global_batch_size} samples"
     if ranks:
-        accumulated = steps.global_batch_size // (steps.local_batch_size * ranks)
-        per_step += f" = {steps.local_batch_size} x {ranks} ranks x {accumulated} accumulated"
+        parts = data_parallel_ranks(loaded, ranks)
+        accumulated = steps.global_batch_size // (steps.local_batch_size * parts)
+        per_step += f" = {steps.local_batch_size} x {parts} ranks x {accumulated} accumulated"
     ends = [f"{key}: {tree.at(f'step_scheduler.{key}')}" for key in ("num_epochs", "max_steps", "max_time")]
     rows = {
         "recipe": f"{recipe.__module__}.{recipe.__qualname__}",

@@ -152,15 +152,58 @@ class DistributedConfig:
     """How ranks share the work."""
 
     strategy: Literal["auto", "fsdp2", "ddp", "single"] = "auto"
-    """fsdp2 shards the model, ddp copies it; auto: single for one rank, fsdp2 for more."""
+    """Data parallel ranks: fsdp2 shards the model, ddp copies it; auto: single for one of them, fsdp2 for more."""
+    dp_size: int | None = setting(None, AT_LEAST_1)
+    """Parts that each global batch is cut into; null: as many as tp_size and pp_size leave ranks for."""
+    dp_replicate_size: int = setting(1, AT_LEAST_1)
+    """fsdp2: copies of the sharded model, each sharded over dp_size / dp_replicate_size ranks (above 1: HSDP)."""
+    tp_size: int = setting(1, AT_LEAST_1)
+    """Tensor parallel ranks, which cut each layer's matrices and heads by the model's own plan."""
+    tp_plan: Target | None = field(default=None, metadata={"supplied": ("model",)})
+    """Builder of another plan: a mapping of module names (* for a layer's number) to styles; gets the model."""
+    sequence_parallel: bool = False
+    """With tp_size: also cut what lies between the matrices, along the sequence (models built like Llama and Qwen)."""
+    pp_size: int = setting(1, AT_LEAST_1)
+    """Pipeline stages; only 1 is supported."""
+    cp_size: int = setting(1, AT_LEAST_1)
+    """Context parallel ranks; only 1 is supported."""
     backend: str | None = None
     """torch.distributed backend; null: nccl with GPUs, else gloo."""
     timeout_minutes: float = setting(30.0, POSITIVE)
     """How long a collective may wait for the slowest rank."""
     reshard_after_forward: bool = True
     """fsdp2: free gathered parameters between forward and backward (less memory, more traffic)."""
-    mixed_precision: Literal["bfloat16"] | None = None
+    cpu_offload: bool = False
+    """fsdp2 with GPUs: keep parameters, gradients and optimizer state in host memory between their uses."""
+    mixed_precision: Literal["bfloat16", "float16"] | None = None
     """Compute in this type on any number of ranks; weights, gradients' sums and optimizer keep model.dtype."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("mixed_precision",),
+            lambda ranks: ranks.mixed_precision != "float16",
+            "float16 needs a loss scaler, without which small gradients vanish; there is none here",
+            "set it to bfloat16, which has float32's range, or leave it out",
+        ),
+        Relation(
+            ("sequence_parallel", "tp_plan"),
+            lambda ranks: ranks.tp_size > 1 or not (ranks.sequence_parallel or ranks.tp_plan),
+            "sequence_parallel and tp_plan say how tensor parallel ranks share a layer, and there is one",
+            "set tp_size above 1, or leave them out",
+        ),
+        Relation(
+            ("pp_size",),
+            lambda ranks: ranks.pp_size == 1,
+            "pipeline parallelism is not supported yet",
+            "leave pp_size out: fsdp2 and tp_size share out models of any depth",
+        ),
+        Relation(
+            ("cp_size",),
+            lambda ranks: ranks.cp_size == 1,
+            "context parallelism is not supported: no kernel for it on the CPU, and not done for GPUs",
+            "leave cp_size out; sequence_parallel and activation_checkpointing save memory of long samples",
+        ),
+    )
 
 
 @dataclass

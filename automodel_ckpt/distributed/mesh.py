@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and the process groups they talk over."""
+"""This process's place among the ranks, the process groups they talk over, and the one mesh that models are cut by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from automodel_ckpt.distributed.sizes import Sizes, share_out
 from automodel_ckpt.errors import RecipeError
 
 CPU_BACKEND = "gloo"
@@ -18,28 +20,64 @@ CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Who this rank is. All ranks are data parallel: ``dp_rank`` is ``rank``. Control and saves use ``gloo_group``."""
+    """Who this rank is, in the grid of *sizes*. Control and saves use ``gloo_group``."""
 
     rank: int
-    world_size: int
-    dp_rank: int
-    dp_size: int
+    sizes: Sizes
     local_rank: int
     device: torch.device
     gloo_group: dist.ProcessGroup
 
     @property
+    def world_size(self) -> int:
+        return self.sizes.world
+
+    @property
+    def dp_size(self) -> int:
+        return self.sizes.dp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of each global batch is this rank's; all ranks of a tensor or pipeline parallel group share it."""
+        return self.rank // self.sizes.tp % self.sizes.dp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.sizes.tp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.sizes.tp * self.sizes.dp)
+
+    @property
     def is_leader(self) -> bool:
         return self.rank == 0
 
+    @property
+    def reports(self) -> bool:
+        """Whether it speaks for its part of the data, so that sums over ranks count each part once."""
+        return self.tp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
-def init_distributed(*, backend: str | None = None, timeout_minutes: float = 30.0) -> RankLayout:
+
+def init_distributed(
+    *,
+    backend: str | None = None,
+    timeout_minutes: float = 30.0,
+    dp_size: int | None = None,
+    dp_replicate_size: int = 1,
+    tp_size: int = 1,
+    pp_size: int = 1,
+) -> RankLayout:
     """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or be a group of one.
 
     The device is CUDA device LOCAL_RANK where there is one, unless *backend* is ``gloo``. Raises
-    :class:`RecipeError` where the machine has fewer GPUs than ranks, or the backend is none torch has.
+    :class:`RecipeError` where the machine has fewer GPUs than ranks, the backend is none torch has, or the sizes do
+    not make up the number of ranks.
     """
     rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
+    sizes = share_out(
+        world_size, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, pp_size=pp_size
+    )
     local_rank = _environment_int("LOCAL_RANK", rank)
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
@@ -48,7 +86,24 @@ def init_distributed(*, backend: str | None = None, timeout_minutes: float = 30.
     _init_process_group(backend, rank, world_size, timeout)
     # Its own group: a collective of a save must never pair up with one of the training step.
     group = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
-    return RankLayout(rank, world_size, rank, world_size, local_rank, device, group)
+    return RankLayout(rank, sizes, local_rank, device, group)
+
+
+def build_mesh(layout: RankLayout) -> DeviceMesh:
+    """The grid of ranks as torch's mesh: ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``, those of size 1 left out.
+
+    ``dp_shard`` is always there. A collective: every rank calls it once.
+    """
+    sizes = layout.sizes
+    grid = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    kept = {name: size for name, size in grid.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(layout.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of :func:`build_mesh` that fsdp2 works on: shards, or replicas of shards."""
+    names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
+    return mesh[tuple(names)]
 
 
 def close_distributed() -> None:

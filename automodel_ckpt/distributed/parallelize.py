@@ -1,62 +1,100 @@
-"""From one model to the ranks' share of it: fsdp2, ddp or single."""
+"""From one model to the ranks' share of it: cut within layers (tensor parallel), sharded (fsdp2), copied (ddp)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
+from automodel_ckpt.distributed.sizes import choose_strategy
+from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_for
 from automodel_ckpt.errors import RecipeError
 
+Materialise = Callable[[nn.Module, torch.device], None]
+"""Gives a model that was built without memory this rank's share of its values, on a device."""
 
-def choose_strategy(strategy: str, world_size: int) -> str:
-    """``fsdp2``, ``ddp`` or ``single``. Raises :class:`RecipeError` for ``single`` on several ranks."""
-    if strategy == "auto":
-        return "single" if world_size == 1 else "fsdp2"
-    if strategy == "single" and world_size > 1:
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """What the recipe says beside the sizes; ``compute_dtype`` None computes in the parameters' own."""
+
+    strategy: str = "auto"
+    reshard_after_forward: bool = True
+    compute_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
+    sequence_parallel: bool = False
+    tp_plan: Plan | None = None
+
+
+def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
+    """:class:`RecipeError` for what these ranks and this machine cannot do, before anything is loaded."""
+    strategy = choose_strategy(how.strategy, layout.sizes)
+    if how.cpu_offload and strategy != "fsdp2":
         raise RecipeError(
-            "strategy single trains on one rank",
-            where="distributed.strategy",
-            value=f"single, with {world_size} ranks",
-            remedy="set it to auto, fsdp2 or ddp, or start one process",
+            "only fsdp2 keeps parameters in host memory",
+            where="distributed.cpu_offload",
+            value=f"strategy {strategy}",
+            remedy="set distributed.strategy to fsdp2, or leave cpu_offload out",
         )
-    return strategy
+    if how.cpu_offload and layout.device.type != "cuda":
+        raise RecipeError(
+            "there is no GPU memory to offload from: FSDP2's CPUOffloadPolicy needs an accelerator",
+            where="distributed.cpu_offload",
+            value=f"device {layout.device}",
+            remedy="leave cpu_offload out on the CPU",
+        )
 
 
 def parallelize(
-    model: nn.Module,
-    layout: RankLayout,
-    *,
-    strategy: str = "auto",
-    reshard_after_forward: bool = True,
-    compute_dtype: torch.dtype | None = None,
+    model: nn.Module, layout: RankLayout, how: Parallelism, materialise: Materialise | None = None
 ) -> nn.Module:
-    """The model on its device, sharded in place (fsdp2), wrapped (ddp) or as it is (single).
+    """This rank's share of the model on its device: cut and sharded in place, or wrapped (ddp).
 
-    Every rank must bring the same weights. fsdp2 makes a group of each decoder layer and one of the rest, where tied
-    parameters stay together, and gathers them in *compute_dtype*; the others need :func:`compute_context` for it.
+    Parameters may be on the meta device, without memory: *materialise* then fills what is left of them here. Of those
+    that have values every rank must bring the same. fsdp2 makes a group of each decoder layer and one of the rest,
+    where tied parameters stay together, and gathers them in the compute dtype; without it :func:`compute_context` is
+    needed. Raises :class:`RecipeError` for what this model cannot do.
     """
-    strategy = choose_strategy(strategy, layout.world_size)
-    model = model.to(layout.device)
-    if strategy == "single":
-        return model
+    strategy = choose_strategy(how.strategy, layout.sizes)
+    mesh = build_mesh(layout) if strategy == "fsdp2" or layout.sizes.tp > 1 else None
+    if mesh is not None and layout.sizes.tp > 1:
+        plan = plan_for(model, how.tp_plan, layout.sizes.tp)
+        apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
+    if mesh is not None and strategy == "fsdp2":
+        _shard(model, data_mesh(mesh), how)
+    device = torch.device("cpu") if how.cpu_offload else layout.device
+    if materialise is not None:
+        materialise(model, device)
+    model = model.to(device)
     if strategy == "ddp":
         device_ids = [layout.device] if layout.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    mesh = init_device_mesh(layout.device.type, (layout.dp_size,), mesh_dim_names=("dp",))
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-    # The root is needed again at once by the backward pass: gathering it twice would only cost.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     return model
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
+    dtype = how.compute_dtype
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": precision,
+        "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
+    }
+    for layer in decoder_layers(model):
+        fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
+    # The root is needed again at once by the backward pass: gathering it twice would only cost.
+    fully_shard(model, reshard_after_forward=False, **options)
 
 
 def compute_context(
@@ -103,7 +141,40 @@ def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
         yield
 
 
-def full_value(value: torch.Tensor) -> float:
-    """A 0-dim tensor, sharded or not, as a Python number; a collective where it is a DTensor."""
-    full_tensor = getattr(value, "full_tensor", None)
-    return float((full_tensor() if full_tensor is not None else value).item())
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+    """The 2-norm of all gradients together; they are scaled down to *limit* where it is larger. A collective.
+
+    Plain gradients count as the same on all ranks. Parameters may be of several modules on several meshes, which no
+    single operation takes.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in trained:
+        _complete(parameter)
+    gradients = [p.grad for p in trained if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    sharded = any(isinstance(g, DTensor) for g in gradients)
+    counted = [part for part, gradient in zip(local, gradients, strict=True) if _counts(gradient, sharded)]
+    norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0)
+    square = norms.double().square().sum().to(local[0].device if local else "cpu")
+    if sharded:
+        dist.all_reduce(square)
+    norm = float(square.sqrt().item())
+    if limit is not None and norm > limit:
+        torch._foreach_mul_(local, limit / (norm + 1e-6))
+    return norm
+
+
+def _complete(parameter: nn.Parameter) -> None:
+    """A gradient that is still to be summed over ranks (hand-written plans may leave it so) takes the parameter's
+    layout."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _counts(gradient: torch.Tensor, sharded: bool) -> bool:
+    """Whether this rank's part goes into the sum over all ranks: of ranks that hold the same, the first counts."""
+    if not isinstance(gradient, DTensor):
+        return not sharded or dist.get_rank() == 0
+    place = gradient.device_mesh.get_coordinate() or ()
+    return all(index == 0 for index, p in zip(place, gradient.placements, strict=True) if p.is_replicate())

@@ -38,12 +38,13 @@ class Watched(LLMFinetune):
         super().close()
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("single", 2), ("ddp", 2), ("fsdp2", 2)])
 def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {"num_ranks": num_ranks, "recipe_class": Watched}
-    overrides = (f"--distributed.strategy={strategy}", "--model.from_config.attention_dropout=0", *LINEAR)
+    cut = "--distributed.tp_size=2" if (strategy, num_ranks) == ("single", 2) else "--distributed.tp_size=1"
+    overrides = (f"--distributed.strategy={strategy}", cut, "--model.from_config.attention_dropout=0", *LINEAR)
     run(tmp_path, *overrides, MIXED, name="mixed", **options)
     assert "computing in bfloat16" in capfd.readouterr().err
     run(tmp_path, *overrides, name="plain", num_ranks=num_ranks)

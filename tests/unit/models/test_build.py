@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from automodel_ckpt.distributed.parallelize import choose_strategy, decoder_layers
+from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
     base_directory,
@@ -159,10 +159,3 @@ def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
     })  # fmt: skip
     assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]
     assert decoder_layers(torch.nn.Linear(2, 2)) == []
-
-
-def test_auto_is_single_on_one_rank_and_fsdp2_on_more() -> None:
-    assert [choose_strategy("auto", ranks) for ranks in (1, 2)] == ["single", "fsdp2"]
-    assert choose_strategy("ddp", 2) == "ddp"
-    with pytest.raises(RecipeError, match="trains on one rank"):
-        choose_strategy("single", 2)

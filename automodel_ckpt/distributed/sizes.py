@@ -1,0 +1,100 @@
+"""How many ranks share what, from the numbers alone: refused here is what no machine could do. Loads no torch.
+
+Ranks form a grid: pipeline stages, then replicas of a sharded model, its shards, and innermost, so that they are
+neighbours on a machine, the ranks of a tensor parallel group. All ranks of one place in pipeline and tensor parallel
+groups share a part of the data: they have one ``dp_rank``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from automodel_ckpt.errors import Problem, RecipeError
+
+Strategy = Literal["fsdp2", "ddp", "single"]
+_WHERE = "distributed"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The extents of the grid of ranks; their product is the number of ranks."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Parts that each global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        names = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one rank"
+
+
+def share_out(
+    world_size: int, *, dp_size: int | None = None, dp_replicate_size: int = 1, tp_size: int = 1, pp_size: int = 1
+) -> Sizes:
+    """The grid of *world_size* ranks; *dp_size* None takes all that is left. Raises :class:`RecipeError`."""
+    given = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
+    named = " x ".join(f"{name} {size}" for name, size in given.items() if size is not None)
+    dp = dp_size or world_size // (tp_size * pp_size)
+    if dp * tp_size * pp_size != world_size:
+        raise RecipeError(
+            "the sizes do not make up the number of ranks",
+            where=_WHERE,
+            value=f"{named}, {world_size} rank{'' if world_size == 1 else 's'}",
+            remedy=_product_remedy(dp_size, tp_size * pp_size, world_size),
+        )
+    if dp % dp_replicate_size:
+        raise RecipeError(
+            "the data parallel ranks cannot be divided into that many replicas",
+            where=f"{_WHERE}.dp_replicate_size",
+            value=f"{dp_replicate_size} of {dp} data parallel ranks",
+            remedy=f"set it to a divisor of {dp}",
+        )
+    return Sizes(dp_replicate_size, dp // dp_replicate_size, tp_size, pp_size)
+
+
+def _product_remedy(dp_size: int | None, model_parallel: int, world_size: int) -> str:
+    if dp_size is not None:
+        return f"leave dp_size out, so that it follows, or start {dp_size * model_parallel} ranks"
+    return f"start a multiple of {model_parallel} ranks (tp_size x pp_size); here are {world_size}"
+
+
+def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
+    """What is done with the data parallel ranks; ``auto`` shards the model (fsdp2) where there is more than one.
+
+    Raises :class:`RecipeError` with all that the strategy cannot do on this grid.
+    """
+    if strategy == "auto":
+        return "single" if sizes.dp == 1 else "fsdp2"
+    if problems := _problems(strategy, sizes):
+        raise RecipeError.all_of(problems)
+    return strategy  # type: ignore[return-value]  # the schema knows no others
+
+
+def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
+    where = f"{_WHERE}.strategy"
+    problems = []
+    if strategy == "single" and sizes.dp > 1:
+        remedy = "set it to auto, fsdp2 or ddp, or start one process"
+        problems.append(
+            Problem("strategy single trains on one data parallel rank", where, f"single, with {sizes.dp} ranks", remedy)
+        )
+    if strategy == "ddp" and sizes.dp_replicate > 1:
+        remedy = "use fsdp2, or leave dp_replicate_size out: ddp replicates over all ranks"
+        problems.append(
+            Problem("ddp shards nothing, so it has no replicas of shards", where, f"ddp, with {sizes}", remedy)
+        )
+    if strategy == "ddp" and sizes.tp > 1:
+        remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
+        problems.append(Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", remedy))
+    return problems

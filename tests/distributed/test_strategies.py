@@ -1,0 +1,113 @@
+"""Each way of sharing a model out trains as one rank does; what a grid of ranks or a model cannot do is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from tests.distributed.test_training import failure, lines_of_steps, run
+from tests.support import ranks
+from tests.support.parallel import layout_here, model_of, train_steps
+from tests.support.training import RECIPE
+
+LAYOUTS: dict[str, tuple[Parallelism, dict[str, int]]] = {
+    "fsdp2": (Parallelism(), {}),
+    "hsdp": (Parallelism(), {"dp_replicate_size": 2}),
+    "ddp": (Parallelism(strategy="ddp"), {}),
+    "tp": (Parallelism(), {"tp_size": 4}),
+    "tp along the sequence": (Parallelism(sequence_parallel=True), {"tp_size": 4}),
+    "fsdp2 x tp": (Parallelism(), {"tp_size": 2}),
+    "hsdp x tp": (Parallelism(strategy="fsdp2"), {"tp_size": 2, "dp_replicate_size": 2}),
+}
+PLAIN = {"attention_bias": True, "tie_word_embeddings": False}
+
+
+def as_one_rank_does(names: list[str], kind: str, settings: dict[str, Any]) -> list[str]:
+    """On four ranks: how each layout's losses and norms differ from those of one rank; nothing where they agree."""
+    found = []
+    alone = train_steps(model_of(kind, **settings), layout_here(tp_size=dist.get_world_size()))
+    for name in names:
+        how, sizes = LAYOUTS[name]
+        layout = layout_here(**sizes)
+        shared = parallelize(model_of(kind, **settings), layout, how)
+        here = train_steps(shared, layout)
+        if here != [pytest.approx(step, rel=2e-4) for step in alone]:
+            found.append(f"{name}: {here} instead of {alone}")
+    return found
+
+
+def test_every_layout_of_four_ranks_trains_as_one_rank_does() -> None:
+    names = ["fsdp2", "hsdp", "tp along the sequence", "fsdp2 x tp"]
+    assert ranks.run(as_one_rank_does, 4, names, "llama", PLAIN, timeout=120) == [[]] * 4
+
+
+def test_so_it_does_with_tied_weights_and_norms_of_single_heads() -> None:
+    names = ["ddp", "tp", "hsdp x tp"]
+    assert ranks.run(as_one_rank_does, 4, names, "qwen3", {"tie_word_embeddings": True}, timeout=120) == [[]] * 4
+
+
+def tied_after_tensor_parallel() -> tuple[bool, bool]:
+    layout = layout_here(tp_size=2)
+    model: Any = parallelize(model_of(tie_word_embeddings=True), layout, Parallelism())
+    weight = model.lm_head.weight
+    return weight is model.model.embed_tokens.weight, isinstance(weight, DTensor)
+
+
+def test_tied_weights_stay_tied_when_they_are_cut() -> None:
+    assert ranks.run(tied_after_tensor_parallel, 2) == [(True, True)] * 2
+
+
+def by_hand(model: nn.Module) -> dict[str, Any]:
+    """A plan as a recipe may name one: torch's styles and names of styles, of the second layer only."""
+    return {
+        "model.layers.1.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.1.mlp.up_proj": "colwise",
+        "model.layers.1.mlp.down_proj": RowwiseParallel(),
+    }
+
+
+FOUR_HEADS = ("--model.from_config.num_key_value_heads=4", "--model.from_config.attention_dropout=0")
+SHORT = ("--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+GRID = ("--distributed.tp_size=2", "--distributed.sequence_parallel=true")
+
+
+def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_path: Path) -> None:
+    text = RECIPE.replace("tie_word_embeddings: true", "tie_word_embeddings: false")
+    options = (*FOUR_HEADS, *SHORT)
+    run(tmp_path, *options, name="alone", text=text)
+    whole = run(tmp_path, *options, *GRID, name="whole", text=text, num_ranks=4)
+    checkpoint = tmp_path / "whole" / "epoch_0_step_2"
+    back = f"--checkpoint.restore_from={checkpoint}"
+    assert run(tmp_path, *options, *GRID, back, name="resumed", text=text, num_ranks=4) == whole
+    alone, grown = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole"))
+    for field in ("loss", "grad_norm"):
+        assert [r[field] for r in grown] == pytest.approx([r[field] for r in alone], rel=1e-3)
+    assert [r["samples"] for r in grown] == [r["samples"] for r in alone]
+    assert [r["label_tokens"] for r in grown] == [r["label_tokens"] for r in alone]
+    assert sorted(p.name for p in (checkpoint / "rng").iterdir()) == [f"rng_global_rank_{r}.pt" for r in range(4)]
+    assert sorted(p.name for p in (checkpoint / "dataloader").iterdir()) == [
+        f"dataloader_dp_rank_{r}.pt" for r in range(2)
+    ]
+
+
+def test_a_plan_by_hand_trains_as_no_plan_does(tmp_path: Path) -> None:
+    plan = "--distributed.tp_plan={_target_: tests.distributed.test_strategies.by_hand}"
+    run(tmp_path, *FOUR_HEADS, "--step_scheduler.max_steps=2", name="alone")
+    run(tmp_path, *FOUR_HEADS, "--step_scheduler.max_steps=2", "--distributed.tp_size=2", plan, num_ranks=2)
+    alone, grown = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "run"))
+    assert [r["loss"] for r in grown] == pytest.approx([r["loss"] for r in alone], rel=1e-4)
+
+
+def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made(tmp_path: Path) -> None:
+    one_head = ("--model.from_config.num_key_value_heads=1", "--distributed.tp_size=2")
+    assert "num_key_value_heads 1" in str(failure(tmp_path, *one_head, num_ranks=2))
+    offloaded = failure(tmp_path, "--distributed.cpu_offload=true", "--distributed.strategy=fsdp2")
+    assert "CPUOffloadPolicy needs an accelerator" in str(offloaded)
+    assert not (tmp_path / "run").exists()

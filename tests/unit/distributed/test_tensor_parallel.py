@@ -1,0 +1,72 @@
+"""Plans for tensor parallelism: what is made of a model's own or a hand-written one, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
+
+from automodel_ckpt.distributed.tensor_parallel import apply_plan, check_heads, plan_for
+from automodel_ckpt.errors import RecipeError
+from tests.support.parallel import config_of
+
+
+def on_meta(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def test_a_models_own_plan_names_every_matrix_and_the_embeddings() -> None:
+    plan = plan_for(on_meta(config_of("qwen3")), None, 2)
+    assert len(plan) == 2 * (7 + 2) + 2
+    assert isinstance(plan["model.layers.1.self_attn.q_proj"], ColwiseParallel)
+    assert isinstance(plan["model.layers.1.mlp.down_proj"], RowwiseParallel)
+    assert isinstance(plan["model.embed_tokens"], RowwiseParallel)
+
+
+def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
+    plan = plan_for(on_meta(config_of()), {"model.layers.*.mlp.up_proj": "colwise"}, 2)
+    assert sorted(plan) == [f"model.layers.{number}.mlp.up_proj" for number in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "what"),
+    [
+        (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), None, "brings no plan"),
+        (config_of(), {"model.layers.*.mlp.up_prj": "colwise", "lm_head": "colwise_rep"}, "model.layers.*.mlp.up_prj"),
+        (config_of(), {"lm_head": "sideways"}, "'sideways'"),
+        (config_of(), {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise_rep"}, "'colwise'"),
+        (config_of(intermediate_size=45), None, "has out_features 45"),
+        (
+            MixtralConfig(
+                hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9,
+                num_key_value_heads=2, num_local_experts=2,
+            ),
+            None,
+            "leave tp_size out",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_carried_out_is_refused(config: Any, given: Any, what: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan_for(on_meta(config), given, 2)
+    assert what in str(caught.value)
+
+
+def test_heads_that_cannot_be_shared_out_are_named_with_a_size_that_can() -> None:
+    check_heads(config_of(num_key_value_heads=2), 2)
+    with pytest.raises(RecipeError) as caught:
+        check_heads(config_of(hidden_size=48, num_attention_heads=12, num_key_value_heads=6), 4)
+    assert "num_key_value_heads 6" in str(caught.value)
+    assert "set it to 3" in str(caught.value)
+
+
+def test_sequence_parallelism_is_refused_for_another_structure() -> None:
+    plain = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
+    with pytest.raises(RecipeError, match="built like Llama and Qwen"):
+        apply_plan(plain, {}, None, sequence_parallel=True)  # type: ignore[arg-type]
