@@ -59,8 +59,8 @@ def export(
     *, quiet: bool = False,
 ) -> ConsolidationReport:  # fmt: skip
     """Consolidate with its log on standard error; unless *quiet*, print the directory on standard output."""
-    report = consolidate(source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=_say)
-    _say(summary(report))
+    report = consolidate(source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=say)
+    say(summary(report))
     if not quiet:
         print_path(report.output)
     return report
@@ -84,7 +84,8 @@ def _processes() -> int:
         ) from None
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line of the log, on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import completion, plot, track, upkeep
+from automodel_ckpt.cli import completion, export, plot, track, upkeep
 from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
@@ -44,18 +44,19 @@ def parser() -> argparse.ArgumentParser:
     ls.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
     show = commands.add_parser("show", help="what a checkpoint holds", description="Show what a checkpoint holds.")
     show.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
-    export = commands.add_parser(
+    consolidate = commands.add_parser(
         "consolidate",
         help="export a checkpoint as Hugging Face files",
         description="Export a checkpoint's model as Hugging Face files, checked against its manifest.",
     )
-    export.add_argument("path", metavar="DIR", help=f"{where}, its model/, or a directory of safetensors shards")
-    export.add_argument("--output", "-o", metavar="OUT", help="default: consolidated/ in the model's directory")
-    export.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast every ordinary float tensor")
-    export.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
-    export.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each process (default: 5)")
+    consolidate.add_argument("path", metavar="DIR", help=f"{where}, its model/, or a directory of bare shards")
+    consolidate.add_argument("--output", "-o", metavar="OUT", help="default: consolidated/ in the model's directory")
+    consolidate.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast ordinary float tensors")
+    consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
+    consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
+    own = (ls, show, consolidate, export.add_parser(commands, where))
     curves = (plot.add_parser(commands), track.add_parser(commands))
-    for command in (ls, show, export, *upkeep.add_parsers(commands, where), *curves):
+    for command in (*own, *upkeep.add_parsers(commands, where), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
     completion.add_parser(commands)
     return result
@@ -279,15 +280,14 @@ def _tensor_lines(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
-    from automodel_ckpt.consolidate import export
+    from automodel_ckpt.consolidate import export as run
 
-    report = export(
+    report = run(
         find_checkpoint(Path(arguments.path)), arguments.output, arguments.cast_dtype, arguments.nproc,
         arguments.num_threads, quiet=arguments.json,
     )  # fmt: skip
     if arguments.json:
-        casts = {f"{a}->{b}": count for (a, b), count in report.casts.items()}
-        print(json.dumps({**asdict(report), "output": str(report.output), "casts": casts}, indent=2))
+        print(json.dumps(export.report_hf(report), indent=2))
     return EXIT_DONE
 
 
@@ -295,6 +295,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "ls": _ls,
     "show": _show,
     "consolidate": _consolidate,
+    "export": lambda arguments: export.export(arguments, find_checkpoint),
     "verify": lambda arguments: upkeep.verify(arguments, find_checkpoint, run_directory),
     "prune": lambda arguments: upkeep.prune(arguments, run_directory),
     "pin": lambda arguments: upkeep.pin(arguments, find_checkpoint),

@@ -1,0 +1,107 @@
+"""A directory of whole Hugging Face files, as an export or a download leaves it: its tensors, without reading them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_source import SHARDING_INFO, Source
+from automodel_ckpt.checkpoint.inside import is_hollow, open_inside, read_inside
+from automodel_ckpt.checkpoint.safetensors_header import read_header
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.errors import CheckpointUnusable
+
+INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 16 << 20
+
+
+def is_hf_directory(directory: Path) -> bool:
+    """Whether whole safetensors files stand here: an index, or files whose headers do not call them shards."""
+    if (directory / INDEX).is_file():
+        return True
+    names = _safetensors(directory)
+    try:
+        return bool(names) and SHARDING_INFO not in read_header(directory / names[0]).metadata
+    except (CheckpointUnusable, OSError):
+        return False
+
+
+def open_hf(directory: Path) -> Source:
+    """The model in a directory of Hugging Face files. Raises :class:`CheckpointUnusable` where its files and its index
+    do not fit together."""
+    index = _weight_map(directory)
+    names = sorted(set(index.values())) if index is not None else _safetensors(directory)
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        for fqn, tensor in _tensors_in(directory, name).items():
+            if fqn in tensors:
+                raise _unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
+            tensors[fqn] = tensor
+    if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
+        raise _unusable("the index names a tensor that is not in its file", directory / INDEX, missing[0])
+    notes = ("these files are unchecked: there is no manifest with their digests",)
+    return Source(directory, directory, tensors, notes=notes)
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any] | None:
+    """A JSON mapping in *directory*; None where there is no such file. Raises :class:`CheckpointUnusable`."""
+    try:
+        value = json.loads(read_inside(directory, name, limit=_MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable("this file cannot be read", directory / name, repr(error)[:300]) from error
+    if not isinstance(value, dict):
+        raise _unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
+    return value
+
+
+def _safetensors(directory: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+    except OSError as error:
+        raise _unusable("the directory cannot be read", directory, error.strerror) from error
+
+
+def _weight_map(directory: Path) -> Mapping[str, str] | None:
+    index = read_json(directory, INDEX)
+    if index is None:
+        return None
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise _unusable("the index has no weight_map of names", directory / INDEX, type(found).__name__)
+    for name in set(found.values()):
+        if reason := layout.unsafe_path(name):
+            raise _unusable("the index names a file outside", directory / INDEX, f"{name[:200]!r}: {reason}")
+    return found
+
+
+def _tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
+    try:
+        os.close(open_inside(directory, name))
+        header = read_header(directory / name)
+    except OSError as error:
+        raise _unusable("a file of the model cannot be read", directory / name, error.strerror) from error
+    if SHARDING_INFO in header.metadata:
+        raise _unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
+    if is_hollow(os.lstat(directory / name)):
+        raise _unusable("this file is nearly all hole", directory / name, f"{os.lstat(directory / name).st_size} bytes")
+    return {
+        fqn: Tensor(
+            fqn, e.dtype, e.shape,
+            (Slice(fqn, e.dtype, (0,) * len(e.shape), e.shape, name, e.start, e.end - e.start),),
+        )
+        for fqn, e in header.tensors.items()
+    }  # fmt: skip
+
+
+def _in(tensor: Tensor, name: str) -> bool:
+    return tensor.slices[0].file == name
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(what, where=str(where), value=value, remedy="take the files from another copy")

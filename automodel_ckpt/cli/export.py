@@ -1,0 +1,89 @@
+"""``ckpt export``: a checkpoint's model in another program's form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.terminal import print_path, size_text
+from automodel_ckpt.errors import EXIT_DONE, RecipeError
+
+Find = Callable[[Path], Path]
+
+
+def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        "export", help="a checkpoint's model for other programs",
+        description="Write a checkpoint's model in another program's form: hf (Hugging Face files, as `ckpt "
+        "consolidate`), or gguf (one file for llama.cpp; Llama models with byte-level BPE tokenizers).",
+    )  # fmt: skip
+    command.add_argument(
+        "path", metavar="DIR", help=f"{where}, its model/, bare shards; for gguf also Hugging Face files"
+    )
+    command.add_argument("--to", choices=sorted(_TARGETS), default="hf", help="the form (default: hf)")
+    command.add_argument(
+        "--output", "-o", metavar="OUT",
+        help="default: for hf consolidated/ in the model's directory; for gguf NAME.gguf beside the checkpoint",
+    )  # fmt: skip
+    command.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or (hf only) fp64")
+    command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, hf only (default: 1)")
+    command.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
+    command.add_argument("--force", action="store_true", help="gguf only: replace OUT where it is a file")
+    return command
+
+
+def export(arguments: argparse.Namespace, find: Find) -> int:
+    """Run the command; the path that was written is the only line on standard output."""
+    report = _TARGETS[arguments.to](arguments, find(Path(arguments.path)))
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    return EXIT_DONE
+
+
+def report_hf(report: Any) -> dict[str, Any]:
+    """A consolidation's report for JSON."""
+    casts = {f"{a}->{b}": count for (a, b), count in report.casts.items()}
+    return {**asdict(report), "output": str(report.output), "casts": casts}
+
+
+def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.consolidate import export as consolidate
+
+    _refuse(arguments, "hf", force=arguments.force)
+    report = consolidate(
+        source, arguments.output, arguments.cast_dtype, arguments.nproc, arguments.num_threads, quiet=arguments.json
+    )
+    return report_hf(report)
+
+
+def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.checkpoint.gguf_export import export_gguf
+    from automodel_ckpt.consolidate import say
+
+    _refuse(arguments, "gguf", nproc=arguments.nproc != 1)
+    report = export_gguf(
+        source, arguments.output, cast_dtype=arguments.cast_dtype, overwrite=arguments.force,
+        num_threads=arguments.num_threads, log=say,
+    )  # fmt: skip
+    checked = "digests checked" if report.checked else "source unchecked"
+    say(f"wrote {report.num_tensors} tensors, {size_text(report.nbytes)}, {report.seconds:.1f} s ({checked})")
+    if not arguments.json:
+        print_path(report.output)
+    return {**asdict(report), "output": str(report.output)}
+
+
+def _refuse(arguments: argparse.Namespace, target: str, **given: bool) -> None:
+    for name, unwanted in given.items():
+        if unwanted:
+            raise RecipeError(
+                f"--to {target} makes no use of this", where=f"ckpt export --{name}",
+                value=getattr(arguments, name), remedy=f"remove --{name}",
+            )  # fmt: skip
+
+
+_TARGETS: Mapping[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {"hf": _to_hf, "gguf": _to_gguf}
