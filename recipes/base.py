@@ -329,6 +329,7 @@ class FinetuneRecipe(Lifecycle):
             ranks=self.layout,
             group=self.layout.gloo_group,
             model_save_format=section.model_save_format,
+            model_layout=section.model_layout,
             save_consolidated=section.save_consolidated,
             restore_from=section.restore_from,
             save_optimizer=section.save_optimizer,

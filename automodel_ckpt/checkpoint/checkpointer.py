@@ -16,28 +16,32 @@ import json
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
+from automodel_ckpt.checkpoint.composed import placed_files
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
+from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
-from automodel_ckpt.checkpoint.formats import safetensors, torch_save
+from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs import Job, run_all
 from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.loading import Loader
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, TreePart, merge_files, merge_tree
 from automodel_ckpt.checkpoint.objects import ObjectPlanner
+from automodel_ckpt.checkpoint.placement import Placement
+from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
+from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_for_export
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
@@ -46,16 +50,9 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, R
 log = logging.getLogger("automodel_ckpt")
 
 ModelFormat = Literal["safetensors", "torch_save"]
+ModelLayout = Literal["shards", "hf"]
 _RETRY = "free space or mend the directory, then run the same command: it resumes from the checkpoint before"
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
-
-
-class Assets(Protocol):
-    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.hf_assets.HFAssets`)."""
-
-    @property
-    def file_index_mapping(self) -> Mapping[str, int]: ...
-    def write(self, directory: Path) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +88,20 @@ class _Snapshot:
     items: list[Item]
     trees: dict[str, TreePlan] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Proposal:
-    """What a rank tells the others before a save: its plans, the digests of its other state, its place."""
+    """What a rank tells the others before a save: its plans, the digests of its other state, its place, and of the
+    trees whose files all ranks fill together, how these are named."""
 
     plans: dict[str, SavePlan]
     digests: dict[str, str]
     dp_rank: int
     staging: str | None
+    naming: dict[str, hf.Naming]
 
 
 class Checkpointer:
@@ -109,7 +109,7 @@ class Checkpointer:
 
     *group* is a gloo process group of all ranks, used by nothing else meanwhile; *assets* gives, by the attribute name
     of a module, what its export needs (entries may come later, before the first save). The other arguments are the
-    recipe's ``checkpoint:`` keys of the same names.
+    recipe's ``checkpoint:`` keys of the same names. Raises :class:`RecipeError` for keys that exclude each other.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Checkpointer:
         group: ProcessGroup | None,
         assets: Mapping[str, Assets] | None = None,
         model_save_format: ModelFormat = "safetensors",
+        model_layout: ModelLayout = "shards",
         save_consolidated: bool | str | None = None,
         restore_from: str | None = None,
         save_optimizer: bool = True,
@@ -132,11 +133,18 @@ class Checkpointer:
         verify: Level = "digest",
         allow_missing_state: Iterable[str] = (),
     ) -> None:
+        if model_layout == "hf" and model_save_format != "safetensors":
+            raise RecipeError(
+                "Hugging Face files cannot be written in that format",
+                where="checkpoint.model_save_format",
+                value=model_save_format,
+                remedy="leave it out: with checkpoint.model_layout hf the files are safetensors",
+            )
         self.directory = Path(directory)
         self._ranks, self._group = ranks, group
         self.assets = dict(assets or {})
-        self._format = model_save_format
-        self._export_when = _export_when(save_consolidated, model_save_format)
+        self._format, self._layout = model_save_format, model_layout
+        self._export_when = _export_when(save_consolidated, model_save_format, model_layout)
         self._restore_from = restore_from
         self._save_optimizer = save_optimizer
         self._metric_key, self._mode = best_metric_key, best_mode
@@ -159,11 +167,14 @@ class Checkpointer:
     def open(self) -> None:
         """Create the run directory and hold it, before anything expensive is built. Called on all ranks.
 
-        Raises :class:`RecipeError`, the same on all ranks, where it cannot be written or another live run holds it.
+        Raises :class:`RecipeError`, the same on all ranks, where it cannot be written, another live run holds it, or
+        the ranks do not share it.
         """
         with self._failing_together("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_leader:
                 self._hold()
+        with self._failing_together("looking for shared storage", RecipeError):
+            refuse_separate_storage(self.directory.absolute(), self._ranks.rank, self._group)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
@@ -279,7 +290,14 @@ class Checkpointer:
             for tree in snapshot.trees.values():
                 (path / tree.directory).mkdir()
             staging = str(path)
-        return _Proposal(plans, digests, self._ranks.dp_rank, staging)
+        return _Proposal(plans, digests, self._ranks.dp_rank, staging, self._naming(snapshot))
+
+    def _naming(self, snapshot: _Snapshot) -> dict[str, hf.Naming]:
+        """In the layout hf: what the base says of each module's files. The dtype is that of training."""
+        if self._layout != "hf":
+            return {}
+        maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
+        return {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
 
     def _plan(self, snapshot: _Snapshot, proposals: list[_Proposal]) -> tuple[Part, list[Job], dict[str, StateRecord]]:
         """What this rank has to write, the part that will say so, and how each attribute is stored."""
@@ -287,7 +305,11 @@ class Checkpointer:
         kinds = {item.name: item.kind for item in snapshot.items}
         for tree in snapshot.trees.values():
             tree.settle([proposal.plans[tree.name] for proposal in proposals], self._ranks.rank)
-            if kinds[tree.name] == "module" and self._format == "safetensors":
+            if (naming := proposals[0].naming.get(tree.name)) is not None:
+                placement = snapshot.placements[tree.name] = hf.placement_of(tree, tree.directory, naming)
+                part.trees[tree.name] = TreePart()
+                jobs += hf.plan_jobs(tree, part.rank, placement)
+            elif kinds[tree.name] == "module" and self._format == "safetensors":
                 assets = self.assets.get(tree.name)
                 part.trees[tree.name] = TreePart()
                 jobs += safetensors.plan_jobs(tree, part.rank, assets.file_index_mapping if assets else None)
@@ -314,16 +336,11 @@ class Checkpointer:
             (layout.LOSSES, (_json_text(losses) + "\n").encode()),
         ):
             part.files[file] = commit.write_file(staging / file, data)
+        for name, placement in snapshot.placements.items():
+            write_finished(self.assets.get(name), placement, staging, part)
         for name, assets in self.assets.items():
-            self._write_assets(staging, part, snapshot.trees[name].directory, assets)
-
-    def _write_assets(self, staging: Path, part: Part, directory: str, assets: Assets) -> None:
-        from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
-
-        script = f"{directory}/{layout.CONSOLIDATE_SCRIPT}"
-        part.files[script] = commit.write_file(staging / script, consolidate_script(sys.executable).encode())
-        assets.write(staging / directory / layout.HF_METADATA)
-        part.files.update(commit.adopt(staging, f"{directory}/{layout.HF_METADATA}"))
+            if name not in snapshot.placements:
+                write_for_export(assets, staging, part, snapshot.trees[name].directory)
 
     def _publish(
         self,
@@ -336,7 +353,8 @@ class Checkpointer:
         validated: bool,
     ) -> Manifest:
         parts = [Part.parse((staging / layout.part_file(rank)).read_bytes()) for rank in range(self._ranks.world_size)]
-        formats = {tree.name: self._tree_format(records[tree.name]) for tree in snapshot.trees.values()}
+        formats = {name: self._tree_format(name, snapshot, records[name]) for name in snapshot.trees}
+        trees = {n: merge_tree(n, formats[n], parts, snapshot.tied.get(n, {})) for n in snapshot.trees}
         for tree in snapshot.trees.values():
             if formats[tree.name] == torch_save.NAME:
                 torch_save.write_metadata(tree, staging, parts)
@@ -346,8 +364,8 @@ class Checkpointer:
             progress=dict(progress), losses=_plain(losses), validated=validated,
             environment=environment(), lineage=self._lineage(),
             state=dict(records),
-            trees={n: merge_tree(n, formats[n], parts, snapshot.tied.get(n, {})) for n in snapshot.trees},
-            files=merge_files(parts),
+            trees=trees,
+            files=merge_files(parts) | placed_files(parts, (t for tree in trees.values() for t in tree.stored)),
         )  # fmt: skip
         if fault := manifest.fault():
             raise SaveFailed(
@@ -359,7 +377,9 @@ class Checkpointer:
         commit.publish(staging, str(name))
         return manifest
 
-    def _tree_format(self, record: StateRecord) -> str:
+    def _tree_format(self, name: str, snapshot: _Snapshot, record: StateRecord) -> str:
+        if name in snapshot.placements:
+            return hf.NAME
         return self._format if record.kind == "module" else torch_save.NAME
 
     def _lineage(self) -> dict[str, Any]:
@@ -642,7 +662,9 @@ def _discard(paths: Iterable[Path]) -> None:
         commit.discard(path)
 
 
-def _export_when(save_consolidated: bool | str | None, model_format: str) -> str:
+def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:
+    if model_layout == "hf":
+        return "never"
     if save_consolidated is None:
         return "final" if model_format == "safetensors" else "never"
     if isinstance(save_consolidated, bool):

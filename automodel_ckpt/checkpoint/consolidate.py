@@ -37,7 +37,7 @@ from automodel_ckpt.checkpoint.export_plan import (
     quantized_in_base,
 )
 from automodel_ckpt.checkpoint.export_publish import EXPORT_MANIFEST, Log, check_target, staged
-from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps, Source, open_source, read_maps
+from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps, Source, maps_of, open_source
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.verify import verify
@@ -79,7 +79,8 @@ def consolidate(
 ) -> ConsolidationReport:
     """Export the model in *source* (checkpoint, its ``model/``, or a bare directory of shards) as Hugging Face files.
 
-    *output* defaults to ``consolidated`` in the model's directory; *cast_dtype* is one of bf16, fp16, fp32, fp64 or a
+    *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
+    checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a
     long name. *num_procs* greater than 1 forks: only for a process without threads of its own.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
@@ -90,10 +91,12 @@ def consolidate(
     workers = _workers(num_procs, num_threads)
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
+    if opened.finished and output is None and cast_code is None:
+        return _no_need(opened, workers, log)
     target = Path(os.path.realpath(output if output is not None else opened.model_directory / layout.CONSOLIDATED))
     check_target(target)
     _check_source(opened, workers)
-    maps = read_maps(opened.metadata_directory)
+    maps = maps_of(opened)
     plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory))
     side_files, more = _side_files(opened, plan, maps)
     warnings = (*opened.notes, *plan.warnings, *more)
@@ -114,6 +117,17 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
         if value < 1:
             raise RecipeError("not a number of workers", where=name, value=value, remedy="give 1 or more")
     return Workers(num_procs, num_threads)
+
+
+def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
+    started = time.monotonic()
+    _check_source(source, workers)
+    log(f"no need: the files in {source.model_directory} are the Hugging Face files already")
+    files = {tensor.slices[0].file for tensor in source.tensors.values()}
+    nbytes = sum(tensor.nbytes for tensor in source.tensors.values())
+    return ConsolidationReport(
+        source.model_directory, len(files), len(source.tensors), nbytes, time.monotonic() - started, True, {}, ()
+    )
 
 
 def _check_source(source: Source, workers: Workers) -> None:
@@ -165,11 +179,8 @@ def _side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, b
     if directory is None:
         return {INDEX: plan.index()}, ["there is no .hf_metadata: the export has no config.json and no tokenizer"]
     try:
-        files = {
-            name: read_inside(directory, name, limit=_MAX_SIDE_BYTES)
-            for name in _regular_files(directory)
-            if name not in MAPS
-        }
+        names = _side_names(source, directory)
+        files = {name: read_inside(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
     except OSError as error:
         problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
         raise CheckpointUnusable.all_of([problem]) from None
@@ -181,6 +192,15 @@ def _side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, b
         kept["config.json"], more = agreeing_config(kept["config.json"], plan, maps, directory / "config.json")
         warnings += more
     return {**kept, INDEX: plan.index()}, warnings
+
+
+def _side_names(source: Source, directory: Path) -> Iterable[str]:
+    """What stands beside the weights; of Hugging Face files only what the checkpoint names."""
+    if not source.finished or source.manifest is None:
+        return [name for name in _regular_files(directory) if name not in MAPS]
+    names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
+    made_anew = {INDEX, layout.CONSOLIDATE_SCRIPT}
+    return [name for name in names if name not in made_anew and not name.endswith((".safetensors", ".bin"))]
 
 
 def _regular_files(directory: Path) -> Iterable[str]:

@@ -110,6 +110,39 @@ fi
 """
 
 
+_NO_NEED = r"""#!/usr/bin/env bash
+# Nothing to consolidate: the files beside this script are the Hugging Face files (checkpoint.model_layout: hf).
+#   bash consolidate.sh          says so and prints this directory; `source consolidate.sh` does the same
+if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
+  echo "consolidate.sh: this is a bash script; run it as: bash consolidate.sh" >&2
+  (exit 2)
+elif [ -n "${ZSH_VERSION-}" ]; then
+  command bash -- "$0"
+elif [ "${BASH_SOURCE-}" != "$0" ]; then
+  command bash -- "${BASH_SOURCE-}"
+else
+
+self=$(readlink -f -- "$0") && model_dir=${self%/*} && [ -f "$model_dir/model.safetensors.index.json" ] || {
+  echo "consolidate.sh: there is no model beside this script. Run it where it was written." >&2
+  exit 1
+}
+if [ -n "${CAST_DTYPE-}" ]; then
+  echo "consolidate.sh: these files keep the dtype of training; nothing was cast to CAST_DTYPE=$CAST_DTYPE." \
+    "Load them with from_pretrained(..., dtype=...)" >&2
+  exit 1
+fi
+echo "consolidate.sh: no need: the files here are the Hugging Face files already" >&2
+printf '%s\n' "$model_dir"
+
+fi
+"""
+
+
+def no_need_script() -> str:
+    """``consolidate.sh`` of a model directory that needs none."""
+    return _NO_NEED
+
+
 def consolidate_script(interpreter: str) -> str:
     """``consolidate.sh`` for a checkpoint that the Python at the path *interpreter* wrote."""
     return _SCRIPT.replace("@INTERPRETER@", shlex.quote(interpreter))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -112,6 +112,11 @@ class Plan:
         return json.dumps(document, indent=2).encode() + b"\n"
 
 
+def numbered_file(number: int, count: int) -> str:
+    """Hugging Face's name of file *number* (from 1) of *count*."""
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
 def parse_cast_dtype(name: str | None) -> str | None:
     """The safetensors code of ``bf16``, ``fp16``, ``fp32``, ``fp64`` or a long name; None and "" mean no cast."""
     if not name:
@@ -140,14 +145,36 @@ def make_plan(
 
     Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
     """
+    files, warnings = plan_files(tensors, tied, maps, cast_dtype=cast_dtype, max_file_bytes=max_file_bytes, where=where)
+    moves, gathers = _ranges(files)
+    return Plan(files, tuple(moves), tuple(gathers), counted_casts(files), warnings)
+
+
+def plan_files(
+    tensors: Mapping[str, Tensor],
+    tied: Mapping[str, str],
+    maps: BaseMaps,
+    *,
+    cast_dtype: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    where: str = "",
+    file_name: Callable[[int, int], str] = numbered_file,
+) -> tuple[tuple[OutputFile, ...], tuple[str, ...]]:
+    """The files of an export and what the user should know, by names, dtypes and shapes alone (no slices needed).
+
+    *file_name* names file I (from 1) of N. Raises as :func:`make_plan`.
+    """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
     exported = [ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype)) for fqn, tensor in stored.items()]
     warnings += _quantized_warnings(exported, maps)
-    files = tuple(_output_files(_group(exported, maps, max_file_bytes)))
-    moves, gathers = _ranges(files)
-    casts = Counter((t.stored.dtype, t.dtype) for t in exported if t.stored.dtype != t.dtype)
-    return Plan(files, tuple(moves), tuple(gathers), dict(casts), tuple(warnings))
+    return tuple(_output_files(_group(exported, maps, max_file_bytes), file_name)), tuple(warnings)
+
+
+def counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
+    """How many tensors change their dtype, by (from, to)."""
+    tensors = (tensor for file in files for tensor in file.tensors)
+    return dict(Counter((t.stored.dtype, t.dtype) for t in tensors if t.stored.dtype != t.dtype))
 
 
 def export_names(
@@ -249,13 +276,15 @@ def _group(exported: Sequence[ExportTensor], maps: BaseMaps, limit: int) -> list
     return groups
 
 
-def _output_files(groups: Sequence[Sequence[ExportTensor]]) -> Iterator[OutputFile]:
+def _output_files(
+    groups: Sequence[Sequence[ExportTensor]], file_name: Callable[[int, int], str]
+) -> Iterator[OutputFile]:
     for number, group in enumerate(groups, start=1):
         # Wide elements first: then every tensor is aligned to its own element, as readers that map the file want it.
         ordered = tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
         header, _ = build_header([(t.fqn, t.dtype, t.stored.shape) for t in ordered], {"format": "pt"})
         nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
-        yield OutputFile(f"model-{number:05}-of-{len(groups):05}.safetensors", header, nbytes, ordered)
+        yield OutputFile(file_name(number, len(groups)), header, nbytes, ordered)
 
 
 def _ranges(files: Sequence[OutputFile]) -> tuple[list[Move], list[Gather]]:

@@ -17,13 +17,14 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Slice, Tensor, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 MODEL = "model"
+FINISHED = "hf"
 FILE_INDEX_MAP = "fqn_to_file_index_mapping.json"
 DTYPE_MAP = "fqn_to_dtype_mapping.json"
 EXPECTED_TENSORS = "expected_tensors.json"
@@ -42,7 +43,8 @@ _TORCH_NAMES = {
 class Source:
     """Slices to export: their files are relative to *root*.
 
-    *manifest*, where there is one, names no other files than those that the export reads.
+    *manifest*, where there is one, names no other files than those that the export reads. A *finished* source is a
+    model directory of Hugging Face files already: its tensors are whole, under the names that they have there.
     """
 
     root: Path
@@ -51,10 +53,13 @@ class Source:
     tied: Mapping[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
     notes: tuple[str, ...] = ()
+    finished: bool = False
 
     @property
     def metadata_directory(self) -> Path | None:
-        """``.hf_metadata``, where the source has one."""
+        """``.hf_metadata``, where the source has one; of a finished one the model's directory."""
+        if self.finished:
+            return self.model_directory
         path = self.model_directory / layout.HF_METADATA
         return path if path.is_dir() and not path.is_symlink() else None
 
@@ -96,6 +101,15 @@ def open_source(path: Path) -> Source:
     return _from_headers(inner if inner.is_dir() and not _shards(path) else path)
 
 
+def maps_of(source: Source) -> BaseMaps:
+    """What is known of the base. Raises as :func:`read_maps`."""
+    if not source.finished:
+        return read_maps(source.metadata_directory)
+    names = sorted({tensor.slices[0].file for tensor in source.tensors.values()})
+    index = {key: names.index(tensor.slices[0].file) + 1 for key, tensor in source.tensors.items()}
+    return BaseMaps(index, None, {key: tensor.shape for key, tensor in source.tensors.items()})
+
+
 def read_maps(directory: Path | None) -> BaseMaps:
     """The base's maps in ``.hf_metadata``. Raises :class:`CheckpointUnusable` for a map of another form."""
     if directory is None:
@@ -131,12 +145,29 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
         )
     _refuse_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
     _refuse_foreign_files(directory, {path.removeprefix(prefix) for path in manifest.files})
+    if tree.format == FINISHED:
+        return _finished(checkpoint, directory, manifest, tree)
     used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
     side = f"{prefix}{layout.HF_METADATA}/"
     read = {path: record for path, record in manifest.files.items() if path in used or path.startswith(side)}
     notes = [f"{len(tree.objects)} values that are no tensors are left out"] if tree.objects else []
     restricted = dataclasses.replace(manifest, files=read, trees={name: tree})
     return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, tuple(notes))
+
+
+def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree) -> Source:
+    files = {path: record for path, record in manifest.files.items() if path.startswith(f"{directory.name}/")}
+    tensors = {}
+    for path in sorted({piece.file for tensor in tree.stored for piece in tensor.slices}):
+        try:
+            entries = read_header(checkpoint / path).tensors
+        except OSError as error:
+            raise _unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
+        for key, (dtype, shape, start, end) in entries.items():
+            whole = Slice(key, dtype, (0,) * len(shape), shape, path, start, end - start)
+            tensors[key] = Tensor(key, dtype, shape, (whole,))
+    restricted = dataclasses.replace(manifest, files=files, trees={directory.name: tree})
+    return Source(checkpoint, directory, tensors, {}, restricted, finished=True)
 
 
 def _refuse_links(root: Path, paths: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.checkpoint.export_plan import INDEX, MAX_FILE_BYTES
-from automodel_ckpt.checkpoint.export_source import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, dtype_code
+from automodel_ckpt.checkpoint.export_source import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, BaseMaps, dtype_code
 from automodel_ckpt.checkpoint.safetensors_header import TensorEntry, read_header
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -115,6 +115,21 @@ class HFAssets:
             last = len(numbers)
             return {fqn: numbers.get(self._base_files.get(fqn, ""), last) for fqn in self._exported}
         return _split_by_size(self._exported)
+
+    @property
+    def maps(self) -> BaseMaps:
+        """What the maps among the side files say, as an export reads them."""
+        return BaseMaps(
+            dict(self.file_index_mapping) if self._tensors else None,
+            {fqn: entry.dtype for fqn, entry in self._base_tensors.items()} or None,
+            {fqn: spec.shape for fqn, spec in self._exported.items()} if self._tensors else None,
+            bool(json.loads(self._files["config.json"]).get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """All side files, by name: an export's own, and the base's maps."""
+        return self._files
 
     def write(self, directory: Path) -> None:
         """Write all side files to *directory*, which is made where it is missing. Raises OSError."""

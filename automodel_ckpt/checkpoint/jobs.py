@@ -89,7 +89,7 @@ def with_bytes(pieces: Iterable[Piece], memory: memoryview) -> Iterator[tuple[Pi
     """Each piece with its bytes, the checksums filled in."""
     crc = _Crc()
     for piece in pieces:
-        data = _fetched(piece.data, memory)
+        data = fetched(piece.data, memory)
         if piece.crc_at:
             data = _with_crc(data, piece.crc_at, crc.value)
         crc.before = data
@@ -116,7 +116,7 @@ class _Crc:
         return zlib.crc32(self.before)
 
 
-def _fetched(data: Data, memory: memoryview) -> bytes | memoryview:
+def fetched(data: Data, memory: memoryview) -> bytes | memoryview:
     if isinstance(data, Span):
         return memory[data.start : data.start + data.nbytes]
     return data if isinstance(data, bytes) else data()

@@ -21,7 +21,15 @@ import xxhash
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.inside import open_regular
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Slice, Tensor, nbytes_of, tiling_fault
+from automodel_ckpt.checkpoint.slices import (
+    DTYPE_BITS,
+    Slice,
+    Tensor,
+    in_one_piece,
+    interleaving_fault,
+    nbytes_of,
+    tiling_fault,
+)
 from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
@@ -33,6 +41,8 @@ _DATA_RATIO = 64
 MAX_INTEGER = 2**63 - 1
 MAX_DIMENSIONS = 64
 MAX_PLAIN_DEPTH = 8
+# Of a file that several ranks wrote (composed.py).
+COMPOSED = "xxh3_128_parts:"
 _TAIL = b'"digest": "%s"\n}\n'
 _TAIL_BYTES = len(_TAIL % (b"xxh3_128:" + b"0" * 32))
 
@@ -60,13 +70,21 @@ class Blob:
 class Tree:
     """The state of a module or an optimizer: a directory of tensors and a few other values.
 
-    *tied* maps each tensor name that was not stored to the stored one it shares its memory with.
+    *tied* maps each tensor name that was not stored to the stored one it shares its memory with. *copies* are tensors
+    that stand in files a second time under such a name, for other readers; loading does not look at them.
     """
 
     format: str
     tensors: Mapping[str, Tensor]
     objects: Mapping[str, Blob]
     tied: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> Iterator[Tensor]:
+        """All tensors that stand in files."""
+        yield from self.tensors.values()
+        yield from self.copies.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,35 +182,58 @@ class Manifest:
         for name, tree in self.trees.items():
             if reason := self._tree_fault(name, tree):
                 return reason
-        if reason := self._overlap_fault():
+        if reason := self._overlap_fault() or self._gap_fault():
             return reason
         return next((f"{f!r} is not among the files" for s in self.state.values() for f in s.files
                      if f not in self.files), None)  # fmt: skip
 
     def _tree_fault(self, name: str, tree: Tree) -> str | None:
-        for tensor in tree.tensors.values():
+        for tensor in tree.stored:
             if tensor.dtype not in DTYPE_BITS:
                 return f"{name}: the tensor {tensor.fqn!r} has the unknown dtype {tensor.dtype!r}"
-            if reason := tiling_fault([piece.box for piece in tensor.slices], tensor.shape):
+            boxes = [piece.box for piece in tensor.slices]
+            if reason := tiling_fault(boxes, tensor.shape) or interleaving_fault(tensor):
                 return f"{name}: the tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {reason}"
-            for piece in tensor.slices:
-                if piece.nbytes != nbytes_of(piece.dtype, piece.sizes) or not self._holds(piece):
-                    return f"{name}: the slice at {list(piece.offsets)} of {tensor.fqn!r} is not in {piece.file!r}"
+            if piece := self._misplaced(tensor):
+                return f"{name}: the slice at {list(piece.offsets)} of {tensor.fqn!r} is not in {piece.file!r}"
         for blob in tree.objects.values():
             if not self._holds(blob):
                 return f"{name}: the value {blob.fqn!r} is not in {blob.file!r}"
         return next((f"{name}: {alias!r} is tied to {kept!r}, which is not stored"
                      for alias, kept in tree.tied.items() if kept not in tree.tensors), None)  # fmt: skip
 
+    def _misplaced(self, tensor: Tensor) -> Slice | None:
+        """The first slice of a wrong size, or that is not in its file."""
+        wrong = (piece for piece in tensor.slices if piece.nbytes != nbytes_of(piece.dtype, piece.sizes))
+        outside = (piece for piece in in_one_piece(tensor) if not self._holds(piece))
+        return next(itertools.chain(wrong, outside), None)
+
     def _overlap_fault(self) -> str | None:
         """No byte of a file belongs to two slices or values."""
         parts: list[Slice | Blob] = [b for tree in self.trees.values() for b in tree.objects.values() if b.nbytes]
-        parts += [p for tree in self.trees.values() for t in tree.tensors.values() for p in t.slices if p.nbytes]
+        parts += [p for tree in self.trees.values() for t in tree.stored for p in in_one_piece(t) if p.nbytes]
         parts.sort(key=lambda part: (part.file, part.start))
         for one, other in itertools.pairwise(parts):
             if one.file == other.file and one.start + one.nbytes > other.start:
                 return f"{one.fqn!r} and {other.fqn!r} share bytes of {one.file!r}"
         return None
+
+    def _gap_fault(self) -> str | None:
+        """A digest made of slices' digests says nothing of bytes between them."""
+        composed = {path: record for path, record in self.files.items() if record.digest.startswith(COMPOSED)}
+        ends: dict[str, list[Slice]] = {path: [] for path in composed}
+        for piece in (p for tree in self.trees.values() for t in tree.stored for p in in_one_piece(t)):
+            if piece.nbytes and piece.file in ends:
+                ends[piece.file].append(piece)
+        for path, pieces in ends.items():
+            pieces.sort(key=lambda piece: piece.start)
+            stops = [piece.start + piece.nbytes for piece in pieces]
+            if pieces and [*(p.start for p in pieces[1:]), composed[path].size] != stops:
+                return f"the slices of {path!r} do not fill it"
+        blobs = (blob for tree in self.trees.values() for blob in tree.objects.values())
+        return next(
+            (f"{blob.fqn!r} stands in {blob.file!r}, among slices" for blob in blobs if blob.file in ends), None
+        )
 
     def _holds(self, piece: Slice | Blob) -> bool:
         record = self.files.get(piece.file)
@@ -222,15 +263,20 @@ class TreePart:
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Blob] = field(default_factory=list)
     dcp_items: list[DcpItem] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Part:
-    """What one rank wrote of a checkpoint, by which the leader makes the manifest."""
+    """What one rank wrote of a checkpoint, by which the leader makes the manifest.
+
+    *placed*: of each file that several ranks fill and this one made, the size, and the digest of its head alone.
+    """
 
     rank: int
     files: dict[str, FileRecord] = field(default_factory=dict)
     trees: dict[str, TreePart] = field(default_factory=dict)
+    placed: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -241,6 +287,7 @@ class Part:
         return cls(
             rank=raw["rank"],
             files={path: FileRecord(**record) for path, record in raw["files"].items()},
+            placed={path: FileRecord(**record) for path, record in raw["placed"].items()},
             trees={name: _tree_part(tree) for name, tree in raw["trees"].items()},
         )
 
@@ -252,15 +299,19 @@ def merge_files(parts: Iterable[Part]) -> dict[str, FileRecord]:
 
 def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str, str]) -> Tree:
     """The tree *name* from what each rank wrote of it."""
+    written = [part.trees[name] for part in parts if name in part.trees]
+    tensors = _merge_tensors(tensor for part in written for tensor in part.tensors)
+    copies = _merge_tensors(tensor for part in written for tensor in part.copies)
+    return Tree(format, tensors, {blob.fqn: blob for part in written for blob in part.objects}, dict(tied), copies)
+
+
+def _merge_tensors(found: Iterable[Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    objects: dict[str, Blob] = {}
-    for part in (part.trees[name] for part in parts if name in part.trees):
-        objects.update({blob.fqn: blob for blob in part.objects})
-        for tensor in part.tensors:
-            known = tensors.get(tensor.fqn)
-            pieces = (known.slices if known else ()) + tensor.slices
-            tensors[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, pieces)
-    return Tree(format, tensors, objects, dict(tied))
+    for tensor in found:
+        known = tensors.get(tensor.fqn)
+        pieces = (known.slices if known else ()) + tensor.slices
+        tensors[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, pieces)
+    return tensors
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -347,7 +398,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tree_to_json(tree: Tree) -> dict[str, Any]:
-    return {
+    raw = {
         "format": tree.format,
         "tied": dict(tree.tied),
         "tensors": {fqn: _tensor_to_json(tensor) for fqn, tensor in tree.tensors.items()},
@@ -356,11 +407,17 @@ def _tree_to_json(tree: Tree) -> dict[str, Any]:
             for fqn, b in tree.objects.items()
         },
     }
+    if tree.copies:
+        raw["copies"] = {fqn: _tensor_to_json(tensor) for fqn, tensor in tree.copies.items()}
+    return raw
 
 
 def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     names = ("file", "start", "nbytes", "offsets", "sizes", "digest")
     slices = [{name: getattr(piece, name) for name in names} for piece in tensor.slices]
+    for raw, piece in zip(slices, tensor.slices, strict=True):
+        if piece.interleaved:
+            raw["interleaved"] = True
     return {"dtype": tensor.dtype, "shape": tensor.shape, "slices": slices}
 
 
@@ -399,12 +456,14 @@ def _tree(raw: Mapping[str, Any]) -> Tree:
         tensors={fqn: _tensor(fqn, tensor) for fqn, tensor in raw["tensors"].items()},
         objects={fqn: _blob({**blob, "fqn": fqn}) for fqn, blob in raw["objects"].items()},
         tied={_text(alias): _text(kept) for alias, kept in raw["tied"].items()},
+        copies={fqn: _tensor(fqn, tensor) for fqn, tensor in raw.get("copies", {}).items()},
     )
 
 
 def _tree_part(raw: Mapping[str, Any]) -> TreePart:
     return TreePart(
         tensors=[_tensor(tensor["fqn"], tensor) for tensor in raw["tensors"]],
+        copies=[_tensor(tensor["fqn"], tensor) for tensor in raw["copies"]],
         objects=[_blob(blob) for blob in raw["objects"]],
         dcp_items=[
             DcpItem(
@@ -421,6 +480,7 @@ def _tensor(fqn: str, raw: Mapping[str, Any]) -> Tensor:
         Slice(
             fqn, dtype, _sizes(piece["offsets"]), _sizes(piece["sizes"]), _text(piece["file"]),
             _integer(piece["start"]), _integer(piece["nbytes"]), _text(piece["digest"]),
+            _flag(piece.get("interleaved", False)),
         )
         for piece in raw["slices"]
     )  # fmt: skip

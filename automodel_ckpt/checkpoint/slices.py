@@ -43,7 +43,8 @@ class Slice:
     """A box of the tensor *fqn*, stored row-major in *file* at bytes ``start .. start + nbytes``.
 
     *file* is relative to the checkpoint (or to the bare directory it was found in). *dtype* is a safetensors code.
-    *digest* is that of the stored bytes, or None where the source keeps none.
+    *digest* is that of the slice's own bytes, row-major, or None where the source keeps none. An *interleaved* slice's
+    bytes stand in the whole tensor, which begins at *start*, where they belong; then so do all slices of the tensor.
     """
 
     fqn: str
@@ -54,6 +55,7 @@ class Slice:
     start: int
     nbytes: int
     digest: str | None = None
+    interleaved: bool = False
 
     @property
     def box(self) -> Box:
@@ -86,6 +88,32 @@ class Run:
 def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
     """Bytes of a row-major box of that safetensors dtype."""
     return math.prod(sizes) * DTYPE_BITS[dtype] // 8
+
+
+def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box's bytes are consecutive in a row-major tensor of that shape."""
+    return box.numel == 0 or len(list(itertools.islice(overlap(box, _whole(shape), 1), 2))) == 1
+
+
+def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
+    """What each stretch of a file holds of the tensor: its slices, or where they are interleaved the whole tensor."""
+    if not any(piece.interleaved for piece in tensor.slices):
+        return tensor.slices
+    first, whole = tensor.slices[0], _whole(tensor.shape)
+    return (Slice(tensor.fqn, tensor.dtype, whole.offsets, whole.sizes, first.file, first.start, tensor.nbytes),)
+
+
+def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
+    """Where a slice's bytes stand: ``source`` counts from the file's beginning, ``target`` from the slice's."""
+    if not piece.interleaved:
+        yield Run(piece.start, 0, piece.nbytes)
+        return
+    for run in overlap(_whole(shape), piece.box, DTYPE_BITS[piece.dtype] // 8):
+        yield Run(piece.start + run.source, run.target, run.nbytes)
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -162,12 +190,20 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in filled)]
     if len(cut) > MAX_CUT_DIMENSIONS:
         return f"its slices cut {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
-    if _corners(filled, cut) == _corners([Box((0,) * len(shape), shape)], cut):
+    if _corners(filled, cut) == _corners([_whole(shape)], cut):
         return None
     if clash := _first_clash(filled[:_COMPARED]):
         a, b = clash
         return f"the slices at {list(a.offsets)} and {list(b.offsets)} overlap"
     return "two slices overlap"
+
+
+def interleaving_fault(tensor: Tensor) -> str | None:
+    """Why the tensor's slices cannot be interleaved as they say, or None."""
+    places = {(piece.file, piece.start, piece.interleaved) for piece in tensor.slices}
+    if len(places) > 1 and any(piece.interleaved for piece in tensor.slices):
+        return "some of its slices are interleaved, in one place, and others are not there"
+    return None
 
 
 def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.composed import held_in, is_composed, read_composed
 from automodel_ckpt.checkpoint.durable import file_record
 from automodel_ckpt.checkpoint.inside import is_hollow, link_on_the_way, open_inside, read_inside
 from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest, digest_of
-from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.errors import Problem
 
 Level = Literal["none", "size", "digest"]
@@ -82,18 +83,33 @@ def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | 
 def _digest_problem(checkpoint: Path, manifest: Manifest, path: str) -> Problem | None:
     where = checkpoint / path
     try:
-        if file_record(where) == manifest.files[path]:
-            return None
-        with mapped(checkpoint, path) as data:
-            damaged = [*_damaged(_parts(manifest).get(path, ()), data)]
+        intact, damaged = _look(checkpoint, manifest, path)
     except OSError as error:
         return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
+    if intact:
+        return None
     value = "damaged: " + ", ".join(damaged) if damaged else "the damage is in no tensor"
     return Problem("a file of the checkpoint is not what was saved: its digest differs", str(where), value, _REMEDY)
 
 
+def _look(checkpoint: Path, manifest: Manifest, path: str) -> tuple[bool, list[str]]:
+    """Whether a file is the one that was saved, and if not which of its tensors and values are others."""
+    record = manifest.files[path]
+    if is_composed(record):
+        found, wrong = read_composed(checkpoint, path, held_in(path, _stored(manifest)))
+        return found == record, [_named(piece) for piece in wrong]
+    if file_record(checkpoint / path) == record:
+        return True, []
+    with mapped(checkpoint, path) as data:
+        return False, [*_damaged(_parts(manifest).get(path, ()), data)]
+
+
+def _stored(manifest: Manifest) -> Iterator[Tensor]:
+    return (tensor for tree in manifest.trees.values() for tensor in tree.stored)
+
+
 def _parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
-    """What each file holds."""
+    """What each file holds that one rank wrote."""
     parts: dict[str, list[Slice | Blob]] = {}
     for tree in manifest.trees.values():
         held: list[Slice | Blob] = [s for tensor in tree.tensors.values() for s in tensor.slices]
@@ -105,9 +121,11 @@ def _parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
 def _damaged(parts: Iterable[Slice | Blob], data: memoryview) -> Iterator[str]:
     for part in parts:
         if digest_of(data[part.start : part.start + part.nbytes]) != part.digest:
-            yield (
-                f"tensor {part.fqn} (slice at {list(part.offsets)})" if isinstance(part, Slice) else f"value {part.fqn}"
-            )
+            yield _named(part)
+
+
+def _named(part: Slice | Blob) -> str:
+    return f"tensor {part.fqn} (slice at {list(part.offsets)})" if isinstance(part, Slice) else f"value {part.fqn}"
 
 
 @contextlib.contextmanager
@@ -132,8 +150,8 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     """What :func:`verify` does not look at: every slice's own digest, exports, and files that belong to nothing."""
     problems, parts = [], _parts(manifest)
     for path in manifest.files:
-        with contextlib.suppress(OSError, ValueError), mapped(checkpoint, path) as data:
-            if digest_of(data) == manifest.files[path].digest and (wrong := [*_damaged(parts.get(path, ()), data)]):
+        with contextlib.suppress(OSError, ValueError):
+            if wrong := _disagreeing(checkpoint, manifest, path, parts.get(path, ())):
                 value = ", ".join(wrong)
                 problems.append(Problem("the manifest's digests disagree", str(checkpoint / path), value, _REMEDY))
     for path in foreign_files(checkpoint, manifest):
@@ -144,6 +162,16 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
         if entry.is_dir(follow_symlinks=False) and os.path.lexists(directory):
             problems += _export_problems(directory)
     return problems
+
+
+def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterable[Slice | Blob]) -> list[str]:
+    """Of a file that is whole by its own digest: what is damaged by its slices' digests."""
+    record = manifest.files[path]
+    if is_composed(record):
+        found, wrong = read_composed(checkpoint, path, held_in(path, _stored(manifest)))
+        return [_named(piece) for piece in wrong] if found == record else []
+    with mapped(checkpoint, path) as data:
+        return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
 
 
 def _export_problems(directory: Path) -> list[Problem]:

@@ -332,6 +332,8 @@ class CheckpointConfig:
     """The run's directory: checkpoints, training.jsonl, validation.jsonl."""
     model_save_format: Literal["safetensors", "torch_save"] = "safetensors"
     """Format of the model's shards; torch_save is PyTorch's DCP."""
+    model_layout: Literal["shards", "hf"] = "shards"
+    """shards: files of each rank, to be consolidated; hf: the Hugging Face files themselves, filled by all ranks."""
     save_consolidated: Literal["final", "every"] | bool | None = None
     """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false."""
     export_best: bool = False
@@ -358,6 +360,21 @@ class CheckpointConfig:
     """What a resume checks of each file before use."""
     allow_missing_state: list[str] = field(default_factory=list)
     """Attributes that may be in the checkpoint or the recipe only."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("model_layout", "model_save_format"),
+            lambda section: section.model_layout != "hf" or section.model_save_format == "safetensors",
+            "model_layout hf and model_save_format torch_save exclude each other",
+            "leave model_save_format out: Hugging Face files are safetensors",
+        ),
+        Relation(
+            ("save_consolidated", "export_best", "model_layout"),
+            lambda section: section.model_layout != "hf" or not (section.save_consolidated or section.export_best),
+            "with model_layout hf there is nothing to export",
+            "leave save_consolidated and export_best out: each checkpoint's model/ holds the Hugging Face files",
+        ),
+    )
 
 
 @dataclass

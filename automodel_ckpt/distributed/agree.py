@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
     """Every rank's ``value``, by rank in the group; the same list on all ranks."""
-    if _size(group) == 1:
+    if size(group) == 1:
         return [value]
-    gathered: list[Any] = [None] * _size(group)
+    gathered: list[Any] = [None] * size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0) -> T:
     """``value`` of the rank ``source`` (its rank in the group); what the others pass is ignored."""
-    if _size(group) == 1:
+    if size(group) == 1:
         return value
     box: list[Any] = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
@@ -45,7 +45,7 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
     Its attribute ``rank`` (the first failing rank of the group) tells the failure's origin from its echoes. The origin
     keeps the original exception as ``__cause__``.
     """
-    if _size(group) == 1:
+    if size(group) == 1:
         if error is not None:
             raise error
         return
@@ -55,7 +55,8 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
         raise _combined(failed, len(reports)) from error
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def size(group: dist.ProcessGroup | None) -> int:
+    """How many ranks the group has."""
     return 1 if group is None else dist.get_world_size(group)
 
 

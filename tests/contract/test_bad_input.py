@@ -94,6 +94,12 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["checkpoint.save_consolidated must be final, every or true or false or null", "value:  sometimes"],
     ),
+    (
+        "checkpoint:\n  model_layout: hf\n  model_save_format: torch_save\n",
+        [],
+        ["model_layout hf and model_save_format"],
+    ),
+    ("checkpoint: {model_layout: hf}\n", ["--checkpoint.export_best"], ["there is nothing to export"]),
     ("checkpoint:\n  model_save_format: safetensor\n", [], ["safetensors, torch_save", "did you mean safetensors?"]),
     ("checkpoint:\n  checkpoint_dir: null\n", [], ["checkpoint.checkpoint_dir must be text"]),
     ("distributed:\n  strategy: fsdp\n", [], ["distributed.strategy must be auto, fsdp2, ddp, single", "fsdp2?"]),

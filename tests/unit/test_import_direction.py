@@ -42,6 +42,7 @@ LIGHT = [
     "checkpoint.slices",
     "checkpoint.manifest",
     "checkpoint.jobs",
+    "checkpoint.placed",
     "checkpoint.safetensors_header",
     "checkpoint.commit",
     "checkpoint.policy",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import Manifest, layout
 from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.slices import runs_in_file
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 from tools.crash import inspect, jobs
@@ -92,9 +93,9 @@ def owners(manifest: Manifest, file: str, at: int) -> set[str]:
     slices = {
         s.fqn
         for t in trees
-        for x in t.tensors.values()
+        for x in t.stored
         for s in x.slices
-        if _within(s.file, s.start, s.nbytes, file, at)
+        if s.file == file and any(_within(s.file, run.source, run.nbytes, file, at) for run in runs_in_file(s, x.shape))
     }
     blobs = {b.fqn for t in trees for b in t.objects.values() if _within(b.file, b.start, b.nbytes, file, at)}
     return slices | blobs

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 SHAPES = {"embed": (7, 4), "hidden": (5, 6), "one_row": (1, 3), "scale": (6,)}
+CUT = {"hidden": 1}
+"""The dimension that the ranks share out, where it is not the first."""
 
 
 class Kept:
@@ -36,7 +38,7 @@ class Net(torch.nn.Module):
         for name, (first, *rest) in SHAPES.items():
             value = torch.randn((first * rows, *rest), generator=generator)
             value = value.to(torch.bfloat16) if name == "hidden" else value
-            self.register_parameter(name, torch.nn.Parameter(sharded(value, mesh)))
+            self.register_parameter(name, torch.nn.Parameter(sharded(value, mesh, CUT.get(name, 0))))
         self.head = self.embed
         self.register_buffer("mean", torch.randn((), generator=generator))
         self.register_buffer("count", torch.randint(2**40, (3,), generator=generator))
@@ -44,8 +46,8 @@ class Net(torch.nn.Module):
         self.register_buffer("empty", torch.empty(0, 3))
 
 
-def sharded(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    return value if mesh is None else distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+def sharded(value: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> torch.Tensor:
+    return value if mesh is None else distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
 
 
 _meshes: dict[int, DeviceMesh] = {}
@@ -69,10 +71,11 @@ def build(seed: int, rows: int = 1) -> SimpleNamespace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3])
     schedule.last_epoch = seed
-    for parameter in model.parameters():
-        shape, dtype = parameter.shape, parameter.dtype
+    for name, parameter in model.named_parameters():
+        shape, dtype, dim = parameter.shape, parameter.dtype, CUT.get(name, 0)
         moments = {
-            name: sharded(torch.randn(shape, generator=generator).to(dtype), mesh) for name in ("exp_avg", "exp_avg_sq")
+            entry: sharded(torch.randn(shape, generator=generator).to(dtype), mesh, dim)
+            for entry in ("exp_avg", "exp_avg_sq")
         }
         optimizer.state[parameter] = {"step": torch.tensor(float(seed)), **moments}
     rank = dist.get_rank() if mesh else 0

@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint.export_source import BaseMaps
 from tools.crash import state
 
 Format = Literal["safetensors", "torch_save"]
+Layout = Literal["shards", "hf"]
 GENERATION = 100_000
 """A step saved again by a later run holds the state ``step + GENERATION * generation``."""
 
@@ -85,9 +87,13 @@ class SideFiles:
 
     file_index_mapping: dict[str, int] = {}  # noqa: RUF012  # a field of the protocol, never changed
 
+    maps = BaseMaps()
+    files: dict[str, bytes] = {"config.json": json.dumps({"model_type": "tiny"}).encode()}  # noqa: RUF012  # the same
+
     def write(self, directory: Path) -> None:
         directory.mkdir()
-        (directory / "config.json").write_text(json.dumps({"model_type": "tiny"}))
+        for name, data in self.files.items():
+            (directory / name).write_bytes(data)
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,13 @@ class Ours:
     """This project's Checkpointer."""
 
     model_save_format: Format = "safetensors"
+    model_layout: Layout = "shards"
     rows: int = 1
     """How large the tensors are; see :func:`tools.crash.state.build`."""
 
     @property
     def name(self) -> str:
-        return f"automodel_ckpt {self.model_save_format}"
+        return f"automodel_ckpt {self.model_layout if self.model_layout == 'hf' else self.model_save_format}"
 
     def open(self, root: Path, options: Options) -> OursSession:
         return OursSession(root, options, self)
@@ -116,6 +123,7 @@ class OursSession:
             group=dist.group.WORLD if dist.is_initialized() else None,
             assets={"model": SideFiles()},
             model_save_format=subject.model_save_format,
+            model_layout=subject.model_layout,
             save_consolidated=options.export,
             restore_from=options.restore_from,
             keep_last=options.keep_last,
@@ -241,7 +249,7 @@ def _recognised(made: SimpleNamespace, step: int, rows: int) -> Loaded:
     return Loaded(step, step if known else None)
 
 
-OURS = (Ours("safetensors"), Ours("torch_save"))
+OURS = (Ours("safetensors"), Ours("torch_save"), Ours("safetensors", "hf"))
 BASELINES = (PlainDcp(), PlainSafetensors())
 
 

@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.formats import plain
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
 from automodel_ckpt.checkpoint.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, overlap
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, nbytes_of, overlap
 from automodel_ckpt.errors import CheckpointUnusable
 
 _REMEDY = "use another checkpoint of this run (`ckpt ls`)"
@@ -61,7 +61,7 @@ def metadata_of(tree: Tree) -> Metadata:
         fqn: TensorStorageMetadata(
             properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
             size=torch.Size(tensor.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.slices],
+            chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in in_one_piece(tensor)],
         )
         for fqn, tensor in tree.tensors.items()
     }
@@ -78,7 +78,7 @@ def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any], *, neste
     planner = _Planner(nested=nested)
     planner.set_up_planner(state_dict, metadata_of(tree))
     plan = planner.create_local_plan()
-    pieces = {(piece.fqn, piece.offsets): piece for tensor in tree.tensors.values() for piece in tensor.slices}
+    pieces = {(piece.fqn, piece.offsets): piece for tensor in tree.tensors.values() for piece in in_one_piece(tensor)}
     with _Files(checkpoint) as files:
         for item in sorted(plan.items, key=lambda item: _position(item, pieces, tree)):
             if item.type == LoadItemType.BYTE_IO:

@@ -34,7 +34,7 @@ def plan_jobs(plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None 
         groups.setdefault(file_index(share.fqn, mapping), []).append(share)
     for index, shares in sorted(groups.items()):
         yield _shard_job(plan, shares, layout.shard_file(plan.directory, rank, index, num_files))
-    yield from _values_job(plan, layout.objects_file(plan.directory, rank))
+    yield from values_job(plan, layout.objects_file(plan.directory, rank))
 
 
 def _shard_job(plan: TreePlan, shares: Sequence[TensorShare], file: str) -> FileJob:
@@ -55,7 +55,7 @@ def _metadata(shares: Sequence[TensorShare]) -> dict[str, str]:
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
 
 
-def _values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
+def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
     """A module's values that are no tensors (``get_extra_state``) stand in a file of their own."""
     pieces, start = [], 0
     for fqn, data in plan.values():

@@ -75,6 +75,7 @@ def test_the_maps_are_the_bases(base: Path, tmp_path: Path) -> None:
     assert len(files) > 1 and maps.file_index == {fqn: files.index(name) + 1 for fqn, name in index.items()}
     assert maps.file_index == assets.file_index_mapping and maps.dtype == dict.fromkeys(index, "BF16")
     assert "lm_head.weight" not in index and maps.names == frozenset(index)
+    assert assets.maps == maps
 
 
 def test_without_a_base_transformers_writes_the_files(tmp_path: Path) -> None:
@@ -83,6 +84,7 @@ def test_without_a_base_transformers_writes_the_files(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("b a") == [2, 1]
     maps = read_maps(tmp_path / "m")
     assert maps.file_index and set(maps.file_index.values()) == {1} and maps.dtype is None
+    assert HFAssets.from_model(model_of(), tokenizer=tokenizer_of()).maps == maps
 
 
 def test_a_tokenizer_that_was_changed_is_written_not_copied(base: Path, tmp_path: Path) -> None:

@@ -120,3 +120,39 @@ def test_the_ranks_parts_are_merged_into_whole_tensors() -> None:
 
     tree = merge_tree("model", "safetensors", [part(0), part(1)], {})
     assert [piece.offsets for piece in tree.tensors["w"].slices] == [(0, 0), (1, 0)]
+
+
+def placed() -> Manifest:
+    """A file that two ranks filled: columns of one tensor, rows of another, and that a second time as a copy."""
+    columns = [Slice("w", "F32", (0, at), (2, 1), "m/a", 8, 8, f"d{at}", True) for at in range(2)]
+    rows = [Slice("v", "F32", (at,), (1,), "m/a", 24 + 4 * at, 4, f"e{at}") for at in range(2)]
+    copy = [replace(piece, fqn="v2", start=piece.start + 8) for piece in rows]
+    tensors = {"w": Tensor("w", "F32", (2, 2), tuple(columns)), "v": Tensor("v", "F32", (2,), tuple(rows))}
+    tree = Tree("hf", tensors, {}, {"v2": "v"}, {"v2": Tensor("v2", "F32", (2,), tuple(copy))})
+    return replace(example(), trees={"model": tree}, files={"m/a": FileRecord(40, "xxh3_128_parts:00"),
+                                                            "rng/r.pt": FileRecord(0, "xxh3_128:33")})  # fmt: skip
+
+
+def test_files_that_several_ranks_filled_are_read_again_and_have_to_be_full() -> None:
+    manifest = placed()
+    assert replace(Manifest.parse(manifest.to_bytes(), WHERE), digest="") == manifest
+    tree = manifest.trees["model"]
+    first, second = tree.tensors["w"].slices
+    elsewhere = Tensor("w", "F32", (2, 2), (first, replace(second, start=12)))
+    alone = Tensor("w", "F32", (2, 2), (first, replace(second, interleaved=False)))
+    apart = {
+        "v2": replace(tree.copies["v2"], slices=tuple(replace(p, start=p.start + 4) for p in tree.copies["v2"].slices))
+    }
+    for changed, what in (
+        (replace(tree, tensors=tree.tensors | {"w": elsewhere}), "interleaved, in one place"),
+        (replace(tree, tensors=tree.tensors | {"w": alone}), "interleaved, in one place"),
+        (replace(tree, copies=apart), "do not fill it|is not in 'm/a'"),
+        (replace(tree, copies={}), "do not fill it"),
+        (replace(tree, objects={"x": Blob("x", "m/a", 0, 8, "f")}), "among slices"),
+        (
+            replace(tree, copies={"v2": replace(tree.copies["v2"], fqn="v2", slices=tree.tensors["v"].slices)}),
+            "share bytes",
+        ),
+    ):
+        with pytest.raises(CheckpointUnusable, match=what):
+            Manifest.parse(replace(manifest, trees={"model": changed}).to_bytes(), WHERE)

@@ -1,0 +1,98 @@
+"""The digest of a file that several ranks wrote: nobody saw all of its bytes in order, so it is made from its parts'.
+
+It is the XXH3-128 of a text: a line with the digest of what stands before the first slice, then a line ``START OFFSETS
+NBYTES DIGEST`` for each slice that is not empty, in the order of start and offsets (decimal; offsets joined by commas;
+DIGEST with the name of its algorithm). The slices' digests are those of the manifest. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from automodel_ckpt.checkpoint.inside import open_inside
+from automodel_ckpt.checkpoint.manifest import COMPOSED, FileRecord, Part
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
+
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A slice that a file holds, and the shape of its whole tensor."""
+
+    piece: Slice
+    shape: tuple[int, ...]
+
+
+def is_composed(record: FileRecord) -> bool:
+    return record.digest.startswith(COMPOSED)
+
+
+def held_in(path: str, tensors: Iterable[Tensor]) -> list[Held]:
+    """The slices in a file that are not empty, in the order in which its digest counts them."""
+    held = [Held(piece, t.shape) for t in tensors for piece in t.slices if piece.nbytes and piece.file == path]
+    return sorted(held, key=lambda one: (one.piece.start, one.piece.offsets))
+
+
+def composed_digest(head: str, digests: Iterable[tuple[Held, str]]) -> str:
+    """The digest of a file whose first bytes have the digest *head*, and its slices, in order, those given."""
+    lines = [head]
+    for piece, digest in ((held.piece, digest) for held, digest in digests):
+        lines.append(f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {digest}")
+    return COMPOSED + xxhash.xxh3_128_hexdigest("".join(f"{line}\n" for line in lines).encode())
+
+
+def placed_files(parts: Iterable[Part], tensors: Iterable[Tensor]) -> dict[str, FileRecord]:
+    """The records of the files that several ranks filled, from what their creator noted of their heads."""
+    found, files = list(tensors), {}
+    for path, head in (item for part in parts for item in part.placed.items()):
+        held = held_in(path, found)
+        files[path] = FileRecord(head.size, composed_digest(head.digest, ((h, h.piece.digest or "") for h in held)))
+    return files
+
+
+def read_composed(root: Path, path: str, held: Sequence[Held]) -> tuple[FileRecord, list[Slice]]:
+    """What a file below *root* is now, and those of its slices that are not what they were. Raises OSError."""
+    descriptor = open_inside(root, path)
+    try:
+        size = os.fstat(descriptor).st_size
+        head = _digest(_blocks(descriptor, 0, held[0].piece.start if held else size))
+        found = [(one, _digest(_content(descriptor, one))) for one in held]
+    finally:
+        os.close(descriptor)
+    return FileRecord(size, composed_digest(head, found)), [one.piece for one, d in found if d != one.piece.digest]
+
+
+def _content(descriptor: int, held: Held) -> Iterator[memoryview]:
+    """A slice's bytes, row-major, piece by piece."""
+    if not held.piece.interleaved:
+        yield from _blocks(descriptor, held.piece.start, held.piece.nbytes)
+        return
+    # Its runs are short and many: a system call for each would cost more than the bytes.
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+        for run in runs_in_file(held.piece, held.shape):
+            yield view[run.source : run.source + run.nbytes]
+
+
+def _blocks(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_BLOCK_BYTES, nbytes)))
+    while nbytes > 0:
+        count = os.preadv(descriptor, [buffer[:nbytes]], start)
+        if count == 0:
+            return
+        yield buffer[:count]
+        start, nbytes = start + count, nbytes - count
+
+
+def _digest(blocks: Iterable[memoryview]) -> str:
+    hashed = xxhash.xxh3_128()
+    for block in blocks:
+        hashed.update(block)
+        block.release()
+    return "xxh3_128:" + hashed.hexdigest()

@@ -1,0 +1,80 @@
+"""The Hugging Face files themselves, written by all ranks at once: each writes its slices where they belong.
+
+:mod:`automodel_ckpt.checkpoint.placement` fixes the files from all ranks' plans, and every rank computes the same; what
+is left to plan here is which of its bytes a rank writes to which place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_source import FINISHED, BaseMaps
+from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, TreePlan
+from automodel_ckpt.checkpoint.formats.safetensors import values_job
+from automodel_ckpt.checkpoint.jobs import Job
+from automodel_ckpt.checkpoint.placed import PlacedJob, PlacedPiece
+from automodel_ckpt.checkpoint.placement import Placement, place
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+NAME = FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How files that the ranks fill together are named and split: the leader's word, so that all ranks have the same.
+
+    See :func:`~automodel_ckpt.checkpoint.placement.place`.
+    """
+
+    maps: BaseMaps = field(default_factory=BaseMaps)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] | None = None
+    one_file: str | None = None
+
+
+def all_tensors(plan: TreePlan) -> dict[str, Tensor]:
+    """The tensors of a settled plan, with the slices of all ranks (in no file yet)."""
+    tensors = {}
+    for fqn, stored in plan.metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            dtype = DTYPE_CODES[stored.properties.dtype]
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+            slices = (Slice(fqn, dtype, b.offsets, b.sizes, "", 0, nbytes_of(dtype, b.sizes)) for b in boxes)
+            tensors[fqn] = Tensor(fqn, dtype, tuple(stored.size), tuple(slices))
+    return tensors
+
+
+def placement_of(plan: TreePlan, directory: str, naming: Naming) -> Placement:
+    """The files of a settled plan in *directory*. Raises :class:`SaveFailed` where they cannot be those of the base."""
+    try:
+        return place(
+            all_tensors(plan), directory, tied=naming.tied, maps=naming.maps, keys=naming.keys, one_file=naming.one_file
+        )
+    except CheckpointUnusable as error:
+        raise SaveFailed.all_of(error.problems) from error
+
+
+def plan_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Job]:
+    """What *rank* has to write of a tree whose files are fixed; rank 0 makes the files."""
+    yield from placed_jobs(plan, rank, placement)
+    yield from values_job(plan, layout.objects_file(plan.directory, rank))
+
+
+def placed_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[PlacedJob]:
+    """The same without the values that are no tensors. A tensor's data are one object, at however many places."""
+    pieces: dict[str, list[PlacedPiece]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
+    for share in plan.tensors():
+        tensor, data = Tensor(share.fqn, share.dtype, share.shape, ()), plan.fetching(share)
+        for where in placement.places.get(share.fqn, ()):
+            entry = placement.entry(tensor, Box(share.offsets, share.sizes), where)
+            pieces[where.file].append(PlacedPiece(entry, data, share.dtype, where.copy))
+    for file, mine in zip(placement.files, pieces.items(), strict=True):
+        path, own = mine
+        if own or rank == 0:
+            ordered = sorted(own, key=lambda piece: piece.entry.slices[0].start)
+            yield PlacedJob(path, file.nbytes, ordered, plan.name, file.header if rank == 0 else None)

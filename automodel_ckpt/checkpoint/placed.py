@@ -1,0 +1,269 @@
+"""Writing one's slices at their places in files that several ranks fill.
+
+Whoever comes first makes the file; its creator reserves its space and writes its head. Nobody writes a byte outside its
+own slices, so that the order in which the ranks come does not matter, and each is done when its own bytes are on disk.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from automodel_ckpt.checkpoint.durable import DIRECT_FROM_BYTES
+from automodel_ckpt.checkpoint.jobs import Data, fetched
+from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart, digest_of
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Run, Tensor, runs_in_file
+
+_BLOCK_BYTES = 4 << 20
+_SECTOR_BYTES = 4096
+# A run shorter than this, alone, is not worth a thread's attention.
+_STREAM_FROM_BYTES = 64 << 10
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPiece:
+    """A slice on its way to its place: *entry* says where, and in which dtype, it is to stand, *dtype* which its
+    *data* have. A *copy* is entered as one."""
+
+    entry: Tensor
+    data: Data
+    dtype: str
+    copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedJob:
+    """One rank's share of a file of *nbytes* bytes that several ranks fill.
+
+    *file* is relative to the checkpoint, *tree* is the one that the pieces belong to. The rank that has the *header*
+    makes the file what it is; the others have None.
+    """
+
+    file: str
+    nbytes: int
+    pieces: Sequence[PlacedPiece]
+    tree: str
+    header: bytes | None = None
+
+    def run(self, staging: Path, part: Part, memory: memoryview) -> None:
+        """Write the share below *staging* and enter its slices into *part*. Raises OSError naming the file."""
+        tree = part.trees.setdefault(self.tree, TreePart())
+        own_bytes = sum(piece.entry.slices[0].nbytes for piece in self.pieces)
+        with PlacedFile(staging / self.file, direct=own_bytes >= DIRECT_FROM_BYTES) as out:
+            if self.header is not None:
+                out.make(self.header, self.nbytes)
+                part.placed[self.file] = FileRecord(self.nbytes, digest_of(self.header))
+            for piece in self.pieces:
+                digest = out.put(piece, fetched(piece.data, memory))
+                stored = replace(piece.entry.slices[0], digest=digest)
+                entered = replace(piece.entry, slices=(stored,))
+                (tree.copies if piece.copy else tree.tensors).append(entered)
+
+
+class PlacedFile:
+    """A file that others write too, open for writing at given offsets; on disk when the block ends without exception.
+
+    With *direct*, long stretches bypass the page cache where the file system allows it.
+    """
+
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._stream = _Stream(self._descriptor, path) if direct else None
+
+    def make(self, header: bytes, nbytes: int) -> None:
+        """Reserve all of the file's space, so that a full disk shows now, and write its head."""
+        with self._named():
+            _reserve(self._descriptor, nbytes)
+            _write_at(self._descriptor, memoryview(header), 0)
+
+    def put(self, piece: PlacedPiece, data: bytes | memoryview) -> str:
+        """Write a slice to its place; returns the digest of its bytes as they stand there."""
+        hashed = xxhash.xxh3_128()
+        (stored,) = piece.entry.slices
+        view = memoryview(data).cast("B")
+        with self._named():
+            for group in _groups(runs_in_file(stored, piece.entry.shape)):
+                block = _converted(view, group, piece.dtype, stored.dtype)
+                hashed.update(block)
+                for run in group:
+                    at = run.target - group[0].target
+                    self._write(block[at : at + run.nbytes], run.source)
+        return "xxh3_128:" + hashed.hexdigest()
+
+    def _write(self, data: memoryview, start: int) -> None:
+        if self._stream is not None and (len(data) >= _STREAM_FROM_BYTES or self._stream.end == start):
+            self._stream.write(data, start)
+        else:
+            _write_at(self._descriptor, data, start)
+
+    def __enter__(self) -> PlacedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        with self._named():
+            try:
+                if self._stream is not None:
+                    self._stream.close(finish=kind is None)
+                if kind is None:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """System calls on a descriptor do not know the file's name: put it into their errors."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
+
+class _Stream:
+    """Gathers consecutive writes into two aligned blocks; while one goes to disk the other fills.
+
+    Whole sectors go past the page cache; the ends of a stretch, whose sectors others may share, through it.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        try:
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            self._direct = -1
+        # Anonymous mappings begin at a page, as O_DIRECT asks of memory.
+        self._blocks = [memoryview(mmap.mmap(-1, _BLOCK_BYTES)) for _ in range(2)]
+        self._pending: list[Future[None] | None] = [None, None]
+        self._current = 0
+        # The current block holds bytes low .. high of the file's _BLOCK_BYTES bytes from base.
+        self._base, self._low, self._high = 0, 0, 0
+        self._disk = ThreadPoolExecutor(1, "placed-write")
+
+    @property
+    def end(self) -> int:
+        """Where the present stretch ends."""
+        return self._base + self._high
+
+    def write(self, data: memoryview, start: int) -> None:
+        if start != self.end:
+            self._submit()
+            self._base = start // _SECTOR_BYTES * _SECTOR_BYTES
+            self._low = self._high = start - self._base
+        while data:
+            taken = min(len(data), _BLOCK_BYTES - self._high)
+            self._blocks[self._current][self._high : self._high + taken] = data[:taken]
+            self._high += taken
+            data = data[taken:]
+            if self._high == _BLOCK_BYTES:
+                self._submit()
+
+    def close(self, *, finish: bool) -> None:
+        """Write what is left if *finish*, and wait for what is under way."""
+        try:
+            if finish:
+                self._submit()
+                self._wait(0)
+                self._wait(1)
+        finally:
+            self._disk.shutdown(wait=True, cancel_futures=True)
+            if self._direct >= 0:
+                os.close(self._direct)
+
+    def _submit(self) -> None:
+        if self._high > self._low:
+            block = self._blocks[self._current]
+            task = self._disk.submit(self._to_disk, block, self._base, self._low, self._high)
+            self._pending[self._current] = task
+            self._current = 1 - self._current
+            self._wait(self._current)
+        self._base, self._low, self._high = self._base + self._high, 0, 0
+
+    def _wait(self, index: int) -> None:
+        pending, self._pending[index] = self._pending[index], None
+        if pending is not None:
+            pending.result()
+
+    def _to_disk(self, block: memoryview, base: int, low: int, high: int) -> None:
+        inner = min(high, -(-low // _SECTOR_BYTES) * _SECTOR_BYTES)
+        reached = self._past_cache(block, base, inner, high // _SECTOR_BYTES * _SECTOR_BYTES)
+        _write_at(self._descriptor, block[low:inner], base + low)
+        _write_at(self._descriptor, block[reached:high], base + reached)
+
+    def _past_cache(self, block: memoryview, base: int, first: int, last: int) -> int:
+        """Write whole sectors ``first .. last`` directly; returns where the page cache has to take over."""
+        while first < last and self._direct >= 0 and first % _SECTOR_BYTES == 0:
+            try:
+                first += os.pwrite(self._direct, block[first:last], base + first)
+            except OSError as error:
+                # Some file systems take the flag and refuse the write.
+                if error.errno != errno.EINVAL:
+                    raise
+                os.close(self._direct)
+                self._direct = -1
+        return first
+
+
+def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
+    """The runs in groups of about a block's bytes, longer ones cut: a group is consecutive in the slice."""
+    group: list[Run] = []
+    nbytes = 0
+    for run in runs:
+        for done in range(0, run.nbytes, _BLOCK_BYTES):
+            group.append(Run(run.source + done, run.target + done, min(_BLOCK_BYTES, run.nbytes - done)))
+            nbytes += group[-1].nbytes
+            if nbytes >= _BLOCK_BYTES:
+                yield group
+                group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _converted(view: memoryview, group: Sequence[Run], source: str, target: str) -> memoryview:
+    """The bytes of a group's runs, cast from dtype *source* of the slice's data to *target*."""
+    first, last = group[0].target, group[-1].target + group[-1].nbytes
+    if source == target:
+        return view[first:last]
+    import numpy as np
+
+    from automodel_ckpt.checkpoint.float_cast import cast, storage_dtype
+
+    wide, narrow = DTYPE_BITS[source], DTYPE_BITS[target]
+    values = np.frombuffer(view[first * wide // narrow : last * wide // narrow], storage_dtype(source, wide))
+    return memoryview(cast(values, source, target).view(np.uint8).data)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Allocate without changing what others may have written already.
+
+    The system call itself: where a file system lacks it, the C library's posix_fallocate writes zeros into every block
+    that it finds empty, which another rank may fill at that moment.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    done = -1
+    if fallocate is not None:
+        done = fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+        code = ctypes.get_errno()
+        if done != 0 and code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
+    if done != 0 and os.fstat(descriptor).st_size < nbytes:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _write_at(descriptor: int, data: memoryview, start: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, start)
+        data, start = data[count:], start + count
