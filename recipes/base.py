@@ -9,9 +9,11 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +37,7 @@ from automodel_ckpt.distributed.parallelize import (
     reshard,
 )
 from automodel_ckpt.distributed.sizes import choose_strategy
-from automodel_ckpt.distributed.stop import stop_request
+from automodel_ckpt.distributed.stop import StoppedWaiting
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import base_directory, build_model, check_context, checkpoint_activations, freeze
 from automodel_ckpt.models.compiling import compile_layers
@@ -87,7 +89,6 @@ class FinetuneRecipe(Lifecycle):
     def setup(self) -> None:
         """Build everything and resume. What is wrong with the recipe shows before the model's weights are read."""
         self.layout = self.join_ranks()
-        self.stop_request = stop_request()
         check_parallelism(self.parallelism, self.layout)
         self.checkpointer = self.build_checkpointer()
         self.build()
@@ -369,12 +370,12 @@ class FinetuneRecipe(Lifecycle):
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the run is over."""
-        for batch in self.dataloader:
-            if self.step_scheduler.is_beyond_last_epoch(batch.epoch):
+        for batch in self.batches(self.dataloader):
+            if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
                 self.step_scheduler.end_early()
                 return
             control = self.agree_on(batch)
-            if control.stop:
+            if control.stop or batch is None:
                 self.stop()
             due = self.step(batch, control)
             if due.validate or due.save:
@@ -382,13 +383,31 @@ class FinetuneRecipe(Lifecycle):
             if due.last:
                 return
 
-    def agree_on(self, batch: GlobalBatch) -> Control:
-        """The control vector: one small reduction tells every rank the batch's tokens and whether any has to stop."""
-        labels = [num_label_tokens(micro["labels"]) for micro in batch.micro_batches]
+    def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
+        """The batches of *source*; a last None when this rank is asked to stop while it waits for one."""
+        with closing(iter(source)) as batches:  # type: ignore[type-var]
+            while True:
+                try:
+                    with self.stop_request.interrupting():
+                        batch = next(batches, None)
+                except StoppedWaiting:
+                    yield None
+                    return
+                if batch is None:
+                    return
+                yield batch
+
+    def agree_on(self, batch: GlobalBatch | None) -> Control:
+        """The control vector: one small reduction tells every rank the batch's tokens and whether any has to stop.
+
+        None stands for the batch that this rank was waiting for when it was asked to stop.
+        """
+        micro_batches = batch.micro_batches if batch is not None else []
+        labels = [num_label_tokens(micro["labels"]) for micro in micro_batches]
         # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
-        tokens = [_num_tokens(micro) if count else 0 for micro, count in zip(batch.micro_batches, labels, strict=True)]
+        tokens = [_num_tokens(micro) if count else 0 for micro, count in zip(micro_batches, labels, strict=True)]
         counts = (sum(labels), sum(tokens)) if self.layout.reports else (0, 0)
-        vector = self.sum_over_ranks(*counts, bool(self.stop_request.requested))
+        vector = self.sum_over_ranks(*counts, batch is None or self.stop_request.wanted)
         return Control(int(vector[0]), int(vector[1]), vector[2] > 0)
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
@@ -501,19 +520,32 @@ class FinetuneRecipe(Lifecycle):
         None when a stop was asked for: it is looked for at every batch.
         """
         assert self.validation_batches is not None
-        loss, num_label_tokens = 0.0, 0.0
         self.model.eval()
         try:
             with torch.no_grad(), self.rng.preserved():
-                for batch in self.validation_batches():
-                    sums = self.sum_over_ranks(*self.validation_sums(batch), bool(self.stop_request.requested))
-                    if sums[2] > 0:
-                        return None
-                    loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
+                totals = self.validation_totals(self.validation_batches())
         finally:
             self.model.train()
             reshard(self.model)
+        if totals is None:
+            return None
+        loss, num_label_tokens = totals
         return Validation(loss / num_label_tokens if num_label_tokens else math.nan, int(num_label_tokens))
+
+    def validation_totals(self, batches: Iterable[GlobalBatch]) -> tuple[float, float] | None:
+        """The summed loss and the label tokens of all batches and ranks; None when a stop was asked for.
+
+        What a batch gave is summed over the ranks before the next forward pass, with the wish to stop: a rank that was
+        still waiting for its data must be heard before the others enter a collective without it.
+        """
+        loss, num_label_tokens, mine = 0.0, 0.0, (0.0, 0)
+        for batch in chain(self.batches(batches), [_END]):
+            sums = self.sum_over_ranks(*mine, batch is None or self.stop_request.wanted)
+            if sums[2] > 0:
+                return None
+            loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
+            mine = self.validation_sums(batch or _END)
+        return loss, num_label_tokens
 
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
         """This rank's summed loss and label tokens of one batch; zeros where another rank speaks for them."""
@@ -521,6 +553,9 @@ class FinetuneRecipe(Lifecycle):
         if not self.layout.reports:
             return 0.0, 0
         return loss, sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
+
+
+_END = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
 
 
 def _num_tokens(micro_batch: Mapping[str, torch.Tensor]) -> int:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
-from automodel_ckpt.distributed.stop import StopRequest
+from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import AutomodelError, SaveFailed, Stopped
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
@@ -83,6 +83,7 @@ class Lifecycle:
         self.untracked: set[str] = set()
         self.checkpointer = None
         self.resumed: Resumed | None = None
+        self.peer_stop: PeerStop | None = None
         self.save_failure: AutomodelError | None = None
         self.progress = Progress(enabled=False)
         self.last_step: StepResult | None = None
@@ -104,6 +105,9 @@ class Lifecycle:
             tp_size=ranks.tp_size,
             pp_size=ranks.pp_size,
         )
+        self.stop_request = stop_request()
+        if layout.world_size > 1:
+            self.peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
         self.progress = Progress(every_seconds=config.logging.log_every_seconds, enabled=layout.is_leader)
         self.log_handler = set_up_logging(self.progress, config.logging.level, layout.rank)
         if config.deterministic:
@@ -347,7 +351,7 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- end
 
-    def stop(self) -> None:
+    def stop(self) -> NoReturn:
         """End for a signal: save the last completed step unless it is saved. Raises :class:`Stopped`."""
         scheduler = self.step_scheduler
         if scheduler.unsaved:
@@ -392,6 +396,8 @@ class Lifecycle:
             self.tracking.close()
         if self.checkpointer is not None:
             self.checkpointer.close()
+        if self.peer_stop is not None:
+            self.peer_stop.close()
         if "log_handler" in vars(self):
             tear_down_logging(self.log_handler)
         close_distributed()

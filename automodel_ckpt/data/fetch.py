@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -17,12 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.sampler import derive_seed
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 Batch = dict[str, torch.Tensor]
+WORKER_END_SECONDS = 1.0
+"""How long a worker process may take to end by itself."""
+
 Collate = Callable[[list[Any]], Batch]
 
 
@@ -147,10 +152,14 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
         **options,
     )
     death = None
+    items: Any = iter(loader)
     try:
-        yield from loader
+        yield from items
     except RuntimeError as error:
         death = str(error)
+    finally:
+        _end_workers(items)
+        del items
     if death is not None:
         raise AutomodelError(
             "a data loading worker died",
@@ -158,6 +167,29 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
             value=f"{num_workers}: {death}",
             remedy="look for the out-of-memory killer and a full /dev/shm, or set dataloader.num_workers 0",
         )
+
+
+def _end_workers(items: Any) -> None:
+    """End the worker processes of torch's iterator, those too that are blocked in the data set's code.
+
+    torch would wait five seconds for each and send SIGTERM, which ours ignore. A worker is killed only after it was
+    asked to end: an idle one might hold a lock that ending the iterator needs.
+    """
+    items._workers_done_event.set()
+    for number, is_running in enumerate(items._workers_status):
+        if is_running:
+            items._mark_worker_as_unavailable(number, shutdown=True)
+    deadline = time.monotonic() + WORKER_END_SECONDS
+    for worker in items._workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    blocked = [worker for worker in items._workers if worker.is_alive()]
+    if blocked:
+        # torch takes the death of a worker that it knows for an accident.
+        signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]
+        items._worker_pids_set = False
+    for worker in blocked:
+        worker.kill()
+        worker.join()
 
 
 def _unchanged(item: Any) -> Any:

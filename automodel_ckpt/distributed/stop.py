@@ -2,6 +2,9 @@
 
 A Python signal handler runs only between two instructions of the main thread, so not while that thread waits in a
 collective. The interpreter's C handler runs always and writes the signal's number to a pipe; a thread reads it there.
+
+Where the main thread waits for data (:meth:`StopRequest.interrupting`) the handler ends the wait by an exception. A
+rank whose peers wait for it does not know of a signal that only they got: :class:`PeerStop` tells it, by their store.
 """
 
 from __future__ import annotations
@@ -11,12 +14,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 1.0
 """One Ctrl-C reaches a rank from the terminal and from the launcher; what comes this close together is one request."""
+WAKE = signal.SIGURG
+"""What a thread sends to have the main thread look up from a wait; other programs' SIGURG changes nothing."""
+PEER_SECONDS = 1.0
+"""How often a rank that waits for data asks whether another one was told to stop."""
+
+
+class StoppedWaiting(BaseException):
+    """A stop was asked for while this thread waited for data. No Exception: data sets catch those and try again."""
 
 
 class StopRequest:
@@ -27,9 +39,15 @@ class StopRequest:
     at_once: Callable[[int], None] | None = None
     """Called with a second signal's number before the process ends with 128 + number; must be quick."""
 
+    elsewhere: bool = False
+    """Whether another rank was asked to stop."""
+    announce: Callable[[], None] | None = None
+    """Called by a thread when the first signal has come; must be quick."""
+
     def __init__(self) -> None:
         self._first_at = 0.0
         self._installed = False
+        self._interrupts = False
 
     def install(self) -> None:
         """Handle SIGTERM, SIGUSR1 and SIGINT from now on. Main thread only; harmless when repeated."""
@@ -45,13 +63,42 @@ class StopRequest:
         threading.Thread(target=self._watch, args=(receiver,), name="stop-request", daemon=True).start()
 
     def note(self, number: int) -> None:
-        """Take this signal as the request, if it is the first."""
-        if not self.requested:
-            self._first_at = time.monotonic()
-            self.requested = number
+        """Take this signal, which came to somebody else, as the request, if it is the first."""
+        self._first_at = self._first_at or time.monotonic()
+        self.requested = self.requested or number
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank has to stop."""
+        return bool(self.requested) or self.elsewhere
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside, in the main thread, a request raises :class:`StoppedWaiting`: now, or when it comes."""
+        self._interrupts = True
+        try:
+            if self.wanted:
+                raise StoppedWaiting
+            yield
+        finally:
+            self._interrupts = False
+
+    def interrupt(self) -> None:
+        """Another rank was asked to stop: end a wait of the main thread. To be called by another thread."""
+        self.elsewhere = True
+        main = threading.main_thread().ident
+        if self._interrupts and main is not None:
+            signal.pthread_kill(main, WAKE)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.note(number)
+        self.requested = self.requested or number
+        self.wake(number, frame)
+
+    def wake(self, number: int, frame: FrameType | None) -> None:
+        """The handler of :data:`WAKE`."""
+        if self._interrupts and self.wanted:
+            self._interrupts = False
+            raise StoppedWaiting
 
     def _watch(self, receiver: int) -> None:
         while True:
@@ -60,8 +107,11 @@ class StopRequest:
                     self._arrived(number)
 
     def _arrived(self, number: int) -> None:
+        is_first = not self._first_at
         self.note(number)
-        if time.monotonic() - self._first_at < SAME_SIGNAL_SECONDS:
+        if is_first and self.announce is not None:
+            self.announce()
+        if is_first or time.monotonic() - self._first_at < SAME_SIGNAL_SECONDS:
             return
         try:
             if self.at_once is not None:
@@ -84,3 +134,41 @@ _this_process = StopRequest()
 def stop_request() -> StopRequest:
     """This process's request; the command line installs it before anything slow is imported."""
     return _this_process
+
+
+class PeerStop:
+    """Tells the other ranks of a request to stop, and this one of theirs, while the training step cannot.
+
+    *store* is the ranks' store. A thread asks it now and then; nothing is sent before somebody was asked to stop.
+    """
+
+    KEY = "automodel_ckpt/stop"
+
+    def __init__(self, request: StopRequest, store: Any) -> None:
+        self._request, self._store = request, store
+        self._closed = threading.Event()
+        signal.signal(WAKE, request.wake)
+        request.announce = self._announce
+        if request.requested:
+            self._announce()
+        threading.Thread(target=self._watch, name="peer-stop", daemon=True).start()
+
+    def close(self) -> None:
+        """Ask no more; before the ranks part."""
+        self._closed.set()
+        self._request.announce = None
+
+    def _announce(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the base of torch's store and network errors
+            self._store.set(self.KEY, "1")
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            while not self._closed.wait(PEER_SECONDS):
+                if self._store.check([self.KEY]):
+                    self._until_heard()
+
+    def _until_heard(self) -> None:
+        """The signal can arrive between two waits: repeat it until the run ends."""
+        while not self._closed.wait(PEER_SECONDS):
+            self._request.interrupt()

@@ -45,6 +45,39 @@ def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() 
     assert (done.returncode, done.stdout) == (128 + signal.SIGINT, f"last words {int(signal.SIGINT)}\n")
 
 
+def test_a_signal_that_the_thread_hears_late_is_not_a_second_one() -> None:
+    done = run("""
+        stop._handle(signal.SIGTERM, None)
+        time.sleep(1.2)
+        stop._arrived(signal.SIGTERM)
+        print(stop.requested)
+    """)
+    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)}\n")
+
+
+@pytest.mark.parametrize("wait", ["time.sleep(20)", "os.read(os.pipe()[0], 1)", "threading.Lock().acquire()"])
+def test_a_wait_for_data_is_ended_by_a_signal_and_by_another_ranks(wait: str) -> None:
+    done = run(f"""
+        import threading
+        from automodel_ckpt.distributed.stop import StoppedWaiting, WAKE
+        signal.signal(WAKE, stop.wake)
+        threading.Timer(0.2, stop.interrupt if {wait!r}[0] == "t" else lambda: os.kill(os.getpid(), 15)).start()
+        lock = threading.Lock()
+        lock.acquire()
+        try:
+            with stop.interrupting():
+                {wait.replace("threading.Lock()", "lock")}
+        except StoppedWaiting:
+            print("stopped")
+        try:
+            with stop.interrupting():
+                print("not reached")
+        except StoppedWaiting:
+            print("stopped at once")
+    """)
+    assert (done.returncode, done.stdout) == (0, "stopped\nstopped at once\n"), done.stderr
+
+
 def test_last_words_that_fail_do_not_keep_the_process() -> None:
     done = run("""
         stop.at_once = lambda number: 1 / 0
