@@ -27,6 +27,8 @@ FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPP
 """Codes that a restart cannot better: the ranks return them instead of dying."""
 
 LOST_PEER = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed")
+NOT_CONNECTED = re.compile(r"connectFullMesh failed")
+"""gloo's word for ranks that could not form a group, which happens now and then on a busy machine."""
 LOST_PEER_CLASSES = frozenset({"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"})
 
 
@@ -43,6 +45,8 @@ class FailureRecord:
     """The traceback of an internal error, else empty."""
     names_rank: bool = False
     """The message says already which rank it happened on."""
+    connected: bool = True
+    """False: the ranks could not connect to each other, so nothing has been done yet."""
 
 
 def record_of(error: BaseException, rank: int) -> FailureRecord:
@@ -51,7 +55,8 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     origin = getattr(error, "rank", None)
     primary = not lost_peer(error) if origin is None else origin == rank
     details = "".join(traceback.format_exception(error)) if code == EXIT_INTERNAL else ""
-    return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None)
+    connected = not NOT_CONNECTED.search(str(error))
+    return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected)
 
 
 def lost_peer(error: BaseException | None) -> bool:
@@ -99,6 +104,7 @@ class Board:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self.directory.mkdir(exist_ok=True)
 
     def sign_in(self, attempt: int, rank: int) -> None:
         """Leave this process's id, so that signals and the other ranks find it."""

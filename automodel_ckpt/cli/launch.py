@@ -21,11 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from automodel_ckpt.cli.failure import Board, FailureRecord, death_of, is_gone, record_of, text_of, verdict
 from automodel_ckpt.cli.topology import (
+    LOCAL,
     Rendezvous,
     cores,
     count_ranks,
@@ -37,11 +39,13 @@ from automodel_ckpt.cli.topology import (
 )
 from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, joined_rank, launched_rank, run_rank, say
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.distributed.network import address_towards, is_loopback, is_own_address
 from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, describe
 
 MONITOR_SECONDS = 0.1
 SHUTDOWN_SECONDS = 10
+CONNECT_ATTEMPTS = 3
 STORE_SECONDS = 5.0
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -158,13 +162,25 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         if signals.received:
             say(f"stopped by {signal.Signals(signals.received).name} before training began")
             return EXIT_STOPPED
-        return _elastic(loaded, recipe_class, meet, num_ranks, flags.max_restarts, Board(directory))
+        for attempt in range(1, CONNECT_ATTEMPTS + 1):
+            board = signals.board = Board(Path(directory) / f"launch_{attempt}")
+            codes, deaths = _elastic(loaded, recipe_class, meet, num_ranks, flags.max_restarts, board)
+            again = meet.rdzv_backend == LOCAL and attempt < CONNECT_ATTEMPTS and not signals.received
+            if not (again and _never_connected(board)):
+                break
+            say("the ranks could not connect to each other: starting them again")
+        return _conclude(board, codes, deaths, several_ranks=num_ranks * meet.max_nodes > 1)
+
+
+def _never_connected(board: Board) -> bool:
+    attempts = board.attempts()
+    return bool(attempts) and any(not record.connected for record in board.records(attempts[-1]))
 
 
 def _elastic(
     loaded: Loaded, recipe_class: RecipeClass, meet: Rendezvous, num_ranks: int, max_restarts: int, board: Board
-) -> int:
-    """Let the elastic agent run the ranks, and say why it ended."""
+) -> tuple[dict[int, int], list[FailureRecord]]:
+    """Let the elastic agent run the ranks; returns their codes, or the deaths that it saw."""
     api = importlib.import_module("torch.distributed.launcher.api")
     importlib.import_module("automodel_ckpt.distributed.rendezvous").register_local_rendezvous()
     config = _launch_config(api, meet, num_ranks, max_restarts, str(board.directory / "agent"))
@@ -180,11 +196,15 @@ def _elastic(
         deaths.append(FailureRecord(0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True))
     except Exception as error:
         raise _no_meeting(meet, error) from error
-    return _conclude(board, codes, deaths, several_ranks=num_ranks * meet.max_nodes > 1)
+    return codes, deaths
 
 
 def _launch_config(api: Any, meet: Rendezvous, num_ranks: int, max_restarts: int, log_dir: str) -> Any:
-    static = {"rank": meet.node_rank} if meet.rdzv_backend == "static" else {}
+    host = meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    if meet.rdzv_backend == "static":
+        configs: dict[str, Any] = {"rank": meet.node_rank}
+    else:
+        configs = {"is_host": is_own_address(host)} if meet.rdzv_backend == "c10d" else {}
     return api.LaunchConfig(
         min_nodes=meet.min_nodes,
         max_nodes=meet.max_nodes,
@@ -192,7 +212,8 @@ def _launch_config(api: Any, meet: Rendezvous, num_ranks: int, max_restarts: int
         run_id=meet.run_id,
         rdzv_backend=meet.rdzv_backend,
         rdzv_endpoint=meet.rdzv_endpoint,
-        rdzv_configs=static,
+        rdzv_configs=configs,
+        local_addr=None if is_loopback(host) else address_towards(host),
         max_restarts=max_restarts,
         monitor_interval=MONITOR_SECONDS,
         start_method="fork",
@@ -256,7 +277,7 @@ class _Forwarder:
 
     def __init__(self, board: Board) -> None:
         self.received = 0
-        self._board = board
+        self.board = board
         self._process = os.getpid()
         self._first_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -273,7 +294,7 @@ class _Forwarder:
         if os.getpid() != self._process:  # a rank that has not installed its own handlers yet
             stop_request().note(number)
             return
-        self._board.sign_stop(number)
+        self.board.sign_stop(number)
         again = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
         if not self.received:
             self.received, self._first_at = number, time.monotonic()
@@ -283,8 +304,8 @@ class _Forwarder:
             os._exit(128 + number)
 
     def _ranks(self) -> Iterator[int]:
-        for attempt in self._board.attempts()[-1:]:
-            yield from self._board.processes(attempt).values()
+        for attempt in self.board.attempts()[-1:]:
+            yield from self.board.processes(attempt).values()
 
     def _tell(self, process: int, number: int) -> bool:
         if is_gone(process):

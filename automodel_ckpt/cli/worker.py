@@ -41,6 +41,7 @@ from automodel_ckpt.cli.failure import (
     text_of,
     verdict,
 )
+from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
 
@@ -78,6 +79,7 @@ def run_rank(loaded: Loaded, recipe_class: RecipeClass, on_failure: Callable[[Fa
     """
     recipe: Recipe | None = None
     try:
+        let_gloo_be_found(os.environ)
         recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
         recipe.setup()
         recipe.run()

@@ -195,6 +195,20 @@ def test_a_restart_says_why(start: Start) -> None:
     ]
 
 
+def test_ranks_that_could_not_connect_are_started_again(start: Start) -> None:
+    done = start("connects_late").wait()
+    assert (done.code, done.err) == (0, "the ranks could not connect to each other: starting them again\n")
+    assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
+
+
+def test_ranks_that_never_connect_are_given_up(start: Start) -> None:
+    done = start("never_connects").wait(90)
+    assert done.code == 1
+    assert done.err.count("starting them again") == 2
+    assert "connectFullMesh failed" in done.err.splitlines()[-2]
+    assert len(done.note("started_1")) == 3
+
+
 def test_restarts_end_and_then_the_last_failure_counts(start: Start) -> None:
     done = start("killed", "--max-restarts", "1").wait()
     assert done.code == 1

@@ -37,6 +37,7 @@ class FakeRecipe:
         if self.size > 1:
             dist.init_process_group("gloo")
         self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
+        self.fail_to_connect()
 
     def run(self) -> None:
         for _ in range(2):
@@ -58,6 +59,17 @@ class FakeRecipe:
         if self.size > 1:
             dist.all_reduce(control, op=dist.ReduceOp.MAX)
         return int(control.item())
+
+    def fail_to_connect(self) -> None:
+        """What gloo raises on one rank now and then; the other one waits."""
+        times = {"connects_late": 1, "never_connects": 99}.get(self.config.case, 0)
+        if self.rank == 1 and len((self.notes / "started_1").read_text().splitlines()) <= times:
+            raise RuntimeError(
+                "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"
+            )
+
+    def connects_late(self) -> None:
+        self.ok()
 
     def ok(self) -> None:
         # In one write: the ranks share the pipe.

@@ -1,0 +1,123 @@
+"""Machines whose own name leads nowhere useful: two network namespaces, where 127.0.0.1 is not the other's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.distributed.network import (
+    address_towards,
+    interface_of,
+    is_loopback,
+    is_own_address,
+    let_gloo_be_found,
+)
+
+ROOT = Path(__file__).parents[2]
+FAKE = "tests.support.fake_train"
+FIRST, SECOND = "10.77.41.1", "10.77.41.2"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces, joined by a cable."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2")
+    mark = uuid.uuid4().hex[:6]
+    names = (f"ckpt-a-{mark}", f"ckpt-b-{mark}")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    try:
+        ip(
+            "link",
+            "add",
+            f"va{mark}",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"vb{mark}",
+            "netns",
+            names[1],
+        )
+        for name, link, address in zip(names, (f"va{mark}", f"vb{mark}"), (FIRST, SECOND), strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        ["--nnodes=2", f"--rdzv-endpoint={FIRST}:29471", "--rdzv-id=x"],
+        ["--nnodes=2", f"--master-addr={FIRST}", "--master-port=29472", "--node-rank={node}"],
+    ],
+    ids=["rendezvous", "master"],
+)
+def test_machines_that_know_themselves_as_localhost_train_together(
+    hosts: tuple[str, str], tmp_path: Path, meet: list[str]
+) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    machines = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", host, sys.executable, "-m", FAKE, "ok", "--notes", str(tmp_path),
+             *(flag.format(node=node) for flag in meet)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node, host in enumerate(hosts)
+    ]  # fmt: skip
+    ended = [machine.communicate(timeout=90) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    assert sorted(out for out, _ in ended) == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+def test_addresses_and_interfaces_are_told() -> None:
+    assert is_own_address("127.0.0.1")
+    assert not is_own_address("192.0.2.1")
+    assert is_loopback("localhost")
+    assert is_loopback("no such name")
+    assert not is_loopback("192.0.2.1")
+    assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no such name") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "chosen"),
+    [
+        ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7"}, "eth7"),
+        ("192.0.2.9", {"MASTER_ADDR": "192.0.2.7"}, None),
+        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, None),
+        ("127.0.1.1", {}, None),
+        ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7", "GLOO_SOCKET_IFNAME": "mine"}, "mine"),
+    ],
+)
+def test_gloo_is_told_an_interface_only_where_it_would_not_be_found(
+    monkeypatch: pytest.MonkeyPatch, own: str, given: dict[str, str], chosen: str | None
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: own)
+    monkeypatch.setattr("automodel_ckpt.distributed.network.address_towards", lambda host: "192.0.2.9")
+    monkeypatch.setattr("automodel_ckpt.distributed.network.interface_of", {"192.0.2.9": "eth7"}.get)
+    let_gloo_be_found(given)
+    assert given.get("GLOO_SOCKET_IFNAME") == chosen
