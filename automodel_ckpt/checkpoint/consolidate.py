@@ -3,20 +3,21 @@
     report = consolidate("checkpoints/epoch_0_step_20")        # or its model/, or a bare directory of shards
     report.output                                              # .../model/consolidated
 
-The order is: open and check the source, plan (pure), write everything beside the target, make it durable, give it its
-name. Until the last step nothing that was there is touched. Imports no torch, and numpy only for casts and interleaved
-slices.
+The order is: open the source, check all of it but the tensors, plan (pure), write everything beside the target and
+check the tensors on the way, make it durable, give it its name. Until the last step nothing that was there is touched.
+Imports no torch, and numpy only for casts and interleaved slices.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,14 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
-from automodel_ckpt.checkpoint.copy_engine import Workers, create_output, gather, move
+from automodel_ckpt.checkpoint.copy_engine import Digested, Workers, copy
 from automodel_ckpt.checkpoint.durable import file_record
+from automodel_ckpt.checkpoint.export_blocks import shares
+from automodel_ckpt.checkpoint.export_output import create_output
 from automodel_ckpt.checkpoint.export_plan import (
     INDEX,
     ExportTensor,
-    Gather,
-    Move,
+    OutputFile,
     Plan,
     make_plan,
     parse_cast_dtype,
@@ -38,10 +40,12 @@ from automodel_ckpt.checkpoint.export_plan import (
 )
 from automodel_ckpt.checkpoint.export_publish import EXPORT_MANIFEST, Log, check_target, staged
 from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps, Source, maps_of, open_source
-from automodel_ckpt.checkpoint.inside import read_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
+from automodel_ckpt.checkpoint.inside import open_inside, read_inside
+from automodel_ckpt.checkpoint.manifest import digest_of
+from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Slice
+from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError, os_problem
 
 __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 
@@ -103,9 +107,9 @@ def consolidate(
     for text in [*(f"warning: {text}" for text in warnings), *_cast_lines(plan)]:
         log(text)
     with staged(target, log) as staging:
-        _write(plan, opened, staging, workers)
+        parts = _write(plan, opened, staging, workers)
         _write_side_files(side_files, staging)
-        _write_manifest(plan, opened, staging, workers)
+        _write_manifest(plan, opened, staging, parts)
     return ConsolidationReport(
         target, len(plan.files), sum(len(file.tensors) for file in plan.files), plan.nbytes,
         time.monotonic() - started, opened.manifest is not None, plan.casts, warnings,
@@ -121,7 +125,8 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
 
 def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
     started = time.monotonic()
-    _check_source(source, workers)
+    if problems := _problems(source, workers, "digest"):
+        raise CheckpointUnusable.all_of(problems)
     log(f"no need: the files in {source.model_directory} are the Hugging Face files already")
     files = {tensor.slices[0].file for tensor in source.tensors.values()}
     nbytes = sum(tensor.nbytes for tensor in source.tensors.values())
@@ -131,46 +136,67 @@ def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
 
 
 def _check_source(source: Source, workers: Workers) -> None:
-    """Every file that the export reads is the one that was saved; all that are not are named."""
+    """Every file that the export reads is the one that was saved, but for the bytes of its slices: those are checked
+    while they are copied. All that is wrong is named."""
     if source.manifest is None:
         return
-    num_threads = workers.num_procs * workers.num_threads
-    if problems := verify(source.root, source.manifest, "digest", num_threads=num_threads):
+    if problems := _problems(source, workers, "size"):
         raise CheckpointUnusable.all_of(problems)
+    if _problems(source, workers, "digest", sealed_by_slices(source.root, source.manifest)):
+        raise CheckpointUnusable.all_of(_problems(source, workers, "digest"))
+
+
+def _problems(source: Source, workers: Workers, level: Level, without: Set[str] = frozenset()) -> list[Problem]:
+    assert source.manifest is not None
+    files = {path: record for path, record in source.manifest.files.items() if path not in without}
+    manifest = dataclasses.replace(source.manifest, files=files)
+    return verify(source.root, manifest, level, num_threads=workers.num_procs * workers.num_threads)
 
 
 def _cast_lines(plan: Plan) -> list[str]:
     return [f"cast {count} tensors from {a} to {b}" for (a, b), count in sorted(plan.casts.items())]
 
 
-def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> None:
-    descriptors: list[int] = []
-    try:
+def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[Digested]:
+    """Write the weights; returns the digest of every byte of them. Nothing damaged comes past it."""
+    with contextlib.ExitStack() as stack:
+        descriptors, clones = [], {}
         for file in plan.files:
-            descriptors.append(create_output(staging / file.name, file.header, file.nbytes))
-        tasks: list[Move | Gather] = sorted((*plan.moves, *plan.gathers), key=_place)
-        workers.run(partial(_carry_out, source.root, staging), tasks)
+            descriptor, clones[file.name] = create_output(
+                staging / file.name, file.header, file.nbytes, _donor(source, file, stack)
+            )
+            stack.callback(os.close, descriptor)
+            descriptors.append(descriptor)
+        written = workers.run(partial(copy, source.root, staging, clones), shares(plan.files, workers.num_procs))
+        if damaged := [piece for part in written for piece in part.damaged]:
+            raise _damaged(source, damaged, workers)
         # Through descriptors open since before the first write: a failed write-back is reported here in any case.
         for descriptor in descriptors:
             os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    headers = [Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files]
+    return [*headers, *(part for result in written for part in result.parts)]
 
 
-def _place(task: Move | Gather) -> tuple[str, int, int]:
-    return task.target, task.target_start, task.first if isinstance(task, Gather) else 0
+def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int | None:
+    """A file that the output takes blocks from, opened to try whether it can."""
+    piece = next((piece for tensor in file.tensors for piece in tensor.stored.slices), None)
+    if piece is None:
+        return None
+    descriptor = open_inside(source.root, piece.file)
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
-def _carry_out(root: Path, staging: Path, task: Move | Gather) -> None:
-    try:
-        if isinstance(task, Move):
-            move(root, staging, task)
-        else:
-            gather(root, staging, task)
-    except OSError as error:
-        error.filename = error.filename or str(staging / task.target)
-        raise
+def _damaged(source: Source, damaged: Sequence[Slice], workers: Workers) -> AutomodelError:
+    """What stopped the copy; all other damage is named with it."""
+    if problems := _problems(source, workers, "digest"):
+        return CheckpointUnusable.all_of(problems)
+    return CheckpointUnusable(
+        "a slice changed while it was read",
+        where=str(source.root / damaged[0].file),
+        value=f"tensor {damaged[0].fqn} (slice at {list(damaged[0].offsets)})",
+        remedy="look for another program that writes there, or for failing memory; then export again",
+    )
 
 
 def _side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
@@ -272,10 +298,7 @@ def _write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
         commit.write_file(path, data)
 
 
-def _write_manifest(plan: Plan, source: Source, staging: Path, workers: Workers) -> None:
-    names = sorted(_regular_files(staging))
-    with ThreadPoolExecutor(workers.num_threads, "consolidate") as executor:
-        records = dict(zip(names, executor.map(lambda name: file_record(staging / name), names), strict=True))
+def _write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
     manifest = source.manifest
     document = {
         "format": "automodel_ckpt.export",
@@ -286,6 +309,22 @@ def _write_manifest(plan: Plan, source: Source, staging: Path, workers: Workers)
         "checkpoint": source.root.name,
         "checked": manifest is not None,
         "casts": {f"{a}->{b}": count for (a, b), count in sorted(plan.casts.items())},
-        "files": {name: {"size": record.size, "digest": record.digest} for name, record in records.items()},
+        "files": _listed(plan, staging, parts),
     }
-    commit.write_file(staging / EXPORT_MANIFEST, json.dumps(document, indent=2).encode() + b"\n")
+    commit.write_file(staging / EXPORT_MANIFEST, json.dumps(document).encode() + b"\n")
+
+
+def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, dict[str, Any]]:
+    """Size and digest of every file; of the weights, the digests of the parts that make a file up, in their order."""
+    found: dict[str, list[tuple[int, int, str]]] = {file.name: [] for file in plan.files}
+    for part in parts:
+        found[part.file].append((part.start, part.nbytes, part.digest))
+    listed: dict[str, dict[str, Any]] = {}
+    for name in sorted(_regular_files(staging)):
+        if name in found:
+            ends = sorted(found[name])
+            listed[name] = {"size": sum(nbytes for _, nbytes, _ in ends), "parts": [[n, d] for _, n, d in ends]}
+        else:
+            record = file_record(staging / name)
+            listed[name] = {"size": record.size, "digest": record.digest}
+    return listed

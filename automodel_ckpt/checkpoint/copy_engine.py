@@ -1,43 +1,39 @@
-"""Moves the bytes of a plan: in the kernel where they lie in one piece, through small fixed buffers where they do not.
+"""Fills the files of a plan: every source byte is read once, checked, put in its place, cast, digested and written.
 
-Work is split by bytes, not by files: every task is at most a few ten megabytes, and threads (and processes, each with
-its threads) share the tasks of one large file as they share many files. Nothing grows with the size of the model.
+Threads take the blocks of all files in order. Reading, casting and writing go on side by side; digesting is done in
+turn, block after block, because a digest takes its bytes in order (it is ten times as fast as the rest). Processes
+share the tensors by their bytes, each with threads of its own. Buffers are all that is held: some megabytes a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
+import mmap
 import os
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any
 
-from automodel_ckpt.checkpoint.export_plan import Gather, Move, blocks
-from automodel_ckpt.checkpoint.inside import open_regular
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, intersection
+import xxhash
+
+from automodel_ckpt.checkpoint.durable import SECTOR_BYTES
+from automodel_ckpt.checkpoint.export_blocks import BLOCK_BYTES, Block, Read, Segment, Stretch, blocks, boxes
+from automodel_ckpt.checkpoint.export_output import Clonable, Output
+from automodel_ckpt.checkpoint.inside import open_inside
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, intersection
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.float_cast import Array
-
-_COPY_BYTES = 64 << 10
-# What says "not this way, for these two files"; anything else (EIO, ENOSPC) is a failure.
-_NOT_THIS_WAY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ETXTBSY}
-
-
-class Sized(Protocol):
-    """A task that knows how many bytes it is about."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-TaskT = TypeVar("TaskT", bound=Sized)
+# A read can be four times what it becomes: F64 to BF16.
+_SCRATCH_BYTES = 4 * BLOCK_BYTES
+_READ_BYTES = 256 << 10
+_MAX_OPEN = 64
+_ALGORITHM = "xxh3_128:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +43,22 @@ class Workers:
     num_procs: int = 1
     num_threads: int = 5
 
-    def run(self, function: Callable[[TaskT], object], tasks: Sequence[TaskT]) -> None:
-        """Call *function* on every task; the first exception is raised when all running calls have ended.
+    def run(
+        self, function: Callable[[Sequence[Stretch], int], Written], shares: Sequence[Sequence[Stretch]]
+    ) -> list[Written]:
+        """Call *function* on every share, each in a process of its own; the first exception is raised.
 
-        With several processes the function and the tasks are pickled, and the calling process is forked: it must not
-        have threads of its own.
+        With several processes function and shares are pickled, and the calling process is forked: it must not have
+        threads of its own.
         """
-        if self.num_procs <= 1 or len(tasks) <= 1:
-            _run_threads(function, self.num_threads, tasks)
-            return
+        if len(shares) <= 1:
+            return [function(share, self.num_threads) for share in shares]
         import multiprocessing
 
-        shares = _shares(tasks, self.num_procs)
         context = multiprocessing.get_context("fork")
         try:
             with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
-                _run_all(executor, partial(_run_threads, function, self.num_threads), shares)
+                return _results([executor.submit(function, share, self.num_threads) for share in shares])
         except BrokenExecutor as error:
             raise SaveFailed(
                 "a worker process was killed", where="consolidation", value=f"one of {len(shares)}",
@@ -70,33 +66,12 @@ class Workers:
             ) from error  # fmt: skip
 
 
-def _run_threads(function: Callable[[Any], object], num_threads: int, tasks: Sequence[Any]) -> None:
-    if num_threads <= 1 or len(tasks) <= 1:
-        for task in tasks:
-            function(task)
-        return
-    with ThreadPoolExecutor(min(num_threads, len(tasks)), "consolidate") as executor:
-        _run_all(executor, function, tasks)
-
-
-def _run_all(executor: Executor, function: Callable[[Any], object], tasks: Sequence[Any]) -> None:
-    futures = [executor.submit(function, task) for task in tasks]
-    done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in pending:
-        future.cancel()
-    for future in done:
-        future.result()
-
-
-def _shares(tasks: Sequence[TaskT], count: int) -> list[list[TaskT]]:
-    """The tasks in at most *count* consecutive shares of about equal bytes: each process reads and writes in order."""
-    total = sum(task.nbytes for task in tasks) or 1
-    shares: list[list[TaskT]] = [[] for _ in range(count)]
-    done = 0
-    for task in tasks:
-        shares[min(count - 1, (done + task.nbytes // 2) * count // total)].append(task)
-        done += task.nbytes
-    return [share for share in shares if share]
+def _results(futures: Sequence[Future[Written]]) -> list[Written]:
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def _die_with_parent() -> None:
@@ -104,129 +79,256 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
-def _damaged(what: str, path: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what, where=str(path), value=value, remedy="restore the file from another copy, or use another checkpoint"
-    )
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """Bytes ``start .. start + nbytes`` of an output file, and their digest."""
+
+    file: str
+    start: int
+    nbytes: int
+    digest: str
 
 
-def move(root: Path, staging: Path, task: Move) -> None:
-    """Carry out a :class:`Move` from the source under *root* into the output under *staging*."""
-    source = open_regular(root / task.file)
-    try:
-        target = os.open(staging / task.target, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            _copy(source, task.start, target, task.target_start, task.nbytes, root / task.file)
-        finally:
-            os.close(target)
-    finally:
-        os.close(source)
+@dataclass(slots=True)
+class Written:
+    """What one process wrote. *damaged* slices are not what was saved; then the output is worth nothing."""
+
+    parts: list[Digested] = field(default_factory=list)
+    damaged: list[Slice] = field(default_factory=list)
 
 
-def _copy(source: int, start: int, target: int, target_start: int, nbytes: int, path: Path) -> None:
-    ways = [_by_copy_file_range, _by_sendfile, _by_buffer]
-    done = 0
-    while done < nbytes:
-        try:
-            count = ways[0](source, start + done, target, target_start + done, nbytes - done)
-        except OSError as error:
-            if len(ways) == 1 or error.errno not in _NOT_THIS_WAY:
-                raise
-            del ways[0]
-            continue
-        if count == 0:
-            raise _damaged("a file ended before its slices did", path, f"at byte {start + done}")
-        done += count
+def copy(root: Path, staging: Path, clones: Mapping[str, bool], share: Sequence[Stretch], num_threads: int) -> Written:
+    """Fill a process's share of the output files under *staging* from the slices under *root*.
 
-
-def _by_copy_file_range(source: int, start: int, target: int, target_start: int, nbytes: int) -> int:
-    return os.copy_file_range(source, target, nbytes, start, target_start)
-
-
-def _by_sendfile(source: int, start: int, target: int, target_start: int, nbytes: int) -> int:
-    os.lseek(target, target_start, os.SEEK_SET)
-    return os.sendfile(target, source, start, nbytes)
-
-
-def _by_buffer(source: int, start: int, target: int, target_start: int, nbytes: int) -> int:
-    data = os.pread(source, min(nbytes, _COPY_BYTES), start)
-    write_at(target, data, target_start)
-    return len(data)
-
-
-def create_output(path: Path, header: bytes, nbytes: int) -> int:
-    """A new file of *nbytes* that begins with *header*; its space is reserved now, so that a full disk shows now.
-
-    Returns a descriptor, to be fsynced and closed. Raises OSError naming the file.
+    *clones* says of each file whether blocks can be cloned into it. Stops at the first slice whose digest differs.
+    Raises OSError naming the file, and :class:`CheckpointUnusable` for a source that is too short.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with contextlib.ExitStack() as stack:
+        outputs = {}
+        for stretch in share:
+            outputs[stretch.file] = output = Output(staging / stretch.file, clones=clones[stretch.file])
+            stack.callback(output.close)
+        run = _Run(root, outputs, blocks(share))
+        total = sum(stretch.stop - stretch.start for stretch in share)
+        run.by_threads(max(1, min(num_threads, total // BLOCK_BYTES)))
+    return run.written
+
+
+class _Stopped(Exception):
+    """Another thread failed."""
+
+
+class _Turns:
+    """Lets threads through in the order of their blocks' numbers."""
+
+    def __init__(self) -> None:
+        self._next, self._stopped, self._change = 0, False, threading.Condition()
+
+    @contextlib.contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: self._stopped or self._next == number)
+            if self._stopped:
+                raise _Stopped
+        yield
+        with self._change:
+            self._next += 1
+            self._change.notify_all()
+
+    def stop(self) -> None:
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+
+
+class _Run:
+    """One process's pass over its blocks."""
+
+    def __init__(self, root: Path, outputs: Mapping[str, Output], todo: Iterator[Block]) -> None:
+        self.written = Written()
+        self._root, self._outputs, self._todo = root, outputs, todo
+        self._taking = threading.Lock()
+        self._checking, self._digesting = _Turns(), _Turns()
+        self._digests: dict[tuple[str, int], xxhash.xxh3_128] = {}
+        self._failure: BaseException | None = None
+
+    def by_threads(self, count: int) -> None:
+        """Returns when all blocks are written. Raises what went wrong first."""
+        others = [threading.Thread(target=self._work, name=f"consolidate-{n}") for n in range(1, count)]
+        for thread in others:
+            thread.start()
+        self._work()
+        for thread in others:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            if error.errno not in _NOT_THIS_WAY:
-                raise
-            os.ftruncate(descriptor, nbytes)
-        write_at(descriptor, header, 0)
-    except OSError as error:
-        os.close(descriptor)
-        error.filename = str(path)
-        raise
-    return descriptor
+            with _Sources(self._root) as sources:
+                while (block := self._take()) is not None:
+                    self._fill(block, sources)
+        except _Stopped:
+            pass
+        except BaseException as failure:
+            self._failure = self._failure or failure
+            self._stop()
+
+    def _take(self) -> Block | None:
+        with self._taking:
+            return next(self._todo, None)
+
+    def _stop(self) -> None:
+        self._checking.stop()
+        self._digesting.stop()
+
+    def _fill(self, block: Block, sources: _Sources) -> None:
+        data, parts = sources.read(block)
+        with self._checking.turn(block.number):
+            for segment, pieces in parts:
+                self._check(block.file, segment, pieces)
+        if not all(segment.as_is for segment in block.segments):
+            self._convert(block, data, parts)
+        with self._digesting.turn(block.number):
+            for segment in block.segments:
+                if not segment.as_is:
+                    self._digest(block, segment, data)
+        self._outputs[block.file].write(data, block.start, sources.clonable(block))
+
+    def _check(self, file: str, segment: Segment, pieces: Sequence[tuple[Read, memoryview]]) -> None:
+        """Digest what was read; a slice that is complete must be the one that was saved."""
+        at = segment.start
+        for read, data in pieces:
+            key = (f"{file}:{segment.tensor.fqn}:{read.piece.file}", read.piece.start)
+            if not read.at:
+                self._digests[key] = xxhash.xxh3_128()
+            self._digests[key].update(data)
+            at += read.nbytes
+            if read.is_last:
+                found = _ALGORITHM + self._digests.pop(key).hexdigest()
+                if read.piece.digest not in (None, found):
+                    self.written.damaged.append(read.piece)
+                    self._stop()
+                    raise _Stopped
+                if segment.as_is:
+                    self.written.parts.append(Digested(file, at - read.piece.nbytes, read.piece.nbytes, found))
+
+    def _digest(self, block: Block, segment: Segment, data: memoryview) -> None:
+        """Digest what a tensor that is not copied as it is became."""
+        key = (f"{block.file}:{segment.tensor.fqn}", -1)
+        if not segment.first:
+            self._digests[key] = xxhash.xxh3_128()
+        self._digests[key].update(data[segment.start - block.start : segment.stop - block.start])
+        nbytes = segment.tensor.nbytes
+        if segment.last * DTYPE_BITS[segment.tensor.dtype] // 8 == nbytes:
+            found = _ALGORITHM + self._digests.pop(key).hexdigest()
+            self.written.parts.append(Digested(block.file, segment.stop - nbytes, nbytes, found))
+
+    @staticmethod
+    def _convert(
+        block: Block, data: memoryview, parts: Sequence[tuple[Segment, Sequence[tuple[Read, memoryview]]]]
+    ) -> None:
+        for segment, pieces in parts:
+            if not segment.as_is:
+                place(segment, pieces, data[segment.start - block.start : segment.stop - block.start])
 
 
-def write_at(descriptor: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of *data* at byte *start*, whatever part of it a single call takes."""
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.pwrite(descriptor, view, start)
-        view, start = view[count:], start + count
+class _Sources:
+    """A thread's open files and buffers: bytes of slices, laid out as the output has them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: OrderedDict[str, int] = OrderedDict()
+        # Anonymous mappings begin at a page, as O_DIRECT asks of memory; what is never touched takes no memory.
+        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES + SECTOR_BYTES))
+        self._scratch = memoryview(mmap.mmap(-1, _SCRATCH_BYTES))
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def read(self, block: Block) -> tuple[memoryview, list[tuple[Segment, list[tuple[Read, memoryview]]]]]:
+        """The block's bytes, in memory as in the file (counted in sectors), and of each segment what was read: in its
+        place there, or beside it where it has to be put in place or cast."""
+        skip = block.start % SECTOR_BYTES
+        data = self._block[skip : skip + block.stop - block.start]
+        parts, used = [], 0
+        for segment in block.segments:
+            pieces, at = [], segment.start - block.start
+            for read in segment.reads:
+                if segment.as_is:
+                    target, at = data[at : at + read.nbytes], at + read.nbytes
+                else:
+                    target, used = self._scratch[used : used + read.nbytes], used + read.nbytes
+                self._read(read, target)
+                pieces.append((read, target))
+            parts.append((segment, pieces))
+        return data, parts
+
+    def clonable(self, block: Block) -> Iterator[Clonable]:
+        """What the block holds of files unchanged."""
+        for segment in block.segments:
+            at = segment.start
+            for read in segment.reads if segment.as_is else ():
+                yield Clonable(self._descriptor(read.piece.file), read.piece.start + read.at, at, read.nbytes)
+                at += read.nbytes
+
+    def _read(self, read: Read, memory: memoryview) -> None:
+        descriptor, start = self._descriptor(read.piece.file), read.piece.start + read.at
+        # The disk gets one large request; what comes is copied in cachefuls.
+        os.posix_fadvise(descriptor, start, read.nbytes, os.POSIX_FADV_WILLNEED)
+        while memory:
+            try:
+                count = os.preadv(descriptor, [memory[:_READ_BYTES]], start)
+            except OSError as error:
+                raise _unreadable(self._root / read.piece.file, start, str(error.strerror)) from error
+            if count == 0:
+                raise _unreadable(self._root / read.piece.file, start, "the file ends here")
+            memory, start = memory[count:], start + count
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[file] = open_inside(self._root, file)
+            os.posix_fadvise(self._open[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._open.move_to_end(file)
+        return self._open[file]
 
 
-def gather(root: Path, staging: Path, task: Gather) -> None:
-    """Carry out a :class:`Gather`: block by block, from the mapped slices through one buffer into the output."""
-    maps = [(piece, _mapped(root, piece)) for piece in task.tensor.slices if piece.nbytes]
-    itemsize = DTYPE_BITS[task.dtype] // 8
-    target = os.open(staging / task.target, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for box in blocks(task.tensor.shape, task.first, task.last):
-            data = _assembled(task.tensor, task.dtype, box, maps)
-            at = task.target_start + _flat(box.offsets, task.tensor.shape) * itemsize
-            write_at(target, data.reshape(-1).view("u1").data, at)
-    finally:
-        os.close(target)
+def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "a slice cannot be read", where=str(path), value=f"at byte {start}: {why}",
+        remedy="restore the file from another copy, or use another checkpoint",
+    )  # fmt: skip
 
 
-def _mapped(root: Path, piece: Slice) -> Array:
+def place(segment: Segment, pieces: Sequence[tuple[Read, memoryview]], out: memoryview) -> None:
+    """Put the elements that were read of each slice where they belong in *out*, the segment's bytes, and cast them."""
     import numpy as np
 
-    from automodel_ckpt.checkpoint.float_cast import storage_dtype
+    from automodel_ckpt.checkpoint.float_cast import cast_into, storage_dtype
 
-    dtype = storage_dtype(piece.dtype, DTYPE_BITS[piece.dtype])
-    array: Array = np.memmap(root / piece.file, dtype, "r", piece.start, piece.sizes or (1,))
-    return array.reshape(piece.sizes)
-
-
-def _assembled(tensor: Tensor, dtype: str, box: Box, maps: Sequence[tuple[Slice, Array]]) -> Array:
-    import numpy as np
-
-    from automodel_ckpt.checkpoint.float_cast import cast, storage_dtype
-
-    result = np.empty(box.sizes, storage_dtype(dtype, DTYPE_BITS[dtype]))
-    for piece, values in maps:
-        common = Box((), ()) if not tensor.shape else intersection(piece.box, box)
-        if common is not None:
-            result[_within(common, box)] = cast(values[_within(common, piece.box)], tensor.dtype, dtype)
-    return result
+    tensor = segment.tensor.stored
+    source, target = tensor.dtype, segment.tensor.dtype
+    held = storage_dtype(source, DTYPE_BITS[source])
+    arrays = [(read.piece.box, np.frombuffer(data, held)) for read, data in pieces]
+    result = np.frombuffer(out, storage_dtype(target, DTYPE_BITS[target]))
+    taken = [0] * len(arrays)
+    for box in boxes(tensor.shape, segment.first, segment.last):
+        values, result = result[: box.numel].reshape(box.sizes), result[box.numel :]
+        for number, (piece, array) in enumerate(arrays):
+            common = intersection(piece, box) if tensor.shape else box
+            if common is not None:
+                begin, taken[number] = taken[number], taken[number] + common.numel
+                part = array[begin : taken[number]].reshape(common.sizes)
+                cast_into(part, source, target, values[_within(common, box)])
 
 
-def _within(common: Box, box: Box) -> tuple[slice, ...]:
+def _within(common: Box, box: Box) -> tuple[Any, ...]:
     triples = zip(common.offsets, common.sizes, box.offsets, strict=True)
-    return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in triples)
-
-
-def _flat(offsets: Sequence[int], shape: Sequence[int]) -> int:
-    index = 0
-    for offset, size in zip(offsets, shape, strict=True):
-        index = index * size + offset
-    return index
+    # The ellipsis makes it a view even where there are no dimensions.
+    return (*(slice(offset - origin, offset - origin + size) for offset, size, origin in triples), ...)

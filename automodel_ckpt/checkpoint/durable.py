@@ -7,7 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.manifest import FileRecord
 _BLOCK_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10
-_SECTOR_BYTES = 4096
+SECTOR_BYTES = 4096
 # Below this the page cache is as fast, and setting up costs more than it saves.
 DIRECT_FROM_BYTES = 8 << 20
 
@@ -44,8 +44,8 @@ class DurableFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with self._named():
-                _preallocate(self._descriptor, nbytes)
-                if nbytes >= DIRECT_FROM_BYTES and _bypass_page_cache(self._descriptor, True):
+                preallocate(self._descriptor, nbytes)
+                if nbytes >= DIRECT_FROM_BYTES and bypass_page_cache(self._descriptor, True):
                     self._direct = _DirectWriter(self._descriptor)
         except OSError:
             os.close(self._descriptor)
@@ -138,17 +138,42 @@ class DurableFile:
 def file_record(path: Path) -> FileRecord:
     """Size and digest of a regular file's content, at the disk's speed: a file that is not in memory yet is read faster
     into a small buffer than by mapping it."""
+    with _opened(path) as descriptor:
+        return FileRecord(*_digest_up_to(descriptor, 0, None))
+
+
+def part_digests(path: Path, sizes: Sequence[int]) -> list[str]:
+    """The digest of each of the consecutive parts of a regular file, *sizes* in bytes; a shorter file has fewer."""
+    digests, at = [], 0
+    with _opened(path) as descriptor:
+        for size in sizes:
+            found, digest = _digest_up_to(descriptor, at, size)
+            if found < size:
+                break
+            digests.append(digest)
+            at += size
+    return digests
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        hashed, offset = xxhash.xxh3_128(), 0
-        buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(descriptor).st_size)))
-        while count := os.preadv(descriptor, [buffer], offset):
-            hashed.update(buffer[:count])
-            offset += count
+        yield descriptor
     finally:
         os.close(descriptor)
-    return FileRecord(offset, "xxh3_128:" + hashed.hexdigest())
+
+
+def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int, str]:
+    """How many bytes there are from *start*, at most *nbytes*, and their digest."""
+    left = os.fstat(descriptor).st_size - start if nbytes is None else nbytes
+    buffer = memoryview(bytearray(max(0, min(_READ_BYTES, left))))
+    hashed, done = xxhash.xxh3_128(), 0
+    while done < left and (count := os.preadv(descriptor, [buffer[: left - done]], start + done)):
+        hashed.update(buffer[:count])
+        done += count
+    return done, "xxh3_128:" + hashed.hexdigest()
 
 
 class _DirectWriter:
@@ -175,7 +200,7 @@ class _DirectWriter:
         """Write what is left, padded to whole sectors (the caller truncates), and wait for all of it."""
         try:
             if self._filled:
-                padded = -(-self._filled // _SECTOR_BYTES) * _SECTOR_BYTES
+                padded = -(-self._filled // SECTOR_BYTES) * SECTOR_BYTES
                 self._blocks[self._current][self._filled : padded] = bytes(padded - self._filled)
                 self._submit(padded)
             self._wait(0)
@@ -205,15 +230,15 @@ class _DirectWriter:
                 count = os.pwrite(self._descriptor, block, position)
             except OSError as error:
                 # Some file systems take the flag and refuse the write: through the page cache, then.
-                if error.errno != errno.EINVAL or not _bypass_page_cache(self._descriptor, False):
+                if error.errno != errno.EINVAL or not bypass_page_cache(self._descriptor, False):
                     raise
                 continue
             block, position = block[count:], position + count
-            if block and position % _SECTOR_BYTES:
-                _bypass_page_cache(self._descriptor, False)
+            if block and position % SECTOR_BYTES:
+                bypass_page_cache(self._descriptor, False)
 
 
-def _bypass_page_cache(descriptor: int, bypass: bool) -> bool:
+def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
     """Set or clear O_DIRECT; False where that changes nothing or cannot be."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if bypass else flags & ~os.O_DIRECT
@@ -224,7 +249,8 @@ def _bypass_page_cache(descriptor: int, bypass: bool) -> bool:
     return wanted != flags
 
 
-def _preallocate(descriptor: int, nbytes: int) -> None:
+def preallocate(descriptor: int, nbytes: int) -> None:
+    """Reserve the space of *nbytes*, where the file system can; a full disk raises OSError now."""
     if nbytes <= 0:
         return
     try:

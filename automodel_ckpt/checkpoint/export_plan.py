@@ -1,14 +1,12 @@
-"""From slices to the byte ranges of Hugging Face files: pure, no file is touched.
+"""From slices to Hugging Face files: pure, no file is touched.
 
-The plan fixes what an export holds (names, dtypes, files, headers) and, for every byte of its data sections, where it
-comes from: a :class:`Move` where the bytes lie in one piece on both sides, a :class:`Gather` where a tensor's slices
-interleave in it or its dtype changes.
+The plan fixes what an export holds: names, dtypes, files, headers, and the place of every tensor. Which bytes of which
+slices then fill a file is said by :mod:`export_blocks`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,22 +14,11 @@ from typing import NoReturn
 
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.safetensors_header import build_header
-from automodel_ckpt.checkpoint.slices import (
-    DTYPE_BITS,
-    ORDINARY_FLOATS,
-    Box,
-    Tensor,
-    intersection,
-    nbytes_of,
-    overlap,
-)
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Tensor, nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000
-MOVE_BYTES = 32 << 20
-# Elements of one block of a gather: its buffers stay in the processor's cache.
-BLOCK_ELEMENTS = 256 << 10
 _CAST_NAMES = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "half": "F16",
     "fp32": "F32", "float32": "F32", "float": "F32", "fp64": "F64", "float64": "F64", "double": "F64",
@@ -60,42 +47,19 @@ class OutputFile:
     nbytes: int
     tensors: tuple[ExportTensor, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """*nbytes* bytes at *start* of a source file go to *target_start* of the output file *target*, unchanged."""
-
-    file: str
-    start: int
-    target: str
-    target_start: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Blocks ``first .. last`` (see :func:`blocks`) of a tensor, put together from its slices and cast to *dtype*."""
-
-    tensor: Tensor
-    dtype: str
-    target: str
-    target_start: int
-    first: int
-    last: int
-
-    @property
-    def nbytes(self) -> int:
-        size = DTYPE_BITS[self.dtype] // 8
-        return min(self.tensor.nbytes, (self.last - self.first) * BLOCK_ELEMENTS * size)
+    def placed(self) -> Iterator[tuple[ExportTensor, int]]:
+        """Each tensor and the byte where it begins."""
+        at = len(self.header)
+        for tensor in self.tensors:
+            yield tensor, at
+            at += tensor.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All there is to do: *casts* counts tensors by (from, to); *warnings* are for the user."""
+    """The files to write: *casts* counts tensors by (from, to); *warnings* are for the user."""
 
     files: tuple[OutputFile, ...]
-    moves: tuple[Move, ...]
-    gathers: tuple[Gather, ...]
     casts: Mapping[tuple[str, str], int]
     warnings: tuple[str, ...] = field(default=())
 
@@ -146,8 +110,7 @@ def make_plan(
     Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
     """
     files, warnings = plan_files(tensors, tied, maps, cast_dtype=cast_dtype, max_file_bytes=max_file_bytes, where=where)
-    moves, gathers = _ranges(files)
-    return Plan(files, tuple(moves), tuple(gathers), counted_casts(files), warnings)
+    return Plan(files, counted_casts(files), warnings)
 
 
 def plan_files(
@@ -285,113 +248,3 @@ def _output_files(
         header, _ = build_header([(t.fqn, t.dtype, t.stored.shape) for t in ordered], {"format": "pt"})
         nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
         yield OutputFile(file_name(number, len(groups)), header, nbytes, ordered)
-
-
-def _ranges(files: Sequence[OutputFile]) -> tuple[list[Move], list[Gather]]:
-    moves: list[Move] = []
-    gathers: list[Gather] = []
-    for file in files:
-        at = len(file.header)
-        for tensor in file.tensors:
-            found = _moves(tensor, file.name, at)
-            if found is None:
-                gathers += _gathers(tensor, file.name, at)
-            else:
-                moves += found
-            at += tensor.nbytes
-    return list(_split(_joined(moves))), gathers
-
-
-def _moves(tensor: ExportTensor, target: str, at: int) -> list[Move] | None:
-    """A move per slice, in the order of the target; None where a slice is not in one piece or the dtype changes."""
-    if tensor.dtype != tensor.stored.dtype:
-        return None
-    shape = tensor.stored.shape
-    whole, itemsize = Box((0,) * len(shape), shape), DTYPE_BITS[tensor.dtype] // 8
-    moves = []
-    for piece in tensor.stored.slices:
-        for run in overlap(piece.box, whole, itemsize):
-            if run.nbytes != piece.nbytes:
-                return None
-            moves.append(Move(piece.file, piece.start + run.source, target, at + run.target, run.nbytes))
-    return sorted(moves, key=lambda move: move.target_start)
-
-
-def _joined(moves: Iterable[Move]) -> Iterator[Move]:
-    """Neighbours in both files become one move."""
-    held: Move | None = None
-    for move in moves:
-        if held is None:
-            held = move
-        elif (held.file, held.target, held.start + held.nbytes, held.target_start + held.nbytes) == (
-            move.file, move.target, move.start, move.target_start,
-        ):  # fmt: skip
-            held = Move(held.file, held.start, held.target, held.target_start, held.nbytes + move.nbytes)
-        else:
-            yield held
-            held = move
-    if held is not None:
-        yield held
-
-
-def _split(moves: Iterable[Move]) -> Iterator[Move]:
-    for move in moves:
-        for done in range(0, move.nbytes, MOVE_BYTES):
-            nbytes = min(MOVE_BYTES, move.nbytes - done)
-            yield Move(move.file, move.start + done, move.target, move.target_start + done, nbytes)
-
-
-def _gathers(tensor: ExportTensor, target: str, at: int) -> Iterator[Gather]:
-    shape = tensor.stored.shape
-    count = num_blocks(shape)
-    step = max(1, MOVE_BYTES // (BLOCK_ELEMENTS * DTYPE_BITS[tensor.dtype] // 8))
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        part = _part(tensor.stored, (block(shape, first), block(shape, last - 1)))
-        yield Gather(part, tensor.dtype, target, at, first, last)
-
-
-def _part(tensor: Tensor, ends: tuple[Box, Box]) -> Tensor:
-    """The tensor with those of its slices only that can touch the blocks between the two *ends*."""
-    if not tensor.shape:
-        return tensor
-    begin, stop = ends[0].offsets[0], ends[1].offsets[0] + ends[1].sizes[0]
-    rows = Box((begin, *(0 for _ in tensor.shape[1:])), (stop - begin, *tensor.shape[1:]))
-    slices = tuple(piece for piece in tensor.slices if intersection(piece.box, rows) is not None)
-    return Tensor(tensor.fqn, tensor.dtype, tensor.shape, slices)
-
-
-def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The dimension that blocks cut, and by how many of its elements; dimensions after it stay whole."""
-    inner, cut = 1, len(shape) - 1
-    while cut > 0 and inner * shape[cut] <= BLOCK_ELEMENTS:
-        inner *= shape[cut]
-        cut -= 1
-    return cut, max(1, BLOCK_ELEMENTS // inner)
-
-
-def num_blocks(shape: tuple[int, ...]) -> int:
-    """How many blocks a tensor of that shape has; none where it is empty."""
-    if not shape or not math.prod(shape):
-        return math.prod(shape)
-    cut, step = _cut(shape)
-    return math.prod(shape[:cut]) * -(-shape[cut] // step)
-
-
-def block(shape: tuple[int, ...], index: int) -> Box:
-    """Block number *index* of a tensor, in row-major order: at most BLOCK_ELEMENTS, without gaps in the target."""
-    if not shape:
-        return Box((), ())
-    cut, step = _cut(shape)
-    outer, within = divmod(index, -(-shape[cut] // step))
-    offsets = [0] * len(shape)
-    offsets[cut] = within * step
-    for dimension in range(cut - 1, -1, -1):
-        outer, offsets[dimension] = divmod(outer, shape[dimension])
-    sizes = [1] * cut + [min(step, shape[cut] - offsets[cut]), *shape[cut + 1 :]]
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def blocks(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """Blocks ``first .. last`` in row-major order: one after the other they fill the target without gaps."""
-    return (block(shape, index) for index in range(first, last))

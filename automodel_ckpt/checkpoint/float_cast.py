@@ -15,6 +15,7 @@ Array = npt.NDArray[Any]
 
 # How numpy holds the elements of a safetensors dtype: floats that it lacks, and all else, as raw bits.
 _STORAGE_BY_BITS = {8: "<u1", 16: "<u2", 32: "<u4", 64: "<u8", 128: "<c16"}
+_CHUNK_ELEMENTS = 64 << 10
 _STORAGE = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
@@ -40,5 +41,29 @@ def _single_from_bfloat16(bits: Array) -> Array:
 
 def _bfloat16_from_single(values: Array) -> Array:
     bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    # One temporary, changed in place: fresh memory costs more than the arithmetic.
+    rounded = np.right_shift(bits, np.uint32(16), out=np.empty_like(bits))
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    result = rounded.astype(np.uint16)
+    if (nan := np.isnan(values)).any():
+        result[nan] = 0x7FC0
+    return result
+
+
+def cast_into(values: Array, source: str, target: str, out: Array) -> None:
+    """Write *values* of dtype *source* as *target* into *out*, of the same shape, a cacheful at a time."""
+    if source == target:
+        out[...] = values
+    elif values.size <= _CHUNK_ELEMENTS or not values.ndim:
+        out[...] = cast(values, source, target)
+    else:
+        rows = max(1, _CHUNK_ELEMENTS * len(values) // values.size)
+        for start in range(0, len(values), rows):
+            part = slice(start, start + rows)
+            if rows == 1 and values.ndim > 1:
+                cast_into(values[start], source, target, out[start])
+            else:
+                out[part] = cast(values[part], source, target)

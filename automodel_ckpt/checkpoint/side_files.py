@@ -42,7 +42,7 @@ def write_finished(assets: Assets | None, placement: Placement, staging: Path, p
 
     config.json is made to state the dtype that the weights have.
     """
-    plan = Plan(placement.files, (), (), {}, ())
+    plan = Plan(placement.files, {}, ())
     files = {INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
     if assets is not None:
         files |= {name: data for name, data in assets.files.items() if name not in MAPS}

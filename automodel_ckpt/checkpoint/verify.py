@@ -7,15 +7,15 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.composed import held_in, is_composed, read_composed
-from automodel_ckpt.checkpoint.durable import file_record
+from automodel_ckpt.checkpoint.durable import file_record, part_digests
 from automodel_ckpt.checkpoint.inside import is_hollow, link_on_the_way, open_inside, read_inside
 from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest, digest_of
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
@@ -179,20 +179,38 @@ def _export_problems(directory: Path) -> list[Problem]:
     remedy = "export again: bash consolidate.sh"
     try:
         text = read_inside(directory.parent, f"{directory.name}/{layout.EXPORT_MANIFEST}", limit=MAX_LIST_BYTES)
-        listed = json.loads(text)["files"]
-        records = {path: FileRecord(int(entry["size"]), str(entry["digest"])) for path, entry in listed.items()}
+        listed = {path: _Listed.parse(entry) for path, entry in json.loads(text)["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         return [Problem("an export without a usable manifest", str(directory), repr(error)[:300], remedy)]
     problems = []
-    for path, record in records.items():
+    for path, entry in listed.items():
         if reason := layout.unsafe_path(path):
             problems.append(Problem("an export names a file outside", str(directory), f"{path!r}: {reason}", remedy))
-        elif problem := _size_problem(directory, path, record):
+        elif problem := _size_problem(directory, path, FileRecord(entry.size, "")):
             problems.append(replace(problem, remedy=remedy))
-        elif file_record(directory / path) != record:
+        elif not entry.describes(directory / path):
             what = "a file of the export is not what was written"
             problems.append(Problem(what, str(directory / path), "its digest differs", remedy))
     return problems
+
+
+class _Listed(NamedTuple):
+    """A file in an export's list: its size, and the digests of the consecutive parts that make it up."""
+
+    size: int
+    parts: Sequence[tuple[int, str]]
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> _Listed:
+        size = int(entry["size"])
+        raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
+        parts = [(int(nbytes), str(digest)) for nbytes, digest in raw]
+        if min((nbytes for nbytes, _ in parts), default=0) < 0 or sum(nbytes for nbytes, _ in parts) != size:
+            raise ValueError(f"parts that do not make up {size} bytes")
+        return cls(size, parts)
+
+    def describes(self, path: Path) -> bool:
+        return part_digests(path, [nbytes for nbytes, _ in self.parts]) == [digest for _, digest in self.parts]
 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

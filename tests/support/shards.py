@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.consolidate import consolidate_script
 from automodel_ckpt.checkpoint.export_source import dtype_code
 from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, StateRecord, Tree, digest_of
 from automodel_ckpt.checkpoint.safetensors_header import build_header
+from automodel_ckpt.checkpoint.shard_header import shard_header
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor
 
 
@@ -63,14 +64,16 @@ def write_shards(
     for piece in pieces:
         by_rank.setdefault(piece.rank, []).append(piece)
     for rank, mine in by_rank.items():
-        info: dict[str, Any] = {}
-        for piece in mine:
-            info[piece.fqn] = {"saved_offsets": list(piece.box.offsets)}
-            if global_shape:
-                info[piece.fqn]["global_shape"] = list(tensors[piece.fqn].shape)
         entries = [(p.fqn, dtype_code(str(tensors[p.fqn].dtype)), p.box.sizes) for p in mine]
-        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
-        header, starts = build_header(entries, metadata)
+        if global_shape:
+            shapes = [tuple(tensors[p.fqn].shape) for p in mine]
+            header, starts = shard_header(
+                [(f, d, p.box.offsets, n, shape) for (f, d, n), p, shape in zip(entries, mine, shapes, strict=True)]
+            )
+        else:
+            info = {piece.fqn: {"saved_offsets": list(piece.box.offsets)} for piece in mine}
+            metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+            header, starts = build_header(entries, metadata)
         name = layout.shard_file("", rank, 1, 1).lstrip("/")
         with open(directory / name, "wb") as file:
             file.write(header)

@@ -7,18 +7,16 @@ PyTorch's ``HuggingFaceStorageReader`` and NeMo AutoModel's offline tool read th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan, file_index
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.safetensors_header import build_header
+from automodel_ckpt.checkpoint.shard_header import shard_header
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS
 
 NAME = "safetensors"
-_ALIGN = 4096
 
 
 def plan_jobs(plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None = None) -> Iterator[FileJob]:
@@ -40,19 +38,12 @@ def plan_jobs(plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None 
 def _shard_job(plan: TreePlan, shares: Sequence[TensorShare], file: str) -> FileJob:
     # Wider dtypes first: readers view a tensor's bytes in place, at offsets that must be multiples of its item size.
     ordered = sorted(shares, key=lambda share: -DTYPE_BITS[share.dtype])
-    header, starts = build_header(
-        [(share.fqn, share.dtype, share.sizes) for share in ordered], _metadata(ordered), align=_ALIGN
-    )
+    header, starts = shard_header([(s.fqn, s.dtype, s.offsets, s.sizes, s.shape) for s in ordered])
     pieces = [Piece(0, header)]
     for share in ordered:
         start = starts[share.fqn]
         pieces.append(Piece(start, plan.fetching(share), share.stored(file, start)))
     return FileJob(file, pieces, plan.name, len(header) + sum(share.nbytes for share in ordered))
-
-
-def _metadata(shares: Sequence[TensorShare]) -> dict[str, str]:
-    sharding = {s.fqn: {"saved_offsets": list(s.offsets), "global_shape": list(s.shape)} for s in shares}
-    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
 
 
 def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:

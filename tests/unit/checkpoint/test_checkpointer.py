@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, durable
+from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
@@ -64,6 +65,20 @@ def test_every_file_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
         os.umask(before)
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_file()}
     assert set(modes.values()) == {0o640}, modes
+
+
+def test_a_shard_is_known_by_its_header_and_its_slices(tmp_path: Path) -> None:
+    """An export checks the header against the manifest, and the slices while it copies them."""
+    path = tiny.save(tmp_path, tiny.recipe()).path
+    shard = "model/shard-00001-model-00001-of-00001.safetensors"
+    manifest = Manifest.read(path)
+    assert sealed_by_slices(path, manifest) == {shard}
+    whole = (path / shard).read_bytes()
+    for at in (0, 9, 100, 4000):
+        (path / shard).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert sealed_by_slices(path, manifest) == set()
+    (path / shard).unlink()
+    assert sealed_by_slices(path, manifest) == set()
 
 
 def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_write_that_fails_behind_the_callers_back_is_raised_with_the_files_nam
 def test_where_o_direct_does_not_exist_files_are_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "_bypass_page_cache", lambda *_: False)
+    monkeypatch.setattr(durable, "bypass_page_cache", lambda *_: False)
     data = os.urandom(9 << 20)
     with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
         file.write(data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -15,13 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint import copy_engine, export_plan, export_publish
+from automodel_ckpt.checkpoint import copy_engine, export_blocks, export_output, export_plan, export_publish
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.export_source import MAPS
+from automodel_ckpt.checkpoint.manifest import digest_of
 from automodel_ckpt.checkpoint.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
 from tests.support.shards import Piece, bits, cut, raw_bytes, record_of, whole, write_checkpoint, write_shards
+from tools.crash.power import Disk, unsupported
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,29 +101,40 @@ def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
     assert_same(consolidate(tmp_path / "c").output, tensors)
 
 
-@pytest.mark.parametrize(("block", "move"), [(1, 1), (7, 13), (64, 4096)])
-def test_tensors_of_many_blocks_and_moves_are_bit_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, move: int
+@pytest.mark.parametrize("block", [16, 48, 4096, 12288])
+@pytest.mark.parametrize("num_threads", [1, 5])
+def test_tensors_of_many_blocks_are_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, num_threads: int
 ) -> None:
-    monkeypatch.setattr(export_plan, "BLOCK_ELEMENTS", block)
-    monkeypatch.setattr(export_plan, "MOVE_BYTES", move)
-    tensors = {"w": torch.randn(5, 4, 7), "v": torch.randn(101)}
-    write_checkpoint(tmp_path / "c", tensors, cut("w", tensors["w"], 2, dim=1) + cut("v", tensors["v"], 3))
-    assert_same(consolidate(tmp_path / "c").output, tensors)
-    found = loaded(consolidate(tmp_path / "c", tmp_path / "cast", cast_dtype="fp16").output)
+    for module in (export_blocks, copy_engine):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
+    tensors = {"w": torch.randn(5, 41, 7), "v": torch.randn(1013), "u": torch.randn(3, 5).bfloat16()}
+    pieces = cut("w", tensors["w"], 2, dim=1) + cut("v", tensors["v"], 3) + cut("u", tensors["u"], 4, dim=1)
+    write_checkpoint(tmp_path / "c", tensors, pieces)
+    assert_same(consolidate(tmp_path / "c", num_threads=num_threads).output, tensors)
+    found = loaded(consolidate(tmp_path / "c", tmp_path / "cast", cast_dtype="fp16", num_threads=num_threads).output)
     assert all(torch.equal(found[fqn], tensor.half()) for fqn, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("broken", [["_by_copy_file_range"], ["_by_copy_file_range", "_by_sendfile"]])
-def test_where_the_kernel_does_not_copy_the_next_way_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: list[str]
+@pytest.mark.parametrize("way", ["direct", "refused", "plain"])
+def test_the_bytes_are_the_same_whichever_way_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(18, "Invalid cross-device link")
+    """tmp_path takes O_DIRECT on most machines; where it does not, the three ways are one."""
+    monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
+    if way == "plain":
+        monkeypatch.setattr(export_output, "bypass_page_cache", lambda *_: False)
+    if way == "refused":
+        write = os.pwrite
 
-    for name in broken:
-        monkeypatch.setattr(copy_engine, name, refuse)
-    tensors = zoo()
+        def refuse(descriptor: int, data: memoryview, at: int) -> int:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return write(descriptor, data, at)
+
+        monkeypatch.setattr(os, "pwrite", refuse)
+    tensors = {**zoo(), "large": torch.randn(3, 4099)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     assert_same(consolidate(tmp_path / "c").output, tensors)
 
@@ -344,7 +359,16 @@ def test_the_export_lists_its_files_and_takes_the_modes_of_the_umask(tmp_path: P
         assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
         if path.name != "export_manifest.json":
             record = record_of(path)
-            assert listing["files"][path.name] == {"size": record.size, "digest": record.digest}
+            entry = listing["files"][path.name]
+            assert entry["size"] == record.size
+            if "parts" in entry:
+                data, at = path.read_bytes(), 0
+                for nbytes, digest in entry["parts"]:
+                    assert digest_of(data[at : at + nbytes]) == digest
+                    at += nbytes
+                assert at == record.size
+            else:
+                assert entry == {"size": record.size, "digest": record.digest}
     header = read_header(output / "model-00001-of-00001.safetensors")
     assert header.metadata["format"] == "pt" and header.data_start % 4096 == 0
 
@@ -406,11 +430,54 @@ def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("automodel_ckpt.checkpoint.consolidate.move", full)
-    with pytest.raises(SaveFailed, match="ENOSPC"):
+    for name in ("_put", "_put_plain", "_put_direct"):
+        monkeypatch.setattr(export_output.Output, name, full)
+    with pytest.raises(SaveFailed, match="ENOSPC") as caught:
         consolidate(tmp_path / "c")
+    assert caught.value.problems[0].where.endswith("/model-00001-of-00001.safetensors")
     assert output.stat().st_ino == before
     assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_a_source_that_cannot_be_read_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(_: int, buffers: list[memoryview], start: int) -> int:
+        return 0
+
+    def fails(_: int, buffers: list[memoryview], start: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tensors = {"w": torch.randn(4)}
+    write_shards(tmp_path / "c", tensors, pieces_of(tensors, 1))
+    for preadv, message in ((ends, "the file ends here"), (fails, "Input/output error")):
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(CheckpointUnusable, match=message) as caught:
+            consolidate(tmp_path / "c")
+        assert "shard-00001" in caught.value.problems[0].where
+        assert not (tmp_path / "c/consolidated").exists()
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_slice_that_changes_under_the_copy_is_named_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """The file is sound when it is looked at again: what counts is what was read."""
+    preadv = os.preadv
+
+    def flips(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        count = preadv(descriptor, buffers, start)
+        if start > 3_000_000 and count > 5:
+            buffers[0][5] ^= 1
+        return count
+
+    tensors = {"w": torch.randn(1_000_000)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
+    monkeypatch.setattr(os, "preadv", flips)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.consolidate.verify", lambda *_, **__: [])
+    with pytest.raises(CheckpointUnusable, match="changed while it was read"):
+        consolidate(tmp_path / "c", num_threads=num_threads)
+    assert [path.name for path in (tmp_path / "c/model").iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
 
 
 def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -422,7 +489,8 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> 
 def test_a_worker_process_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import os, sys, automodel_ckpt.checkpoint.consolidate as c\n"
-        "c.move = lambda *_: os._exit(9)\n"
+        "from automodel_ckpt.checkpoint import copy_engine\n"
+        "copy_engine.Output.write = lambda *_: os._exit(9)\n"
         "try: c.consolidate(sys.argv[1], num_procs=2)\n"
         "except BaseException as error: print(type(error).__name__)\n"
     )
@@ -481,3 +549,35 @@ def test_errors_of_a_source_are_all_reported_together(tmp_path: Path) -> None:
 def test_raw_bytes_of_the_helper_are_those_of_the_box() -> None:
     tensor = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
     assert raw_bytes(tensor, Box((0, 1), (2, 1))) == bytes([1, 4])
+
+
+def test_where_the_file_system_shares_blocks_whole_ones_are_cloned_and_still_independent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := unsupported("xfs"):
+        pytest.skip(reason)
+    cloned: list[int] = []
+
+    def clone(part: export_output.Clonable, target: int) -> bool:
+        done = real(part, target)
+        cloned.append(part.nbytes if done else 0)
+        return done
+
+    real = export_output._clone
+    monkeypatch.setattr(export_output, "_clone", clone)
+    tensors = {
+        "w": torch.randn(1024, 2048), "odd": torch.randn(5), "v": torch.randn(1024, 512), "cut": torch.randn(64, 64)
+    }  # fmt: skip
+    pieces = [piece for fqn in ("w", "odd", "v") for piece in cut(fqn, tensors[fqn], 2)]
+    with Disk("xfs") as disk:
+        write_checkpoint(disk.mount_point / "c", tensors, pieces + cut("cut", tensors["cut"], 2, dim=1))
+        report = consolidate(disk.mount_point / "c", disk.mount_point / "out", num_threads=2)
+        assert_same(report.output, tensors)
+        # Behind the odd tensor source and target no longer have their blocks in common.
+        assert sum(cloned) - 4096 == tensors["w"].nbytes
+        for shard in (disk.mount_point / "c/model").glob("shard-*"):
+            with open(shard, "r+b") as file:
+                file.seek(4096)
+                file.write(bytes(100_000))
+        assert_same(report.output, tensors)
+        assert {os.stat(path).st_nlink for path in report.output.iterdir()} == {1}
