@@ -42,6 +42,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import base_directory, build_model, check_context, checkpoint_activations, freeze
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
+from automodel_ckpt.models.names import names_in_files
 from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.models.vocabulary import resize_vocabulary, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
@@ -179,6 +180,7 @@ class FinetuneRecipe(Lifecycle):
                 allow_unexpected=section.allow_unexpected,
             )
             self.resize(model, section)
+            model.names_in_files = self.names_in_files(model, section)  # type: ignore[assignment]
             freeze(model, section.freeze)
             if section.activation_checkpointing:
                 checkpoint_activations(model)
@@ -192,10 +194,16 @@ class FinetuneRecipe(Lifecycle):
 
     def resize(self, model: nn.Module, section: ModelConfig) -> None:
         """What ``model.vocab_size`` asks for; a pretrained model has its own size until here."""
-        size = wanted_size(section.vocab_size, self.preprocessor)
+        size = wanted_size(section.vocab_size, getattr(self.preprocessor, "tokenizer", self.preprocessor))
         self.vocabulary = vocabulary_names(model) if size is not None else []
         if size is not None and section.from_pretrained is not None:
             resize_vocabulary(model, size, section.new_tokens)
+
+    def names_in_files(self, model: nn.Module, section: ModelConfig) -> dict[str, str]:
+        """What checkpoints call the model's tensors, where that is not their name here; Hugging Face files' names."""
+        names = names_in_files(model, base_directory(section.from_pretrained) if section.from_pretrained else None)
+        self.vocabulary = [names.get(name, name) for name in self.vocabulary]
+        return names
 
     def choose_row_layout(self, model: nn.Module) -> Rows | None:
         """How samples share rows; None: each is padded to the longest."""

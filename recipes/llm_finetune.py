@@ -48,6 +48,13 @@ class LLMFinetune(FinetuneRecipe):
     def build_tokenizer(self) -> Any:
         """The ``tokenizer`` section, else the pretrained model's own; None where there is neither."""
         section, model = self.config.tokenizer, self.config.model
+        if isinstance(self.config.processor, Target) or self.config.processor.from_pretrained is not None:
+            raise RecipeError(
+                "a language model has a tokenizer, not a processor",
+                where="processor",
+                value=self.config.processor,
+                remedy="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
+            )
         if isinstance(section, Target):
             return build(section)
         name, where = section.from_pretrained, "tokenizer.from_pretrained"

@@ -176,7 +176,7 @@ class HFAssets:
     @functools.cached_property
     def _tokenizer_directory(self) -> Path | None:
         """Where the tokenizer's own files lie, if they do and the tokenizer is still the one that they describe."""
-        origin = Path(getattr(self._tokenizer, "name_or_path", "") or self._base_dir or "")
+        origin = Path(getattr(_tokenizer_of(self._tokenizer), "name_or_path", "") or self._base_dir or "")
         if self._tokenizer is None or not str(origin) or not origin.is_dir():
             return None
         return origin if _read(origin, _TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin) else None
@@ -282,14 +282,22 @@ def _read(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
 
 
 def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
-    """Whether the files in *directory* still give this tokenizer: same vocabulary, same chat template."""
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    """Whether the files in *directory* still give this tokenizer or processor: same vocabulary, template, settings."""
+    inner = _tokenizer_of(tokenizer)
     try:
         fresh = type(inner).from_pretrained(directory)
         same: bool = fresh.get_vocab() == inner.get_vocab() and fresh.chat_template == inner.chat_template
-    except (OSError, ValueError, AttributeError, TypeError):
+        if same and inner is not tokenizer:
+            whole = type(tokenizer).from_pretrained(directory)
+            same = whole.to_dict() == tokenizer.to_dict() and whole.chat_template == tokenizer.chat_template
+    except (OSError, ValueError, AttributeError, TypeError, ImportError):
         return False
     return same
+
+
+def _tokenizer_of(tokenizer: Any) -> Any:
+    """A processor's tokenizer, or the tokenizer itself."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
 
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:

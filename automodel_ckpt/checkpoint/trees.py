@@ -28,11 +28,19 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     """A module's persistent state by FQN (tensors are the live ones), each memory once; and what was left out as tied.
 
     Returns (state dict, {left-out name: kept name}). Of names that share a tensor the first in the module's own order
-    is kept, unless the module says otherwise (transformers' ``_tied_weights_keys``).
+    is kept, unless the module says otherwise (transformers' ``_tied_weights_keys``). A module whose tensors have other
+    names in files says so in its attribute ``names_in_files``; those are the names here.
     """
     state = dict(get_model_state_dict(module))
     tied = tied_names(unwrap(module), state)
-    return {fqn: value for fqn, value in state.items() if fqn not in tied}, tied
+    named = _names_in_files(module)
+    kept = {named.get(fqn, fqn): value for fqn, value in state.items() if fqn not in tied}
+    return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
+
+
+def _names_in_files(module: nn.Module) -> Mapping[str, str]:
+    names: Mapping[str, str] = getattr(unwrap(module), "names_in_files", {})
+    return names
 
 
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
@@ -54,7 +62,9 @@ def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
 def set_module_state(module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool) -> None:
     """Hand a loaded state (of :func:`module_state`'s form) to the module."""
     whole = {**state, **{name: state[kept] for name, kept in tied.items() if kept in state}}
-    set_model_state_dict(module, whole, options=StateDictOptions(strict=strict))
+    fqns = {name: fqn for fqn, name in _names_in_files(module).items()}
+    own = {fqns.get(name, name): value for name, value in whole.items()}
+    set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
 
 
 class Owners:

@@ -6,7 +6,10 @@ from importlib.metadata import entry_points
 
 GROUP = "automodel_ckpt.recipes"
 # Known without the package's metadata too, as when it is run from a source tree.
-_OWN = {"llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune"}
+_OWN = {
+    "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
+    "vlm_finetune": "automodel_ckpt.recipes.vlm_finetune:VLMFinetune",
+}
 
 
 def registered() -> dict[str, str]:

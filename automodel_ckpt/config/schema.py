@@ -88,7 +88,7 @@ class ModelConfig:
     attn_implementation: str | None = None
     """Attention of transformers: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters that are not trained: glob patterns over their names, as '*.embed_tokens.*'."""
+    """Parameters that are not trained: vision_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -145,6 +145,14 @@ class TokenizerConfig:
 
     from_pretrained: str | None = None
     """Directory or Hub name of a tokenizer; null takes the model's own."""
+
+
+@dataclass
+class ProcessorConfig:
+    """What prepares text and images for a vision-language model."""
+
+    from_pretrained: str | None = None
+    """Directory or Hub name of a processor; null takes the model's own."""
 
 
 @dataclass
@@ -214,7 +222,7 @@ class DataloaderConfig:
     """A new seeded order in each epoch."""
     num_workers: int = setting(0, AT_LEAST_0)
     """Processes per rank that prepare samples ahead."""
-    collate_fn: Target | None = field(default=None, metadata={"supplied": ("tokenizer",)})
+    collate_fn: Target | None = field(default=None, metadata={"supplied": ("tokenizer", "processor")})
     """Builder of the function from samples to a batch; null pads to the longest sample."""
     drop_last: bool = False
     """Leave out an epoch's last global batch when it is not full."""
@@ -402,10 +410,11 @@ class RecipeConfig:
     model: ModelConfig | Target = field(default_factory=ModelConfig)
     init_from: InitFromConfig | None = None
     tokenizer: TokenizerConfig | Target = field(default_factory=TokenizerConfig)
+    processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer",)})
-    """The training data: a builder of a map-style or iterable dataset; gets the tokenizer."""
-    validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer",)})
+    dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer", "processor")})
+    """The training data: a builder of a map-style or iterable dataset; gets the tokenizer, or the processor."""
+    validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer", "processor")})
     """The validation data, in the same way; null: no validation."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     packed_sequence: PackedSequenceConfig | None = None

@@ -108,7 +108,7 @@ class ChatTemplate:
 
     def sample(self, conversation: Any, tools: Any) -> TokenizedSample:
         """The tokens of the whole conversation, those of the assistant labelled."""
-        turns, offered = _turns(conversation), _plain(tools) or None
+        turns, offered = turns_of(conversation), _plain(tools) or None
         sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
         labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
         if not any(labelled[1:]):
@@ -179,6 +179,11 @@ def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
                 value=tokenizer.name_or_path,
                 remedy="give one, or the path of a file with one; the tokenizer of an instruct model has its own",
             ) from error
+    return read_template(given)
+
+
+def read_template(given: str) -> str:
+    """The chat template that *given* is, or that is in the file of this name; :class:`RecipeError` when it is not."""
     if "{" in given:
         return given
     try:
@@ -199,7 +204,8 @@ def _located(template: ChatTemplate, source: Source, row: int, conversation: Any
         raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
 
 
-def _turns(conversation: Any) -> list[dict[str, Any]]:
+def turns_of(conversation: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation, or of its JSON text; :class:`Unlearnable` when it is none."""
     turns = _plain(conversation)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
         raise Unlearnable(

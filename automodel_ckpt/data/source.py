@@ -51,6 +51,21 @@ class Source:
 
     def columns(self, fields: Sequence[str]) -> list[list[Any]]:
         """The values of each field, row by row; :class:`RecipeError` for no rows, or no such field."""
+        self.require(fields)
+        return [list(self._table[field]) for field in fields]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return int(self._table.num_rows)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of one row; its images are decoded only now."""
+        fields: dict[str, Any] = self._table[number]
+        return fields
+
+    def require(self, fields: Sequence[str]) -> None:
+        """:class:`RecipeError` for no rows, or no such field."""
         table = self._table
         if table.num_rows == 0:
             remedy = "give a file with at least one sample"
@@ -62,7 +77,6 @@ class Source:
                 value=f"its fields are {', '.join(table.column_names)}",
                 remedy="name the fields to use in the dataset section, or rename those of the data",
             )
-        return [list(table[field]) for field in fields]
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
         """:meth:`columns` of texts; :class:`RecipeError` with the row for a value that is no text."""

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.keys import Verdict
+from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +33,20 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_model_config(
-    *, from_pretrained: str | None = None, from_config: Mapping[str, Any] | str | None = None, tokenizer: Any = None
-) -> PreTrainedConfig:
+    *, from_pretrained: str | None = None, from_config: Mapping[str, Any] | str | None = None, tokenizer: Any = None,
+    processor: Any = None,
+) -> PreTrainedConfig:  # fmt: skip
     """The transformers configuration of the model; reads no weights.
 
-    A *from_config* mapping takes ``vocab_size`` and the special tokens' ids from *tokenizer* where it does not give
-    them. Raises :class:`RecipeError` for what is not there, not readable, or no setting of this type of model.
+    A *from_config* mapping takes ``vocab_size`` and the special tokens' ids from *tokenizer*, and those of the image
+    tokens from *processor*, where it does not give them. Raises :class:`RecipeError` for what is not there, not
+    readable, or no setting of this type of model.
     """
     if from_pretrained is not None:
         return _read_config(from_pretrained, "model.from_pretrained")
     if isinstance(from_config, str):
         return _read_config(from_config, "model.from_config")
-    return _config_from_mapping(dict(from_config or {}), tokenizer)
+    return _config_from_mapping(dict(from_config or {}), tokenizer, processor)
 
 
 def require_local(name: str, where: str) -> None:
@@ -86,12 +89,13 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
         ) from error
 
 
-def _config_from_mapping(settings: dict[str, Any], tokenizer: Any) -> PreTrainedConfig:
+def _config_from_mapping(settings: dict[str, Any], tokenizer: Any, processor: Any) -> PreTrainedConfig:
     model_type = settings.pop("model_type", None)
     config_class = _config_class(model_type)
-    settings = {**_settings_of(tokenizer), **settings}
     try:
-        _refuse_unknown(settings, config_class())
+        default = config_class()
+        settings = _completed(settings, default, tokenizer, processor)
+        _refuse_unknown(settings, default)
         return config_class(**copy.deepcopy(settings))
     except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise RecipeError(
@@ -114,6 +118,14 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
         value=model_type,
         remedy=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
     )
+
+
+def _completed(settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any) -> dict[str, Any]:
+    """*settings* with what follows from the tokenizer, for a model of several parts in that of its text."""
+    if "text_config" not in default.sub_configs:
+        return {**_settings_of(tokenizer), **settings}
+    text = settings.get("text_config") or {}
+    return {**image_settings(processor, default), **settings, "text_config": {**_settings_of(tokenizer), **text}}
 
 
 def _settings_of(tokenizer: Any) -> dict[str, Any]:
@@ -237,10 +249,14 @@ def _quiet(name: str) -> Iterator[None]:
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     """Exclude from training the parameters whose names match a glob; returns how many elements stay trainable.
 
+    A part of a vision-language model has a name of its own: ``vision_tower``, ``projector``, ``language_model``.
     Raises :class:`RecipeError` for patterns that match nothing, and when nothing is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    matches = {pattern: fnmatch.filter(parameters, pattern) for pattern in patterns}
+    matches = {
+        pattern: parameters_of(pattern, parameters) if pattern in PARTS else fnmatch.filter(parameters, pattern)
+        for pattern in patterns
+    }
     problems = [
         Problem("no parameter's name matches", "model.freeze", pattern, _did_you_mean(pattern, set(parameters)))
         for pattern, names in matches.items()

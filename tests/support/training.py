@@ -16,7 +16,7 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.targets import Trust, check_targets
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.recipes.base import Control
+from automodel_ckpt.recipes.base import Control, FinetuneRecipe
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.step_scheduler import Due
 
@@ -66,8 +66,8 @@ validation_dataset:
 """
 
 
-class Recipe(LLMFinetune):
-    """The recipe itself; it kills its process right after the steps in ``kill_after``."""
+class Killable(FinetuneRecipe):
+    """Kills its process right after the steps in ``kill_after``; mixed into a recipe."""
 
     kill_after: frozenset[int] = frozenset()
 
@@ -78,13 +78,17 @@ class Recipe(LLMFinetune):
         return due
 
 
+class Recipe(Killable, LLMFinetune):
+    """The recipe itself."""
+
+
 def write_recipe(directory: Path, text: str = RECIPE) -> Path:
     path = directory / "recipe.yaml"
     path.write_text(text)
     return path
 
 
-def build(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> LLMFinetune:
+def build(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe) -> FinetuneRecipe:
     """The recipe object of a file and command-line overrides, not set up."""
     line = parse(overrides)
     loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
@@ -92,7 +96,7 @@ def build(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = 
     return recipe_class(loaded.config, config_yaml=loaded.to_yaml())
 
 
-def train(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> dict[str, str]:
+def train(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe) -> dict[str, str]:
     """Set up, run and close in this process, as the rank that RANK says; the digests of the state at the end."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
     try:
@@ -103,11 +107,11 @@ def train(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = 
         recipe.close()
 
 
-def killed_after(*steps: int) -> type[LLMFinetune]:
-    return type("Killed", (Recipe,), {"kill_after": frozenset(steps)})
+def killed_after(*steps: int, recipe_class: type[FinetuneRecipe] = LLMFinetune) -> type[FinetuneRecipe]:
+    return type("Killed", (Killable, recipe_class), {"kill_after": frozenset(steps)})
 
 
-def digests(recipe: LLMFinetune) -> dict[str, str]:
+def digests(recipe: FinetuneRecipe) -> dict[str, str]:
     """A digest of this rank's weights, optimizer, schedule, random state and counters."""
     counters = {k: v for k, v in recipe.step_scheduler.state_dict().items() if k != "elapsed_seconds"}
     states: dict[str, Any] = {

@@ -1,0 +1,105 @@
+"""1,797 scans of handwritten digits that come with scikit-learn, as conversations, and a small processor for them.
+
+The scans are the UCI "Optical Recognition of Handwritten Digits" test set (E. Alpaydin, C. Kaynak), 8 by 8 pixels of 17
+grey levels. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from transformers import LlavaProcessor
+
+from automodel_ckpt.data.chat import Unlearnable
+from automodel_ckpt.data.encode import require_choice
+from automodel_ckpt.data.images import pillow
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.vlm import ImageChatTemplate, ImageText, image_text
+from automodel_ckpt.errors import RecipeError
+
+QUESTION = "Which digit is this?"
+IMAGE_PIXELS = 32
+PATCH_PIXELS = 8
+NUM_HELD_OUT = 300
+
+_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def processor(vocab_size: int = 512) -> LlavaProcessor:
+    """A LLaVA processor for images of 32 by 32 pixels in 16 patches; its tokenizer knows the Python documentation."""
+    from transformers import CLIPImageProcessorPil
+
+    tokenizer = train_tokenizer(vocab_size)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<|user|>", "<|assistant|>"]})
+    size = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
+    images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
+    return LlavaProcessor(  # type: ignore[no-untyped-call]
+        images,
+        tokenizer,
+        patch_size=PATCH_PIXELS,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",  # noqa: S106
+        chat_template=_TEMPLATE,
+    )
+
+
+def scans(processor: Any, split: str = "train", max_samples: int | None = None) -> DigitConversations:
+    """A conversation for each scan: :data:`QUESTION`, and the digit in figures as the answer.
+
+    *split* ``validation`` is 300 scans, chosen once and for all, that ``train`` does not have.
+    """
+    require_choice("split", split, ("train", "validation"))
+    return DigitConversations(processor, split, max_samples)
+
+
+class DigitConversations:
+    """The map-style data set of :func:`scans`."""
+
+    def __init__(self, processor: Any, split: str, max_samples: int | None = None) -> None:
+        self.template = ImageChatTemplate(processor, processor.chat_template, {}, False)
+        self.images, self.digits = _load(split)
+        self.split = split
+        self.num_samples = min(len(self.digits), max_samples or len(self.digits))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> ImageText:
+        where = f"scan {index} ({self.split})"
+        turns = [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]},
+            {"role": "assistant", "content": [{"type": "text", "text": str(self.digits[index])}]},
+        ]
+        try:
+            return image_text(self.template, turns, [self.image(index)], where=where)
+        except Unlearnable as error:
+            raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+
+    def image(self, index: int) -> Any:
+        """A scan as a Pillow image, dark on white."""
+        grey = (255 - self.images[index] * (255 / 16)).astype(np.uint8)
+        scale = IMAGE_PIXELS // grey.shape[0]
+        return pillow().fromarray(np.kron(grey, np.ones((scale, scale), dtype=np.uint8))).convert("RGB")
+
+
+def _load(split: str) -> tuple[np.ndarray[Any, Any], list[int]]:
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise RecipeError(
+            "the scans of digits come with scikit-learn",
+            where="dataset",
+            value=str(error),
+            remedy="install it: pip install scikit-learn",
+        ) from error
+    bunch: Any = load_digits()
+    order = np.random.RandomState(0).permutation(len(bunch.target))
+    chosen = order[:NUM_HELD_OUT] if split == "validation" else order[NUM_HELD_OUT:]
+    return bunch.images[chosen], [int(digit) for digit in bunch.target[chosen]]

@@ -1,0 +1,161 @@
+"""From conversations with images to one micro-batch, through the model's own processor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.images import pillow
+from automodel_ckpt.data.vlm import ImageText
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_BLANK_PIXELS = 64
+
+
+class ImageTextCollator:
+    """Makes :class:`~automodel_ckpt.data.vlm.ImageText` samples the tensors that the processor makes of them.
+
+    Their shapes are the model's affair; ``input_ids``, ``attention_mask`` and ``labels`` are [batch, length], padded on
+    the right. Labels stand on what the assistant says, never on *image_token_ids*. A micro-batch without any image gets
+    a row more, a blank image without a label: every rank has to run the vision tower. Raises :class:`RecipeError` for
+    samples that are too long, or that the processor refuses.
+    """
+
+    def __init__(
+        self, processor: Any, image_token_ids: frozenset[int] = frozenset(), pad_to_multiple_of: int | None = None
+    ) -> None:
+        self.processor, self.image_token_ids = processor, image_token_ids
+        self.multiple = pad_to_multiple_of or 1
+        self.num_left_out = 0
+
+    def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+        if not any(sample.images for sample in samples):
+            samples = [*samples, self.blank]
+        batch = self._process(samples)
+        lengths: list[int] = batch["attention_mask"].sum(1).tolist()
+        rows: list[list[int]] = batch["input_ids"].tolist()
+        tokens = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        learnt = [self._learnt(sample, row) for sample, row in zip(samples, tokens, strict=True)]
+        kept = [self._keeps(*each) for each in zip(samples, tokens, learnt, strict=True)]
+        if not all(kept):
+            return self([sample if keep else self.blank for sample, keep in zip(samples, kept, strict=True)])
+        labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
+        for row, flags in enumerate(learnt):
+            chosen = torch.tensor(flags, dtype=torch.bool)
+            labels[row, : lengths[row]][chosen] = batch["input_ids"][row, : lengths[row]][chosen]
+        return self._cut({**batch, "labels": labels}, samples, lengths)
+
+    @cached_property
+    def blank(self) -> ImageText:
+        """A sample with an image and nothing to learn."""
+        image = pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS))
+        content = [{"type": "image"}, {"type": "text", "text": "."}]
+        try:
+            text = self.processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except ValueError:  # no template: the data set brought its own
+            text = self._placeholder
+        return ImageText(text, [image], [])
+
+    def _process(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+        images = [sample.images for sample in samples]
+        try:
+            batch = self._call([sample.text for sample in samples], images if any(images) else None)
+        except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
+            raise RecipeError(
+                "the processor refuses these samples",
+                where=", ".join(sample.where for sample in samples),
+                value=f"{type(error).__name__}: {error}",
+                remedy="correct the conversations, their images, or the chat template",
+            ) from error
+        return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+    def _call(self, texts: list[str], images: list[list[Any]] | None) -> Any:
+        return self.processor(
+            text=texts,
+            images=images,
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            pad_to_multiple_of=self.multiple,
+            add_special_tokens=self._adds_special_tokens(texts[0]),
+        )
+
+    def _adds_special_tokens(self, text: str) -> bool:
+        """As transformers' own ``apply_chat_template`` does: not where the template has written them."""
+        start = self.processor.tokenizer.bos_token
+        return start is None or not text.startswith(start)
+
+    def _learnt(self, sample: ImageText, tokens: list[int]) -> list[bool]:
+        """For each token whether it is the assistant's: found by counting from the end, where no image has grown."""
+        flags = [False] * len(tokens)
+        for start, end in sample.learnt:
+            first, last = (len(tokens) - self._num_equal(sample, place, tokens) for place in (start, end))
+            flags[first:last] = [token not in self.image_token_ids for token in tokens[first:last]]
+        if sample.learnt and not any(flags[1:]):
+            raise RecipeError(
+                "no token of this conversation is the assistant's",
+                where=sample.where,
+                value=sample.text[:200],
+                remedy="correct the chat template, or its generation markers",
+            )
+        return flags
+
+    def _num_equal(self, sample: ImageText, place: int, tokens: list[int]) -> int:
+        """How many of a sample's last *tokens* are those of its text from character *place* on."""
+        rest = sample.text[place:]
+        num_images = rest.count(self._placeholder) if self._placeholder else 0
+        if num_images:
+            rest_tokens = self._call([rest], [sample.images[-num_images:]])["input_ids"][0].tolist()
+        else:
+            special = self._adds_special_tokens(sample.text)
+            rest_tokens = self.processor.tokenizer(rest, add_special_tokens=special)["input_ids"]
+        pairs = zip(reversed(rest_tokens), reversed(tokens), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    @property
+    def _placeholder(self) -> str:
+        return getattr(self.processor, "image_token", None) or ""
+
+    def _keeps(self, sample: ImageText, tokens: list[int], learnt: list[bool]) -> bool:
+        """Whether a sample is used, whole or cut; says so where it is not."""
+        limit = sample.seq_length
+        if limit is None or len(tokens) <= limit:
+            return True
+        if sample.truncation == "error":
+            raise RecipeError(
+                "a sample is longer than seq_length",
+                where=sample.where,
+                value=f"{len(tokens)} tokens, those of {len(sample.images)} images included; seq_length {limit}",
+                remedy="raise dataset.seq_length, use smaller images or dataset.truncation right, or leave it out",
+            )
+        cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
+        if not cuts_image and any(learnt[1:limit]):
+            return True
+        self.num_left_out += 1
+        why = "it would cut an image" if cuts_image else "nothing to learn would remain"
+        log.warning("%s is left out (%d so far): cutting its %d tokens to %d, %s",
+                    sample.where, self.num_left_out, len(tokens), limit, why)  # fmt: skip
+        return False
+
+    def _cut(
+        self, batch: dict[str, torch.Tensor], samples: Sequence[ImageText], lengths: list[int]
+    ) -> dict[str, torch.Tensor]:
+        """The batch without what lies beyond each sample's seq_length."""
+        ends = [min(length, s.seq_length or length) for s, length in zip(samples, lengths, strict=True)]
+        if ends == lengths:
+            return batch
+        beyond = torch.arange(batch["labels"].shape[1])[None] >= torch.tensor(ends)[:, None]
+        empty = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
+        width = -(-max(ends) // self.multiple) * self.multiple
+        return {
+            name: value.masked_fill(beyond, empty.get(name, 0))[:, :width] if value.shape == beyond.shape else value
+            for name, value in batch.items()
+        }

@@ -1,0 +1,55 @@
+"""Images of a data set: by path, as bytes, or opened already. Needs Pillow, which the extra ``vision`` brings."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.data.chat import Unlearnable
+from automodel_ckpt.errors import RecipeError
+
+_REMEDY = "give the path of an image file, relative to the data file or absolute, or leave this sample out"
+
+
+def pillow() -> Any:
+    """Pillow's module ``Image``; :class:`RecipeError` where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise RecipeError(
+            "images need Pillow",
+            where="recipe: vlm_finetune",
+            value=str(error),
+            remedy="install it: pip install 'automodel_ckpt[vision]'",
+        ) from error
+    return Image
+
+
+def open_image(value: Any, folder: Path) -> Any:
+    """A Pillow image in RGB of a path (relative ones start from *folder*), of bytes, of ``{"path" or "bytes": ...}`` as
+    the ``datasets`` library stores it, or of an image. Raises :class:`Unlearnable` for anything else."""
+    image_module = pillow()
+    source = _source(value, folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", image_module.DecompressionBombWarning)
+            opened = source if isinstance(source, image_module.Image) else image_module.open(source)
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, AttributeError, Warning, image_module.DecompressionBombError) as error:
+        value_shown = source if isinstance(source, Path) else type(value).__name__
+        raise Unlearnable("an image cannot be read", f"{value_shown} ({error})", _REMEDY) from error
+
+
+def _source(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if not isinstance(value, str):
+        return value
+    if "://" in value or value.startswith("data:"):
+        raise Unlearnable("an image is no local file, and nothing is downloaded", value[:80], _REMEDY)
+    return folder / Path(value).expanduser()

@@ -1,0 +1,206 @@
+"""Conversations with images: rendered by the processor's chat template, with a placeholder for each image.
+
+What the assistant says is found as for text (:mod:`.chat`), as stretches of the rendered text; the processor turns
+text and images into tensors for a whole micro-batch (:mod:`.image_collate`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from automodel_ckpt.data.chat import ChatTemplate, Unlearnable, read_template, turns_of
+from automodel_ckpt.data.encode import require_choice
+from automodel_ckpt.data.images import open_image, pillow
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_INLINE = ("image", "path", "url")
+"""The keys of an image's entry in a message that may hold it."""
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """A conversation as *text* with a placeholder for each of its *images*; *learnt* are the (start, end) characters
+    that the assistant says. More than *seq_length* tokens: see :func:`conversations`."""
+
+    text: str = field(repr=False)
+    images: list[Any] = field(repr=False)
+    learnt: list[tuple[int, int]]
+    where: str = "a sample"
+    seq_length: int | None = None
+    truncation: str = "error"
+
+
+def conversations(
+    processor: Any,
+    path: str,
+    seq_length: int = 2048,
+    messages_field: str = "messages",
+    images_field: str = "images",
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    learn: str = "all",
+    truncation: str = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+) -> ImageConversations:
+    """A sample per conversation, with labels on what the assistant says, its end of turn included.
+
+    A message's content is text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": ...}``;
+    an image is a path, relative ones from the data file's directory. Images may also stand in a field *images_field* of
+    the row, one or a list, paths or an image column of ``datasets``: they fill the entries ``{"type": "image"}`` in
+    order, or where there are none, they come first in the first message of the user. *learn* ``last`` takes the
+    assistant's last turn only.
+
+    Images are opened when a sample is read. A sample of more than *seq_length* tokens, those of its images included,
+    is then refused with its place, or with *truncation* ``right`` cut; one whose image would be cut, or that would keep
+    nothing to learn, is left out: it weighs nothing, and the log names it.
+    """
+    require_choice("learn", learn, ("all", "last"))
+    require_choice("truncation", truncation, ("error", "right"))
+    pillow()
+    template = ImageChatTemplate(
+        processor, _template(processor, chat_template), dict(template_kwargs or {}), learn == "last"
+    )
+    log.info("%s: what the assistant says is found by %s", path, template.method)
+    return ImageConversations(
+        Source(path, name, split), template, messages_field, images_field, seq_length, truncation, max_samples
+    )
+
+
+class ImageConversations:
+    """The map-style data set of :func:`conversations`. Indexing raises :class:`RecipeError` with a sample's place."""
+
+    def __init__(
+        self,
+        source: Source,
+        template: ImageChatTemplate,
+        messages_field: str,
+        images_field: str,
+        seq_length: int,
+        truncation: str,
+        max_samples: int | None,
+    ) -> None:
+        source.require([messages_field])
+        self.source, self.template = source, template
+        self.messages_field = messages_field
+        self.images_field = images_field if source.has_field(images_field) else None
+        self.seq_length, self.truncation = seq_length, truncation
+        self.num_samples = min(source.num_rows, max_samples or source.num_rows)
+        self.folder = Path(source.path).expanduser().parent if source.is_file else Path(source.path).expanduser()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> ImageText:
+        row = self.source.row(index)
+        where = f"sample {index} of {self.source.path}"
+        try:
+            return image_text(
+                self.template,
+                row[self.messages_field],
+                _listed(row[self.images_field] if self.images_field else None),
+                self.folder,
+                where=where,
+                seq_length=self.seq_length,
+                truncation=self.truncation,
+            )
+        except Unlearnable as error:
+            where = f"sample {index} ({self.source.place(index)})"
+            raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+
+
+def image_text(
+    template: ImageChatTemplate, conversation: Any, images: Sequence[Any], folder: Path = Path(), **options: Any
+) -> ImageText:
+    """The sample of a *conversation* and the *images* that its empty image entries take. :class:`Unlearnable`: why not.
+
+    *options* are further fields of :class:`ImageText`.
+    """
+    turns, values = _placed(turns_of(conversation), list(images))
+    text, learnt = template.render(turns)
+    if not learnt:
+        roles = ", ".join(str(turn["role"]) for turn in turns)
+        raise Unlearnable("nothing in this conversation is said by the assistant", roles, "leave it out")
+    return ImageText(text, [open_image(value, folder) for value in values], learnt, **options)
+
+
+@dataclass(frozen=True)
+class ImageChatTemplate(ChatTemplate):
+    """A processor's chat template: :attr:`tokenizer` is the processor."""
+
+    def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the (start, end) characters of what the assistant says in it."""
+        if self.has_markers:
+            return self._marked_text(turns)
+        whole = self._apply(turns, None, tokenize=False)
+        learnt = [self._prefixes(turns, None, number, whole) for number in self._learnt_turns(turns)]
+        return whole, [(len(before), len(after)) for before, after in learnt]
+
+    def _marked_text(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        self._apply(turns, None, tokenize=False)  # raises what cannot be rendered
+        processor: Any = self.tokenizer
+        variables = {**processor.tokenizer.special_tokens_map, **self.variables}
+        rendered: Any = render_jinja_template(
+            conversations=[turns], chat_template=self.template, return_assistant_tokens_mask=True, **variables
+        )
+        text, learnt = rendered[0][0], [(start, end) for start, end in rendered[1][0]]
+        return text, learnt[-1:] if self.last_only else learnt
+
+
+def _template(processor: Any, given: str | None) -> str:
+    if given is not None:
+        return read_template(given)
+    own = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
+    if isinstance(own, dict):
+        own = own.get("default")
+    if not isinstance(own, str):
+        raise RecipeError(
+            "the processor has no chat template",
+            where="dataset.chat_template",
+            value=type(processor).__name__,
+            remedy="give one, or the path of a file with one; the processor of an instruct model has its own",
+        )
+    return own
+
+
+def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Turns whose content is a list of texts and empty image entries, and the images in their order."""
+    turns = [{**turn, "content": _parts(turn.get("content"))} for turn in turns]
+    entries = [part for turn in turns for part in turn["content"] if part.get("type") == "image"]
+    if images and not entries:
+        entries = [{"type": "image"} for _ in images]
+        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        first["content"] = [*entries, *first["content"]]
+    inline = [next((part[key] for key in _INLINE if key in part), None) for part in entries]
+    if sum(value is None for value in inline) != len(images):
+        raise Unlearnable(
+            "the images of this conversation do not fit its places for them",
+            f"{sum(value is None for value in inline)} places, {len(images)} images",
+            'give as many images as there are entries {"type": "image"}, or none of these entries',
+        )
+    rest = iter(images)
+    values = [next(rest) if value is None else value for value in inline]
+    bare = [[{"type": "image"} if p.get("type") == "image" else p for p in turn["content"]] for turn in turns]
+    return [{**turn, "content": content} for turn, content in zip(turns, bare, strict=True)], values
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return content
+    return [{"type": "text", "text": str(content)}] if content else []
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

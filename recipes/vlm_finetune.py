@@ -1,0 +1,156 @@
+"""Supervised fine-tuning of a vision-language model on conversations with images.
+
+Reads from top to bottom: :meth:`VLMFinetune.build` makes the attributes; the loop over global batches, the step and all
+that is not a vision-language model's own come from :class:`~automodel_ckpt.recipes.base.FinetuneRecipe`.
+
+Needs Pillow (the extra ``vision``); torchvision is not needed, except for the processors of some models with videos.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
+
+from automodel_ckpt.config.schema import ModelConfig, Target
+from automodel_ckpt.config.targets import build
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
+from automodel_ckpt.models.processor import read_processor
+from automodel_ckpt.models.vision import image_token_ids
+from automodel_ckpt.recipes.base import FinetuneRecipe
+
+
+class VLMFinetune(FinetuneRecipe):
+    """Trains ``model`` on the conversations of ``dataset`` to say what the assistant says."""
+
+    auto_class: ClassVar[Any] = AutoModelForImageTextToText
+
+    def build(self) -> None:
+        """The processor, the data, the model, and what updates it."""
+        self.refuse_sections_for_text()
+        self.processor = self.preprocessor = self.build_processor()
+        self.model_config = self.check_model_config()
+        self.dataloader = self.build_dataloader(self.config.dataset)
+        self.validation_batches = self.build_validation()
+        self.step_scheduler = self.build_step_scheduler()
+        self.model = self.build_model()
+        self.optimizer = self.build_optimizer()
+        self.lr_scheduler = self.build_lr_scheduler()
+        self.loss_fn = self.build_loss_fn()
+        self._checked_gradients = False
+
+    def refuse_sections_for_text(self) -> None:
+        """:class:`RecipeError` for what acts in a recipe for text alone."""
+        config = self.config
+        tokenizer = config.tokenizer
+        if isinstance(tokenizer, Target) or tokenizer.from_pretrained is not None:
+            raise RecipeError(
+                "a vision-language model's tokenizer is part of its processor",
+                where="tokenizer",
+                value=tokenizer,
+                remedy="give a processor section instead",
+            )
+        if config.packed_sequence is not None:
+            raise RecipeError(
+                "samples with images are not packed: each is padded to the longest",
+                where="packed_sequence",
+                value=config.packed_sequence,
+                remedy="leave packed_sequence out",
+            )
+
+    def build_processor(self) -> Any:
+        """The ``processor`` section, else the pretrained model's own."""
+        section, model = self.config.processor, self.config.model
+        if isinstance(section, Target):
+            return self.checked_processor(build(section), "processor")
+        name, where = section.from_pretrained, "processor.from_pretrained"
+        if name is None and isinstance(model, ModelConfig):
+            name, where = model.from_pretrained, "model.from_pretrained"
+        if name is None:
+            raise RecipeError(
+                "there is no processor",
+                where="processor",
+                value=None,
+                remedy="give processor.from_pretrained, or a builder in processor._target_",
+            )
+        require_local(name, where)
+        try:
+            return self.checked_processor(read_processor(os.path.expanduser(name)), where)
+        except (OSError, ValueError, ImportError) as error:
+            raise RecipeError(
+                "the processor cannot be read",
+                where=where,
+                value=f"{name} ({' '.join(str(error).split())[:300]})",
+                remedy="name a directory with processor files, and install what its processor needs "
+                "(pip install 'automodel_ckpt[vision]')",
+            ) from error
+
+    def checked_processor(self, processor: Any, where: str) -> Any:
+        """*processor*, which has to take both text and images."""
+        if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
+            return processor
+        raise RecipeError(
+            "this processor does not take both text and images",
+            where=where,
+            value=type(processor).__name__,
+            remedy="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
+        )
+
+    def check_model_config(self) -> PreTrainedConfig | None:
+        """The transformers configuration, checked against processor and data; None for a model by ``_target_``."""
+        model = self.config.model
+        if isinstance(model, Target):
+            return None
+        found = load_model_config(
+            from_pretrained=model.from_pretrained,
+            from_config=model.from_config,
+            tokenizer=self.processor.tokenizer,
+            processor=self.processor,
+        )
+        check_vocabulary(found, self.processor.tokenizer)
+        for name in ("dataset", "validation_dataset"):
+            section = getattr(self.config, name)
+            seq_length = section.kwargs.get("seq_length") if section is not None else None
+            if seq_length is not None:
+                check_context(found, int(seq_length), f"{name}.seq_length")
+        return found
+
+    def build_dataset(self, section: Target) -> Any:
+        """The data set that a section names."""
+        return build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
+
+    def build_collate_fn(self) -> Any:
+        """The function from samples to a micro-batch."""
+        config = self.config.dataloader
+        if config.collate_fn is not None:
+            return build(config.collate_fn, processor=self.processor, tokenizer=self.processor.tokenizer)
+        ids = image_token_ids(self.model_config, self.processor)
+        return ImageTextCollator(self.processor, ids, self.row_multiple)
+
+    def clip_gradients(self) -> float:
+        """As for any recipe; the first time, what is to be trained but takes no part in the model's output is refused.
+
+        Such parameters (a LLaVA vision tower's last layers, whose features are not used) would leave ddp's ranks
+        waiting, and have no optimizer state to be resumed.
+        """
+        if not self._checked_gradients:
+            unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                raise RecipeError.all_of([_unused(unused)])
+            self._checked_gradients = True
+        return super().clip_gradients()
+
+
+def _unused(names: list[str]) -> Problem:
+    plain = [name.removeprefix("module.") for name in names]
+    parents = sorted({name.rpartition(".")[0] for name in plain})
+    shown = ", ".join(f"'{parent}.*'" for parent in parents)
+    return Problem(
+        "parameters are to be trained that take no part in the model's output",
+        "model.freeze",
+        f"{len(plain)} of them: {', '.join(plain[:5])}{' ...' if len(plain) > 5 else ''}",
+        f"freeze them: model.freeze: [{shown}]",
+    )

@@ -1,0 +1,166 @@
+"""The recipe for vision-language models from end to end: families, formats and strategies, on real ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.vlm import conversations
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.processor import read_processor
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+from tests.support import ranks
+from tests.support.training import build, digests, killed_after, steps_of, write_recipe
+from tests.support.vision import make_base, write_conversations
+
+RECIPE = """
+recipe: vlm_finetune
+seed: 5
+model:
+  from_pretrained: {base}
+  freeze: [vision_tower]
+dataset:
+  _target_: automodel_ckpt.data.vlm.conversations
+  path: {data}
+  seq_length: 100
+validation_dataset:
+  _target_: automodel_ckpt.data.vlm.conversations
+  path: {data}
+  max_samples: 3
+optimizer:
+  lr: 1e-2
+step_scheduler:
+  global_batch_size: 4
+  local_batch_size: 2
+  max_steps: 5
+  ckpt_every_steps: 2
+  ckpt_every_epochs: null
+logging:
+  sample_ids: true
+"""
+NUM_SAMPLES = 20
+
+
+def prepare(directory: Path, family: str) -> Path:
+    """A base, data and recipe in *directory*; the recipe's file."""
+    base = make_base(directory / "base", family)
+    data = write_conversations(directory, NUM_SAMPLES)
+    return write_recipe(directory, RECIPE.format(base=base, data=data))
+
+
+def train(recipe_file: Path, *overrides: str, recipe_class: Any = VLMFinetune) -> tuple[dict[str, str], torch.Tensor]:
+    """Run in this process; the digests of the state at the end, and the logits of two samples."""
+    recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
+    try:
+        recipe.setup()
+        recipe.run()
+        return digests(recipe), logits(recipe.model, recipe_file)
+    finally:
+        recipe.close()
+
+
+def logits(model: Any, recipe_file: Path) -> torch.Tensor:
+    processor = read_processor(str(recipe_file.parent / "base"))
+    samples = conversations(processor, str(recipe_file.parent / "conversations.jsonl"))
+    batch = ImageTextCollator(processor)([samples[0], samples[1]])
+    del batch["labels"]
+    model.eval()
+    with torch.no_grad():
+        return model(**batch).logits.clone()
+
+
+def run(recipe_file: Path, name: str, *overrides: str, num_ranks: int, recipe_class: Any = VLMFinetune) -> list[Any]:
+    arguments = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
+    return ranks.run(partial(train, recipe_file, *arguments, recipe_class=recipe_class), num_ranks, init=False)
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                found[name] = file.get_tensor(name).numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "num_ranks", "model_format"),
+    [
+        ("llava", "fsdp2", 2, "safetensors"),
+        ("idefics3", "ddp", 2, "torch_save"),
+        ("gemma3", "single", 1, "safetensors"),
+    ],
+)
+def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
+    family: str, strategy: str, num_ranks: int, model_format: str, tmp_path: Path
+) -> None:
+    recipe = prepare(tmp_path, family)
+    options = (
+        f"--distributed.strategy={strategy}",
+        f"--checkpoint.model_save_format={model_format}",
+        "--checkpoint.save_consolidated=final",
+    )
+    _, trained = run(recipe, "run", *options, num_ranks=num_ranks)[0]
+    base, export = tmp_path / "base", (tmp_path / "run/LATEST/model/consolidated").resolve()
+    export = export.rename(tmp_path / "export")
+    model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(logits(model, recipe), trained)
+    exported, before = tensors(export), tensors(base)
+    assert exported.keys() == before.keys()
+    frozen = {name for name in before if "vision" in name and "projector" not in name}
+    assert frozen
+    assert {name for name in before if exported[name] == before[name]} == frozen
+    for file in base.iterdir():
+        if file.name not in ("model.safetensors", "config.json"):
+            assert (export / file.name).read_bytes() == file.read_bytes(), file.name
+    assert type(read_processor(str(export))) is type(read_processor(str(base)))
+
+
+def test_a_killed_run_goes_on_exactly_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    whole = run(recipe, "whole", num_ranks=2)
+    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}",)
+    killed = killed_after(3, recipe_class=VLMFinetune)
+    ended = ranks.outcomes(partial(train, recipe, *arguments, recipe_class=killed), 2, init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    again = run(recipe, "killed", num_ranks=2)
+    assert [state for state, _ in again] == [state for state, _ in whole]
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    run(recipe, "fewer", "--step_scheduler.max_steps=2", num_ranks=2)
+    run(recipe, "fewer", "--step_scheduler.max_steps=5", num_ranks=1)
+    for one, other in zip(steps_of(tmp_path / "fewer"), steps_of(tmp_path / "whole"), strict=True):
+        assert one["samples"] == other["samples"]
+        assert float.fromhex(one["loss"]) == pytest.approx(float.fromhex(other["loss"]), rel=1e-4)
+
+
+def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    with pytest.raises(RecipeError, match="take no part in the model's output") as caught:
+        train(recipe, "--model.freeze=[]", "--checkpoint.enabled=false")
+    assert "model.vision_tower.post_layernorm.*" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--tokenizer.from_pretrained=/"], "part of its processor"),
+        (["--packed_sequence.size=64"], "are not packed"),
+        (["--processor.from_pretrained=/nowhere"], "no such directory"),
+        (
+            ["--processor={_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}"],
+            "text and images",
+        ),
+    ],
+)
+def test_what_a_vision_language_recipe_cannot_do_is_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    with pytest.raises(RecipeError, match=message):
+        train(recipe, "--checkpoint.enabled=false", *overrides)

@@ -1,0 +1,139 @@
+"""Tiny vision-language models of several families with their processors, and conversations with images to train on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from automodel_ckpt.models.processor import read_processor
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+TEMPLATE = (
+    "<s>{% for m in messages %}<|{{ m['role'] }}|>{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (40, 40, 230), "grey": (120, 120, 120)}
+
+
+def tokenizer_with(*tokens: str, **special: str) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer that knows these special *tokens*; *special* are further named ones (``image_token``)."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", *tokens],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(["What colour is this? It is " + " ".join(COLOURS)] * 3, trainer)
+    options: dict[str, Any] = {"extra_special_tokens": special} if special else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", **options
+    )
+
+
+def llava() -> tuple[Any, Any]:
+    tokenizer = tokenizer_with("<image>")
+    images = transformers.CLIPImageProcessorPil(size={"height": 16, "width": 16}, do_center_crop=False)
+    processor = transformers.LlavaProcessor(
+        images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        image_token="<image>", chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **VISION}, text_config={"model_type": "llama", **TEXT},
+        vision_feature_layer=-2, image_seq_length=16, image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    return config, processor
+
+
+def idefics3() -> tuple[Any, Any]:
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
+    tokenizer = tokenizer_with("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places)
+    images = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=True
+    )
+    processor = transformers.Idefics3Processor(
+        images, tokenizer, image_seq_len=4, chat_template=TEMPLATE.replace("IMAGE", "<image>")
+    )
+    config = transformers.Idefics3Config(
+        vision_config=VISION, text_config={"model_type": "llama", **TEXT, "pad_token_id": 0}, scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True,
+    )  # fmt: skip
+    return config, processor
+
+
+def gemma3() -> tuple[Any, Any]:
+    tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = tokenizer_with(*tokens.values(), **tokens)
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    processor = transformers.Gemma3Processor(
+        images, tokenizer, image_seq_length=4, chat_template=TEMPLATE.replace("IMAGE", "<start_of_image>")
+    )
+    ids = dict(zip(tokens, tokenizer.convert_tokens_to_ids(list(tokens.values())), strict=True))
+    config = transformers.Gemma3Config(
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        text_config={**TEXT, "head_dim": 16, "sliding_window": 32}, mm_tokens_per_image=4,
+        image_token_index=ids["image_token"], boi_token_index=ids["boi_token"], eoi_token_index=ids["eoi_token"],
+    )  # fmt: skip
+    return config, processor
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {"llava": llava, "idefics3": idefics3, "gemma3": gemma3}
+
+
+def make_base(directory: Path, family: str) -> Path:
+    """A pretrained model of a family, as transformers itself saves it, with its processor."""
+    config, processor = FAMILIES[family]()
+    config.get_text_config().vocab_size = len(processor.tokenizer)
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(directory)
+    processor.save_pretrained(directory)
+    assert read_processor(str(directory)) is not None
+    return directory
+
+
+def write_conversations(directory: Path, num: int = 20) -> Path:
+    """Conversations about images of one colour, of different sizes; every fifth is text alone."""
+    generator = np.random.default_rng(1)
+    lines = []
+    for number in range(num):
+        name = list(COLOURS)[number % len(COLOURS)]
+        size = (12 + 4 * (number % 3), 12 + 4 * (number % 2))
+        pixels = np.array(COLOURS[name]) + generator.integers(-20, 20, (*size, 3))
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(directory / f"{number}.png")
+        question: list[dict[str, str]] = [{"type": "text", "text": "What colour is this?"}]
+        if number % 5 != 4:
+            question.insert(0, {"type": "image", "image": f"{number}.png"})
+        answer = [{"type": "text", "text": f"It is {name}"}]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
+    path = directory / "conversations.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path

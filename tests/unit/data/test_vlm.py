@@ -1,0 +1,218 @@
+"""Conversations with images: what is learnt, where images come from, and what is refused, per family of processors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.images import open_image
+from automodel_ckpt.data.vlm import ImageConversations, conversations
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.vision import image_token_ids
+from tests.support.vision import FAMILIES, TEMPLATE, write_conversations
+
+IMAGE = {"type": "image"}
+
+
+@pytest.fixture(scope="module")
+def processors() -> dict[str, tuple[Any, Any]]:
+    return {family: make() for family, make in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_conversations(tmp_path_factory.mktemp("data"), 10)
+
+
+def collator(made: tuple[Any, Any]) -> ImageTextCollator:
+    config, processor = made
+    return ImageTextCollator(processor, image_token_ids(config, processor))
+
+
+def learnt(processor: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+    return [processor.tokenizer.decode(row[row >= 0]) for row in batch["labels"]]
+
+
+def text(value: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": value}]
+
+
+def written(directory: Path, *rows: dict[str, Any]) -> str:
+    Image.fromarray(np.full((16, 16, 3), 90, dtype=np.uint8)).save(directory / "a.png")
+    path = directory / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def one_turn(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": text("red")}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, data: Path) -> None:
+    config, processor = processors[family]
+    samples = conversations(processor, str(data))
+    batch = collator(processors[family])([samples[number] for number in (2, 3, 4)])
+    assert learnt(processor, batch) == ["It is blue</s>", "It is grey</s>", "It is red</s>"]
+    image = torch.isin(batch["input_ids"], torch.tensor(sorted(image_token_ids(config, processor))))
+    assert image[:2].any(1).all() and not image[2].any()
+    assert (batch["labels"][image] == -100).all()
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+    assert len(batch["pixel_values"]) in (2, 3), "concatenated images, or a row of them for each sample"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_without_images_gets_a_blank_one_that_weighs_nothing(family: str, processors: Any, data: Path) -> None:
+    _, processor = processors[family]
+    samples = conversations(processor, str(data))
+    batch = collator(processors[family])([samples[4], samples[9]])
+    assert learnt(processor, batch) == ["It is red</s>", "It is green</s>", ""]
+    assert "pixel_values" in batch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_turn_is_learnt_in_a_conversation_with_an_image_in_each(
+    family: str, processors: Any, tmp_path: Path
+) -> None:
+    _, processor = processors[family]
+    turns = [turn for number in range(3) for turn in one_turn([{**IMAGE, "path": "a.png"}, *text(f"{number}?")])]
+    path = written(tmp_path, {"messages": turns})
+    collate = collator(processors[family])
+    assert learnt(processor, collate([conversations(processor, path)[0]])) == ["red</s>" * 3]
+    assert learnt(processor, collate([conversations(processor, path, learn="last")[0]])) == ["red</s>"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_markers_say_what_is_learnt(family: str, processors: Any, data: Path) -> None:
+    _, processor = processors[family]
+    said = "{{ c['text'] }}"
+    marked = "{% generation %}" + said + "{% endgeneration %}"
+    chosen = "{% if m['role'] == 'assistant' %}" + marked + "{% else %}" + said + "{% endif %}"
+    template = TEMPLATE.replace(said, chosen).replace("IMAGE", processor.image_token)
+    samples = conversations(processor, str(data), chat_template=template)
+    assert learnt(processor, collator(processors[family])([samples[0], samples[4]])) == ["It is red", "It is red"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": one_turn([{**IMAGE, "image": "a.png"}, *text("?")])},
+        {"messages": one_turn([IMAGE, *text("?")]), "images": ["a.png"]},
+        {"messages": one_turn([*text("?")]), "images": "a.png"},
+        {"messages": json.dumps(one_turn("?")), "images": ["a.png"]},
+    ],
+    ids=["inline", "a column fills the entries", "a column alone", "text content as JSON"],
+)
+def test_images_come_from_messages_or_from_a_column(row: dict[str, Any], processors: Any, tmp_path: Path) -> None:
+    _, processor = processors["llava"]
+    sample = conversations(processor, written(tmp_path, row))[0]
+    assert sample.text == "<s><|user|><image>?</s><|assistant|>red</s>"
+    assert [image.size for image in sample.images] == [(16, 16)]
+
+
+def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Path) -> None:
+    pictures = [Image.fromarray(np.full((8, 8, 3), value, dtype=np.uint8)) for value in (10, 200)]
+    table = datasets.Dataset.from_dict(
+        {"messages": [one_turn([IMAGE, *text("?")])] * 2, "picture": pictures},
+        features=datasets.Features(
+            {
+                "messages": datasets.List(
+                    {
+                        "role": datasets.Value("string"),
+                        "content": datasets.List({"type": datasets.Value("string"), "text": datasets.Value("string")}),
+                    }
+                ),
+                "picture": datasets.Image(),
+            }
+        ),
+    )
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    samples = conversations(processors["llava"][1], str(tmp_path / "rows.parquet"), images_field="picture")
+    assert [sample.images[0].getpixel((0, 0)) for sample in (samples[0], samples[1])] == [(10,) * 3, (200,) * 3]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": one_turn([IMAGE])}, "1 places, 0 images"),
+        ({"messages": one_turn([IMAGE]), "images": ["a.png", "a.png"]}, "1 places, 2 images"),
+        ({"messages": one_turn([{**IMAGE, "image": "gone.png"}])}, "an image cannot be read"),
+        ({"messages": one_turn([{**IMAGE, "image": "rows.jsonl"}])}, "an image cannot be read"),
+        ({"messages": one_turn([{**IMAGE, "url": "https://example.org/a.png"}])}, "nothing is downloaded"),
+        ({"messages": one_turn([{**IMAGE, "image": "a.png"}])[:1]}, "said by the assistant"),
+    ],
+    ids=["no image", "too many", "no file", "no picture", "a link", "no answer"],
+)
+def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
+    row: dict[str, Any], message: str, processors: Any, tmp_path: Path
+) -> None:
+    samples = conversations(processors["llava"][1], written(tmp_path, row))
+    with pytest.raises(RecipeError, match=message) as caught:
+        samples[0]
+    assert "rows.jsonl:1" in str(caught.value)
+
+
+def test_bytes_and_images_are_images_too(tmp_path: Path) -> None:
+    written(tmp_path)
+    raw = (tmp_path / "a.png").read_bytes()
+    for value in (raw, {"bytes": raw}, {"bytes": None, "path": "a.png"}, Image.open(tmp_path / "a.png")):
+        assert open_image(value, tmp_path).getpixel((0, 0)) == (90, 90, 90)
+
+
+def test_a_sample_longer_than_seq_length_is_refused_with_its_place(processors: Any, data: Path) -> None:
+    samples = conversations(processors["llava"][1], str(data), seq_length=20)
+    with pytest.raises(RecipeError, match="those of 1 images included; seq_length 20") as caught:
+        collator(processors["llava"])([samples[4], samples[3]])
+    assert "sample 3 of" in str(caught.value)
+
+
+def test_cutting_keeps_images_whole_and_leaves_out_what_it_cannot_cut(
+    processors: Any, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, processor = processors["llava"]
+    collate = collator(processors["llava"])
+
+    def cut(seq_length: int) -> dict[str, torch.Tensor]:
+        samples = conversations(processor, str(data), seq_length=seq_length, truncation="right")
+        return collate([samples[0], samples[4]])
+
+    whole = cut(100)
+    lengths = whole["attention_mask"].sum(1).tolist()
+    shorter = cut(lengths[0] - 2)
+    assert shorter["attention_mask"].sum(1).tolist() == [lengths[0] - 2, lengths[1]]
+    remaining = learnt(processor, shorter)
+    assert remaining[0] and "It is red".startswith(remaining[0]) and remaining[1] == "It is red</s>"
+    assert shorter["pixel_values"].shape == whole["pixel_values"].shape
+    with caplog.at_level(logging.WARNING):
+        left_out = cut(lengths[1])
+    assert learnt(processor, left_out) == ["", "It is red</s>"]
+    assert collate.num_left_out == 1
+    assert "sample 0 of" in caplog.text and "left out" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        cut(10)
+    assert "it would cut an image" in caplog.text
+
+
+def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> None:
+    _, processor = processors["llava"]
+    sample = conversations(processor, str(data))[0]
+    with pytest.raises(RecipeError, match="the processor refuses these samples"):
+        collator(processors["llava"])([replace(sample, text="no place for an image", learnt=[])])
+
+
+def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -> None:
+    _, processor = FAMILIES["llava"]()
+    processor.chat_template = None
+    with pytest.raises(RecipeError, match="no chat template"):
+        conversations(processor, str(data))
+    assert isinstance(conversations(processor, str(data), chat_template=TEMPLATE), ImageConversations)
