@@ -18,8 +18,10 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Truncation, prepared, require_choice
-from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.encode import Truncation, require_choice
+from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -41,7 +43,9 @@ def messages(
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
-) -> TokenizedDataset:
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> TokenizedDataset | RowStream:
     """A sample per conversation, with labels on what the assistant says, its end of turn included.
 
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
@@ -49,7 +53,8 @@ def messages(
     *chat_template* is one, or the path of a file with one; without it the tokenizer's. *template_kwargs* are its
     further variables, such as ``enable_thinking``. *learn* ``last`` takes the assistant's last turn only. Conversations
     of more than *seq_length* tokens are refused with their place, or with *truncation* ``right`` cut, or left out where
-    no label remained, with the counts in the log.
+    no label remained, with the counts in the log. *streaming* as for
+    :func:`~automodel_ckpt.data.text.prompt_completion`.
 
     Raises :class:`RecipeError` with the sample's place for no conversation, for a template that cannot render it or
     does not show which tokens are the assistant's, and for a conversation without any token to learn.
@@ -61,17 +66,15 @@ def messages(
     )
     log.info("%s: the assistant's tokens are found by %s", path, template.method)
 
-    def build() -> TokenizedDataset:
-        (conversations,) = source.columns([messages_field])
-        tools = source.columns([tools_field])[0] if source.has_field(tools_field) else [None] * len(conversations)
-        rows = enumerate(zip(conversations, tools, strict=True))
-        samples = [_located(template, source, row, *content) for row, content in rows]
-        return policy.apply_to_all(samples, source.place)
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        (conversations,) = rows.columns([messages_field])
+        tools = rows.columns([tools_field])[0] if rows.has_field(tools_field) else [None] * len(conversations)
+        return [_located(template, rows, row, *each) for row, each in enumerate(zip(conversations, tools, strict=True))]
 
-    key = (source.fingerprint(), messages_field, tools_field, *template.key, seq_length, truncation)
-    dataset = prepared("messages", key, tokenizer, build)
-    dataset.tell_truncation(path, seq_length)
-    return dataset.first(max_samples)
+    return samples_of(
+        source, tokenizer, encode, policy, key=("messages", messages_field, tools_field, *template.key),
+        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
+    )  # fmt: skip
 
 
 class Unlearnable(Exception):
@@ -196,7 +199,7 @@ def read_template(given: str) -> str:
         ) from error
 
 
-def _located(template: ChatTemplate, source: Source, row: int, conversation: Any, tools: Any) -> TokenizedSample:
+def _located(template: ChatTemplate, source: Rows, row: int, conversation: Any, tools: Any) -> TokenizedSample:
     try:
         return template.sample(conversation, tools)
     except Unlearnable as error:

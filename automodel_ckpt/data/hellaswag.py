@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Truncation
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.text import prepared_pairs
-from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.data.encode import Encoder, Truncation
+from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Rows, Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 
@@ -20,25 +21,31 @@ def hellaswag(
     split: str = "train",
     truncation: str = "error",
     max_samples: int | None = None,
-) -> TokenizedDataset:
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> TokenizedDataset | RowStream:
     """Prompt: the beginning. Completion, with labels: the right ending.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``ctx``, ``endings`` (four texts)
     and ``label`` (the right one's number from 0, as text or number). A row without a label, as the split ``test`` has
-    them, is refused with its place. *truncation* as for :func:`~automodel_ckpt.data.text.prompt_completion`.
+    them, is refused with its place. *truncation* and *streaming* as for
+    :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
-    policy, source = Truncation(truncation, seq_length), Source(path, split=split)
+    encoder = Encoder(tokenizer)
 
-    def read() -> tuple[list[str], list[str]]:
-        (beginnings,) = source.texts(["ctx"])
-        endings, labels = source.columns(["endings", "label"])
-        chosen = enumerate(zip(endings, labels, strict=True))
-        return [text.strip() for text in beginnings], [f" {_ending(source, row, *each)}" for row, each in chosen]
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        (beginnings,) = rows.texts(["ctx"])
+        endings, labels = rows.columns(["endings", "label"])
+        chosen = [_ending(rows, row, *each) for row, each in enumerate(zip(endings, labels, strict=True))]
+        return encoder.pairs([text.strip() for text in beginnings], [f" {ending}" for ending in chosen])
 
-    return prepared_pairs(tokenizer, source, policy, ("hellaswag",), read).first(max_samples)
+    return samples_of(
+        Source(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=("hellaswag",),
+        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
+    )  # fmt: skip
 
 
-def _ending(source: Source, row: int, endings: Any, label: Any) -> str:
+def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:
     try:
         number = int(label)
         if number < 0:

@@ -19,8 +19,10 @@ from automodel_ckpt.data.stream import (
     StreamBatch,
     StreamPosition,
     StreamReader,
+    is_split_by_rank,
     read_stream,
     restores_exactly,
+    shuffles,
 )
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
@@ -86,6 +88,7 @@ class GlobalBatchLoader:
         self.epoch = 0
         self.consumed_samples = 0
         self._source_state: Any = None
+        self._start_state: Any = None
         if self.num_samples is None:
             self._prepare_stream()
         else:
@@ -182,7 +185,9 @@ class GlobalBatchLoader:
 
     def _stream_batches(self) -> Generator[GlobalBatch]:
         epoch, size = self.epoch, self.sizes.global_batch_size
-        position = StreamPosition(self.seed, epoch, self.consumed_samples, self._source_state)
+        position = StreamPosition(
+            self.seed, epoch, self.consumed_samples, self._source_state, self._start_state, self.shuffle
+        )
         reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
         with closing(read_stream(reader, self.num_workers)) as batches:
             while (part := _next_isolated(batches)) is not None:
@@ -203,12 +208,20 @@ class GlobalBatchLoader:
         return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
 
     def _prepare_stream(self) -> None:
-        if self.shuffle:
+        if is_split_by_rank(self.dataset):
+            raise RecipeError(
+                "the stream is split by rank already",
+                where="dataset",
+                value="datasets.distributed.split_dataset_by_node",
+                remedy="leave the split out: the loader gives each rank its part of every global batch, the same "
+                "global batches for any number of ranks",
+            )
+        if self.shuffle and not shuffles(self.dataset):
             self._say("an iterable data set is read in its own order; dataloader.shuffle does not apply")
         if self.num_workers > 1:
             self._say(f"an iterable data set is read by one worker process, not {self.num_workers}")
         if restores_exactly(self.dataset):
-            self._source_state = self.dataset.state_dict()
+            self._source_state = self._start_state = self.dataset.state_dict()
 
     def _require_a_batch(self, num_samples: int) -> None:
         if num_samples == 0:
@@ -233,7 +246,8 @@ class GlobalBatchLoader:
         )
 
     def _tell_differences(self, state: Mapping[str, Any]) -> None:
-        for name in ("seed",) if self.num_samples is None else ("seed", "shuffle"):
+        has_own_order = self.num_samples is None and not shuffles(self.dataset)
+        for name in ("seed",) if has_own_order else ("seed", "shuffle"):
             if state[name] != getattr(self, name):
                 self._say(
                     f"the data order goes on as saved ({name} {state[name]}), not by the recipe's {name} "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +23,90 @@ _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+class Rows:
+    """A table of samples to be: columns of values, each row with a place that messages name."""
+
+    path: str
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        raise NotImplementedError
+
+    @property
+    def fields(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def values(self, field: str) -> list[Any]:
+        """A column, which is there."""
+        raise NotImplementedError
+
+    def place(self, row: int) -> str:
+        """Where a row stands."""
+        raise NotImplementedError
+
+    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row; :class:`RecipeError` for no rows, or no such field."""
+        self.require(fields)
+        return [self.values(field) for field in fields]
+
+    def require(self, fields: Sequence[str]) -> None:
+        """:class:`RecipeError` for no rows, or no such field."""
+        if self.num_rows == 0:
+            remedy = "give a file with at least one sample"
+            raise RecipeError("the data file is empty", where=self.path, value="0 samples", remedy=remedy)
+        if missing := [field for field in fields if field not in self.fields]:
+            raise RecipeError(
+                f"the data has no field {', '.join(missing)}",
+                where=self.path,
+                value=f"its fields are {', '.join(self.fields)}",
+                remedy="name the fields to use in the dataset section, or rename those of the data",
+            )
+
+    def texts(self, fields: Sequence[str]) -> list[list[str]]:
+        """:meth:`columns` of texts; :class:`RecipeError` with the row for a value that is no text."""
+        columns = self.columns(fields)
+        for field, values in zip(fields, columns, strict=True):
+            self._require_texts(field, values)
+        return columns
+
+    def has_field(self, field: str) -> bool:
+        """Whether the rows have this field."""
+        return field in self.fields
+
+    def _require_texts(self, field: str, values: list[Any]) -> None:
+        for row, value in enumerate(values):
+            if not isinstance(value, str):
+                what = f"field {field} of a sample is {'missing' if value is None else 'not a text'}"
+                remedy = "correct or leave out this sample"
+                raise RecipeError(what, where=self.place(row), value=value, remedy=remedy)
+
+
 @dataclass(frozen=True)
-class Source:
+class OneRow(Rows):
+    """The row *number* of a stream as a table of its own."""
+
+    path: str
+    number: int
+    content: Mapping[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        return 1
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(self.content)
+
+    def values(self, field: str) -> list[Any]:
+        return [self.content[field]]
+
+    def place(self, row: int) -> str:
+        return f"{self.path}, row {self.number}"
+
+
+@dataclass(frozen=True)
+class Source(Rows):
     """Where rows come from: *path* is a file, a directory, or a Hub name; *name* the subset of the latter two.
 
     *split* is as ``datasets`` has it, ``train[:90%]`` included. The rows of a file are its split ``train``.
@@ -44,50 +126,42 @@ class Source:
         """Changes with the rows. :class:`RecipeError` when they cannot be had."""
         if not self.is_file:
             return f"{self.path} {self.name} {self.split} {self._table._fingerprint}"
-        if self.name is not None:
-            remedy = "leave name out: it chooses a subset of a directory or of a data set of the Hub"
-            raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
+        self._refuse_subset_of_file()
         return f"{_digest(self._file)} {self.split}"
 
-    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
-        """The values of each field, row by row; :class:`RecipeError` for no rows, or no such field."""
-        self.require(fields)
-        return [list(self._table[field]) for field in fields]
+    def stream(self) -> Any:
+        """The rows as an iterable data set of ``datasets``, read while they are used; :class:`RecipeError` likewise."""
+        import datasets  # type: ignore[import-untyped]
+
+        if "[" in self.split:
+            remedy = "leave the part out, or set dataset.streaming false"
+            raise RecipeError("a stream has no parts of splits", where="dataset.split", value=self.split, remedy=remedy)
+        try:
+            if not self.is_file:
+                name = str(Path(self.path).expanduser())
+                return datasets.load_dataset(name, self.name, split=self.split, streaming=True)
+            self._refuse_subset_of_file()
+            _require_readable(self._file)
+            loader, files = _LOADERS[self._file.suffix], str(self._file)
+            return datasets.load_dataset(loader, data_files=files, split=self.split, streaming=True)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._refused(error) from error
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
         return int(self._table.num_rows)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(self._table.column_names)
+
+    def values(self, field: str) -> list[Any]:
+        return list(self._table[field])
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row; its images are decoded only now."""
         fields: dict[str, Any] = self._table[number]
         return fields
-
-    def require(self, fields: Sequence[str]) -> None:
-        """:class:`RecipeError` for no rows, or no such field."""
-        table = self._table
-        if table.num_rows == 0:
-            remedy = "give a file with at least one sample"
-            raise RecipeError("the data file is empty", where=self.path, value="0 samples", remedy=remedy)
-        if missing := [field for field in fields if field not in table.column_names]:
-            raise RecipeError(
-                f"the data has no field {', '.join(missing)}",
-                where=self.path,
-                value=f"its fields are {', '.join(table.column_names)}",
-                remedy="name the fields to use in the dataset section, or rename those of the data",
-            )
-
-    def texts(self, fields: Sequence[str]) -> list[list[str]]:
-        """:meth:`columns` of texts; :class:`RecipeError` with the row for a value that is no text."""
-        columns = self.columns(fields)
-        for field, values in zip(fields, columns, strict=True):
-            self._require_texts(field, values)
-        return columns
-
-    def has_field(self, field: str) -> bool:
-        """Whether the rows have this field."""
-        return field in self._table.column_names
 
     def place(self, row: int) -> str:
         """File and line of a row where rows are lines, else its number from 0."""
@@ -98,12 +172,10 @@ class Source:
         split = "" if self.split == "train" else f" {self.split}"
         return f"{self.path}{split}, row {row}"
 
-    def _require_texts(self, field: str, values: list[Any]) -> None:
-        for row, value in enumerate(values):
-            if not isinstance(value, str):
-                what = f"field {field} of a sample is {'missing' if value is None else 'not a text'}"
-                remedy = "correct or leave out this sample"
-                raise RecipeError(what, where=self.place(row), value=value, remedy=remedy)
+    def _refuse_subset_of_file(self) -> None:
+        if self.name is not None:
+            remedy = "leave name out: it chooses a subset of a directory or of a data set of the Hub"
+            raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
 
     @property
     def _file(self) -> Path:
@@ -112,7 +184,7 @@ class Source:
     @cached_property
     def _table(self) -> Any:
         # Imported here because it takes half a second and is not needed when the samples of a file are prepared.
-        import datasets  # type: ignore[import-untyped]
+        import datasets
 
         with _quiet_progress_bars(datasets):
             return self._read_file(datasets) if self.is_file else self._read_named(datasets)
@@ -150,15 +222,20 @@ class Source:
 
 def _digest(path: Path) -> str:
     """Of the content; :class:`RecipeError` when there is no such file or it is of no known kind."""
+    with _require_readable(path).open("rb") as file:
+        return path.suffix + hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _require_readable(path: Path) -> Path:
     if path.suffix not in _LOADERS:
         remedy = f"use a file named {', '.join('*' + known for known in _LOADERS)}, a directory or a Hub name"
         raise RecipeError("the kind of a data file is not known", where="dataset.path", value=path, remedy=remedy)
     try:
-        with path.open("rb") as file:
-            return path.suffix + hashlib.file_digest(file, "blake2b").hexdigest()
+        path.open("rb").close()
     except OSError as error:
         remedy = f"check dataset.path; a relative one starts from the working directory, {Path.cwd()}"
         raise RecipeError.all_of([os_problem(error, "a data file cannot be read", remedy=remedy)]) from error
+    return path
 
 
 @contextmanager

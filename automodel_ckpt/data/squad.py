@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Truncation
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.text import prepared_pairs
-from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.data.encode import Encoder, Truncation
+from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Rows, Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 
@@ -21,27 +22,33 @@ def squad(
     no_answer: str | None = None,
     truncation: str = "error",
     max_samples: int | None = None,
-) -> TokenizedDataset:
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> TokenizedDataset | RowStream:
     """Prompt: paragraph and question. Completion, with labels: the first of the answers.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and
     ``answers`` (``{"text": list[str], ...}``). *no_answer* stands for the answer where there is none, as in SQuAD 2.0;
-    without it such a row is refused with its place. *truncation* as for
+    without it such a row is refused with its place. *truncation* and *streaming* as for
     :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
-    policy, source = Truncation(truncation, seq_length), Source(path, split=split)
+    encoder = Encoder(tokenizer)
 
-    def read() -> tuple[list[str], list[str]]:
-        contexts, questions = source.texts(["context", "question"])
-        (answers,) = source.columns(["answers"])
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        contexts, questions = rows.texts(["context", "question"])
+        (answers,) = rows.columns(["answers"])
         asked = zip(contexts, questions, strict=True)
         prompts = [f"Context: {context.strip()}\nQuestion: {question.strip()}\nAnswer:" for context, question in asked]
-        return prompts, [f" {_answer(source, row, found, no_answer)}" for row, found in enumerate(answers)]
+        return encoder.pairs(prompts, [f" {_answer(rows, row, found, no_answer)}" for row, found in enumerate(answers)])
 
-    return prepared_pairs(tokenizer, source, policy, ("squad", repr(no_answer)), read).first(max_samples)
+    key = ("squad", repr(no_answer))
+    return samples_of(
+        Source(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=key,
+        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
+    )  # fmt: skip
 
 
-def _answer(source: Source, row: int, answers: Any, no_answer: str | None) -> str:
+def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         remedy = 'SQuAD\'s answers are {"text": ["..."], "answer_start": [0]}'

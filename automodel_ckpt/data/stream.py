@@ -1,4 +1,8 @@
-"""Iterable data sets: every rank reads the whole stream and keeps its part, so the global batches need no agreement."""
+"""Iterable data sets: every rank reads the whole stream and keeps its part, so the global batches need no agreement.
+
+A source may leave the costly half to the rank that keeps the sample: its ``prepare(sample)`` is called for that part
+only.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,17 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where to read on: *consumed* samples into *epoch*, by the source's own state where it has one."""
+    """Where to read on: *consumed* samples into *epoch*, by the source's own state where it has one.
+
+    *start_state* is that of the source before anything was read.
+    """
 
     seed: int
     epoch: int
     consumed: int
     source_state: Any
+    start_state: Any = None
+    shuffle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class StreamReader(IterableDataset[Any]):
         self.sizes = sizes
         self.position = position
         self.stateful = restores_exactly(source)
+        self.prepare = getattr(source, "prepare", None)
 
     def __iter__(self) -> Generator[StreamBatch | Failure]:
         try:
@@ -82,17 +92,24 @@ class StreamReader(IterableDataset[Any]):
         chunks = self._chunks(self._resume())
         held = next(chunks, None)
         if held is None and self.position.source_state is not None and self.position.consumed == 0:
-            # A source restored to the end of an epoch may say "end" once more before it starts over.
+            # A source restored to the end of an epoch may say "end" before it starts over, and those of datasets never
+            # start over by themselves.
+            self.source.load_state_dict(copy.deepcopy(self.position.start_state))
             chunks = self._chunks(iter(self.source))
             held = next(chunks, None)
         while held is not None:
             following = next(chunks, None)
             if following is None:
                 held.source_state = self._source_state()
-            yield self._part(held, last=following is None)
+            part = self._part(held, last=following is None)
+            if following is None and callable(tell := getattr(self.source, "tell", None)):
+                tell()
+            yield part
             held = following
 
     def _resume(self) -> Iterator[Any]:
+        if shuffles(self.source):
+            self.source.set_order(self.position.seed, self.position.epoch, shuffle=self.position.shuffle)
         if callable(getattr(self.source, "set_epoch", None)):
             self.source.set_epoch(self.position.epoch)
         if self.position.source_state is not None:
@@ -139,7 +156,17 @@ class StreamReader(IterableDataset[Any]):
         chosen = offsets or [0]
         ids = [chunk.start + offset for offset in chosen]
         seed_everything(derive_seed(self.position.seed, self.position.epoch, ids[0]))
-        return collate(self.collate_fn, [chunk.samples[offset] for offset in chosen], ids, empty=not offsets)
+        samples = [self._prepared(chunk, offset) for offset in chosen]
+        return collate(self.collate_fn, samples, ids, empty=not offsets)
+
+    def _prepared(self, chunk: _Chunk, offset: int) -> Any:
+        sample = chunk.samples[offset]
+        if self.prepare is None:
+            return sample
+        try:
+            return self.prepare(sample)
+        except Exception as error:
+            raise located(error, f"sample {chunk.start + offset} of the stream", "could not be prepared") from error
 
 
 def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch]:
@@ -162,6 +189,16 @@ def restores_exactly(source: Any) -> bool:
     """
     methods = (getattr(source, name, None) for name in ("state_dict", "load_state_dict"))
     return all(callable(method) for method in methods) and not _has_shuffle_buffer(source)
+
+
+def shuffles(source: Any) -> bool:
+    """Whether the source takes its order from us: ``set_order(seed, epoch, shuffle=...)``."""
+    return callable(getattr(source, "set_order", None))
+
+
+def is_split_by_rank(source: Any) -> bool:
+    """Whether ``datasets.distributed.split_dataset_by_node`` was used on the source."""
+    return getattr(source, "_distributed", None) is not None
 
 
 def _has_shuffle_buffer(source: Any) -> bool:

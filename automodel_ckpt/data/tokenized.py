@@ -95,11 +95,15 @@ class TokenizedDataset:
         labels = np.where(self.labelled[part], tokens, IGNORE_INDEX)
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
-    def tell_truncation(self, what: str, seq_length: int) -> None:
-        """Log how many samples were cut or left out, if any."""
+    def tell_truncation(self, what: str, policy: str, seq_length: int) -> None:
+        """Log what became of samples of more than *seq_length* tokens by *policy*, and of how many."""
         cut, left_out = (int(count) for count in self.counts)
         if cut or left_out:
             log.warning(
                 "%s: %d of %d samples were cut to seq_length %d, %d more left out because no label remained",
                 *(what, cut, len(self), seq_length, left_out),
+            )
+        else:
+            log.info(
+                "%s: %d samples, none longer than seq_length %d (truncation %s)", what, len(self), seq_length, policy
             )

@@ -1,0 +1,121 @@
+"""Samples of a stream of rows: read while they are used, shuffled by blocks, and tokenized only where they are used."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.encode import Truncation
+from automodel_ckpt.data.sampler import derive_seed, permutation
+from automodel_ckpt.data.source import OneRow, Rows, Source
+from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+Encode = Callable[[Rows], list[TokenizedSample]]
+"""From a table to a sample per row."""
+DEFAULT_BLOCK = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it was read, and its number from 0 in the stream."""
+
+    number: int
+    content: dict[str, Any]
+
+
+class RowStream(IterableDataset[Row]):
+    """Iterable with exact state: *rows*, of ``datasets``, block by block of *block* rows, each block in its own order.
+
+    The state is that of the rows at the beginning of the block and how many of it were given, so that a resume reads
+    less than a block again, and shuffled rows resume exactly. :meth:`prepare` makes the sample of a row; whoever
+    needs it calls it, so that ranks tokenize their own part of the stream only.
+    """
+
+    def __init__(self, rows: Any, encode: Encode, policy: Truncation, path: str, block: int = DEFAULT_BLOCK) -> None:
+        if block < 1:
+            remedy = "give 1 for no shuffling, or more"
+            raise RecipeError("a block has no rows", where="dataset.shuffle_block", value=block, remedy=remedy)
+        self.rows, self.encode, self.policy, self.path, self.block = rows, encode, policy, path, block
+        self._start = self._block_start = rows.state_dict()
+        self._first, self._given, self._block_size = 0, 0, block
+        self.set_order(0, 0, shuffle=False)
+
+    def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
+        """The order of the rows in each block, a function of these three and the block's place."""
+        self._order = (seed, epoch, shuffle)
+
+    def __iter__(self) -> Iterator[Row]:
+        self.rows.load_state_dict(copy.deepcopy(self._block_start))
+        rows = iter(self.rows)
+        while block := list(islice(rows, self._block_size)):
+            order = self._order_of(len(block)).tolist()
+            following = copy.deepcopy(self.rows.state_dict())
+            while self._given < len(block):
+                number = order[self._given]
+                self._given += 1
+                yield Row(self._first + number, block[number])
+            self._first += len(block)
+            self._given, self._block_start, self._block_size = 0, following, self.block
+        self._rewind()
+
+    def prepare(self, row: Row) -> dict[str, list[int]]:
+        """The sample of a row, cut where it is too long; without any label where none was left of it."""
+        table = OneRow(self.path, row.number, row.content)
+        (whole,) = self.encode(table)
+        kept = self.policy.apply(whole, lambda: table.place(0))
+        tokens = kept.tokens if kept else whole.tokens[: self.policy.seq_length]
+        labelled = kept.labelled if kept else [False] * len(tokens)
+        labels = [token if learnt else IGNORE_INDEX for token, learnt in zip(tokens, labelled, strict=True)]
+        return {"input_ids": tokens, "labels": labels}
+
+    def tell(self) -> None:
+        """Log how many samples were cut since it was last told."""
+        policy = self.policy
+        if policy.num_cut or policy.num_left_out:
+            log.warning(
+                "%s: of the samples that this rank prepared, %d were cut to seq_length %d, %d more kept no label",
+                *(self.path, policy.num_cut, policy.seq_length, policy.num_left_out),
+            )
+        policy.num_cut = policy.num_left_out = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self._block_start,
+            "first": self._first,
+            "given": self._given,
+            "block": self._block_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._block_start, self._first = state["rows"], state["first"]
+        self._given, self._block_size = state["given"], state["block"]
+
+    def _rewind(self) -> None:
+        self._block_start, self._first, self._given, self._block_size = self._start, 0, 0, self.block
+
+    def _order_of(self, num_rows: int) -> Any:
+        seed, epoch, shuffle = self._order
+        return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
+
+
+def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None) -> RowStream:
+    """The stream of *source*; says what happens to samples that are too long, since nothing is counted in advance."""
+    rows = source.stream()
+    if max_samples is not None:
+        if max_samples < 1:
+            what = "max_samples must be at least 1"
+            raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="leave it out for all")
+        rows = rows.take(max_samples)
+    does = "refused" if policy.policy == "error" else "cut"
+    log.info("%s is read as a stream: samples of more than %d tokens are %s", source.path, policy.seq_length, does)
+    return RowStream(rows, encode, policy, source.path, block)
