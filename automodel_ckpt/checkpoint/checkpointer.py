@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.jobs import Job, run_all
 from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.loading import Loader
@@ -262,7 +264,7 @@ class Checkpointer:
         self._tell_once(snapshot.items)
         pruned = self._prune(str(name)) if self.is_leader else ()
         report = self._report(name, started, manifest, pruned)
-        return self._with_export(report, name, started) if self._exports(last) else report
+        return self._with_export(report, name, snapshot, started) if self._exports(last) else report
 
     def _snapshot(self, state: Mapping[str, Any]) -> _Snapshot:
         snapshot = _Snapshot(classify(state))
@@ -484,20 +486,28 @@ class Checkpointer:
             log.info("Hugging Face export of %s: %s", parsed, export)
 
     def _export(self, name: layout.CheckpointName) -> Path | None:
-        """The Hugging Face export of a published checkpoint; its failure leaves the checkpoint as it is."""
+        """The Hugging Face export of a published checkpoint from its files, by the leader."""
         from automodel_ckpt.checkpoint.consolidate import consolidate
 
-        export = None
-        with self._failing_together(f"exporting {name}; the checkpoint itself is safe"):
-            if self.is_leader:
-                for attribute in self.assets:
-                    source = self.directory.absolute() / str(name) / layout.state_directory(attribute)
-                    export = consolidate(source, log=log.info).output
-        return export
+        def export() -> Path | None:
+            places = [self.directory.absolute() / str(name) / layout.state_directory(one) for one in self.assets]
+            return [consolidate(place, log=log.info).output for place in places][-1] if self.is_leader else None
 
-    def _with_export(self, report: SaveReport, name: layout.CheckpointName, started: float) -> SaveReport:
+        with self._failing_together(f"exporting {name}; the checkpoint itself is safe"):
+            return agree.while_working(self._group, export)
+
+    def _with_export(
+        self, report: SaveReport, name: layout.CheckpointName, snapshot: _Snapshot, started: float
+    ) -> SaveReport:
+        """The same from memory, by all ranks; its failure leaves the checkpoint as it is."""
+        together = partial(self._failing_together, f"exporting {name}; the checkpoint itself is safe")
         try:
-            report = replace(report, export=self._export(name))
+            for attribute, assets in self.assets.items():
+                export = export_from_memory(
+                    snapshot.trees[attribute], self.directory.absolute() / str(name), assets, snapshot.tied[attribute],
+                    rank=self._ranks.rank, group=self._group, together=together, log=log.info,
+                )  # fmt: skip
+                report = replace(report, export=export)
         except AutomodelError as failure:
             report = replace(report, export_failure=failure)
         seconds = time.monotonic() - started

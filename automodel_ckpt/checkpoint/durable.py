@@ -155,6 +155,12 @@ def part_digests(path: Path, sizes: Sequence[int]) -> list[str]:
     return digests
 
 
+def stretch_digest(path: Path, start: int, nbytes: int) -> str:
+    """The digest of *nbytes* bytes of a regular file from *start*, or of what there is of them."""
+    with _opened(path) as descriptor:
+        return _digest_up_to(descriptor, start, nbytes)[1]
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

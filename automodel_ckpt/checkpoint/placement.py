@@ -84,11 +84,9 @@ def place(
 def _places(files: tuple[OutputFile, ...], directory: str, keys: Mapping[str, str]) -> dict[str, tuple[Place, ...]]:
     places: dict[str, list[Place]] = {}
     for file in files:
-        at = len(file.header)
-        for tensor in file.tensors:
-            found = Place(tensor.fqn, tensor.dtype, f"{directory}/{file.name}", at)
+        for tensor, start in file.placed():
+            found = Place(tensor.fqn, tensor.dtype, f"{directory}/{file.name}", start)
             places.setdefault(tensor.stored.fqn, []).append(found)
-            at += tensor.nbytes
     return {fqn: _ordered(keys.get(fqn, fqn), found) for fqn, found in places.items()}
 
 

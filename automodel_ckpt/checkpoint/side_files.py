@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.consolidate import agreeing_config
 from automodel_ckpt.checkpoint.consolidate_script import consolidate_script, no_need_script
+from automodel_ckpt.checkpoint.export_files import agreeing_config
 from automodel_ckpt.checkpoint.export_plan import INDEX, Plan
 from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.manifest import Part

@@ -8,7 +8,8 @@ process group exists. Objects travel pickled: the ranks of one run trust each ot
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from automodel_ckpt.errors import AutomodelError, Problem, describe
 
 T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.005, 0.5
 
 
 def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
@@ -53,6 +56,23 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
         raise _combined(failed, len(reports)) from error
+
+
+def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+    """Call *work*, which may take any time, and return its value when every rank's is done.
+
+    No collective waits for it, so that none runs into the group's timeout: the ranks meet every half second. What it
+    raises is raised here, when all are done, and on this rank only (see :func:`all_or_nothing`).
+    """
+    if size(group) == 1:
+        return work()
+    with ThreadPoolExecutor(1, "while-working") as pool:
+        done = pool.submit(work)
+        pause = _FIRST_PAUSE_SECONDS
+        while not all(gather_objects(group, done.done())):
+            wait([done], timeout=pause)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+    return done.result()
 
 
 def size(group: dist.ProcessGroup | None) -> int:

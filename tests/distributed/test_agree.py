@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from automodel_ckpt.distributed.agree import all_or_nothing, broadcast_object, gather_objects
+from automodel_ckpt.distributed.agree import all_or_nothing, broadcast_object, gather_objects, while_working
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support import ranks
 
@@ -116,3 +118,18 @@ def test_the_helper_itself_reports_errors_deaths_and_time_outs() -> None:
     assert fine.value == "fine"
     with pytest.raises(AssertionError, match=r"(?s)rank 1 raised:.*KeyError"):
         ranks.run(rank, 2, timeout=5, init=False)
+
+
+def test_work_that_takes_longer_than_the_groups_timeout_is_waited_for() -> None:
+    def rank() -> tuple[int, str]:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+        number = dist.get_rank()
+        value = while_working(group, lambda: time.sleep(2.5 * number) or number)
+        try:
+            while_working(group, lambda: 1 // number)
+        except ZeroDivisionError as error:
+            return value, str(error)
+        return value, ""
+
+    assert ranks.run(rank, 2) == [(0, "integer division or modulo by zero"), (1, "")]
+    assert while_working(None, lambda: 7) == 7

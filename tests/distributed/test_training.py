@@ -241,9 +241,12 @@ def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
     assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_an_interrupted_run_in_pytorchs_format_goes_on(tmp_path: Path, strategy: str) -> None:
-    overrides = ("--checkpoint.model_save_format=torch_save", f"--distributed.strategy={strategy}")
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_save_format=torch_save"),
+                          ("fsdp2", "model_layout=hf")],
+)  # fmt: skip
+def test_an_interrupted_run_in_another_format_goes_on(tmp_path: Path, strategy: str, how: str) -> None:
+    overrides = (f"--checkpoint.{how}", f"--distributed.strategy={strategy}")
     schedule = "--lr_scheduler.decay_steps=12"
     whole = run(tmp_path, *overrides, schedule, name="whole", num_ranks=2)
     run(tmp_path, *overrides, schedule, "--step_scheduler.max_steps=7", num_ranks=2)

@@ -1,0 +1,122 @@
+"""Exports that all ranks write from memory: byte for byte what consolidate.sh makes of the same checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from automodel_ckpt.checkpoint import Manifest, SaveReport, placed
+from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.verify import verify, verify_deep
+from tests.distributed.test_hf_layout import make_base
+from tests.support import ranks, tiny
+
+
+def in_columns(model: torch.nn.Module) -> None:
+    """Give every rank columns of each matrix."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 2:
+                module.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(1)])))
+
+
+def by_rows(model: torch.nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (by_rows, {}),
+    "columns": (in_columns, {}),
+    "torch_save": (by_rows, {"model_save_format": "torch_save"}),
+}
+
+
+def made_of(base: Path) -> tuple[torch.nn.Module, HFAssets]:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").mul_(1.0001)
+    return model, HFAssets.from_model(model, base_dir=base)
+
+
+def export_all(base: Path, root: Path) -> list[SaveReport]:
+    reports = []
+    for name, (shard, options) in CASES.items():
+        model, assets = made_of(base)
+        shard(model)
+        state = SimpleNamespace(model=model)
+        reports.append(tiny.save(root / name, state, save_consolidated="every", assets={"model": assets}, **options))
+    return reports
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    assert files.pop("export_manifest.json")
+    return files
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(tmp_path: Path, tied: bool) -> None:
+    make_base(tmp_path / "base", tied=tied)
+    # One tensor of the base is wider than the others.
+    file = next(p for p in (tmp_path / "base").glob("*.safetensors") if "model.norm.weight" in load_file(p))
+    wide = {n: t.float() if n == "model.norm.weight" else t for n, t in load_file(file).items()}
+    save_file(wide, file, {"format": "pt"})
+    for reports in ranks.run(export_all, 2, tmp_path / "base", tmp_path):
+        assert [(report.export_failure, report.export is None) for report in reports] == [(None, False)] * len(CASES)
+    for name in CASES:
+        checkpoint = tmp_path / name / "epoch_0_step_20"
+        again = consolidate(checkpoint, tmp_path / f"again_{name}", log=lambda _: None)
+        inline, later = contents(checkpoint / "model/consolidated"), contents(again.output)
+        assert inline.keys() == later.keys() and len(inline) > 4
+        assert [file for file in inline if inline[file] != later[file]] == []
+        manifest = Manifest.read(checkpoint)
+        assert verify(checkpoint, manifest) == [] == verify_deep(checkpoint, manifest)
+        assert sorted(p.name for p in (checkpoint / "model").glob(".consol*")) == []
+    dtypes = {
+        n: t.dtype for p in (checkpoint / "model/consolidated").glob("*.safetensors") for n, t in load_file(p).items()
+    }
+    assert {dtypes.pop("model.norm.weight"), *dtypes.values()} == {torch.float32, torch.bfloat16}
+
+
+def fails_on_rank_1(base: Path, root: Path) -> tuple[str, str]:
+    model, assets = made_of(base)
+    by_rows(model)
+    write = placed._write_at
+
+    def broken(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    messages = []
+    for step, failing in ((20, 1), (40, 0), (60, None)):
+        placed._write_at = broken if dist.get_rank() == failing else write
+        report = tiny.save(root, SimpleNamespace(model=model), step=step, save_consolidated="every", keep_last=2,
+                           assets={"model": assets})  # fmt: skip
+        messages.append(str(report.export_failure or ""))
+        assert (report.export is None) == (failing is not None)
+    assert messages.pop() == ""
+    return messages[0], messages[1]
+
+
+def test_a_failed_export_leaves_its_checkpoint_whole_and_no_trace_and_the_next_one_works(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", tied=False)
+    for messages in ranks.run(fails_on_rank_1, 2, tmp_path / "base", tmp_path / "run"):
+        for message, rank in zip(messages, (1, 0), strict=True):
+            assert f"rank {rank}" in message and "ENOSPC" in message and "the checkpoint itself is safe" in message
+    for step in (40, 60):
+        path = tmp_path / f"run/epoch_0_step_{step}"
+        assert verify_deep(path, Manifest.read(path)) == []
+        assert (path / "model/consolidated").exists() == (step == 60)
+        assert not [p for p in (path / "model").iterdir() if p.name.startswith(".consolidated")]
