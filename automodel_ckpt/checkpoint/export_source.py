@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,7 +201,7 @@ def _from_headers(directory: Path) -> Source:
     if not names:
         raise _unusable("there are no shards here", directory, "no *.safetensors file")
     _refuse_links(directory, (*names, layout.HF_METADATA))
-    _refuse_hollow(directory, names)
+    _refuse_odd(directory, names)
     pieces: dict[str, list[Slice]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -222,16 +223,17 @@ def _from_dcp(directory: Path, names: Iterable[str]) -> Source:
     from automodel_ckpt.checkpoint.dcp_source import open_dcp
 
     _refuse_links(directory, names)
-    _refuse_hollow(directory, names)
+    _refuse_odd(directory, names)
     return open_dcp(directory)
 
 
-def _refuse_hollow(directory: Path, names: Iterable[str]) -> None:
+def _refuse_odd(directory: Path, names: Iterable[str]) -> None:
     for name in names:
-        if is_hollow(os.lstat(directory / name)):
-            raise _unusable(
-                "this shard is nearly all hole", directory / name, f"{os.lstat(directory / name).st_size} bytes"
-            )
+        status = os.lstat(directory / name)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unusable("this shard is no regular file", directory / name, stat.filemode(status.st_mode))
+        if is_hollow(status):
+            raise _unusable("this shard is nearly all hole", directory / name, f"{status.st_size} bytes")
 
 
 def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export_plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_publish import Log
-from automodel_ckpt.checkpoint.export_source import Source, open_source, read_maps
+from automodel_ckpt.checkpoint.export_source import Source, maps_of, open_source
 from automodel_ckpt.checkpoint.float_cast import Array, cast, storage_dtype
 from automodel_ckpt.checkpoint.gguf_llama import KeyValue, Llama, name_faults, read_llama, rotary_order
 from automodel_ckpt.checkpoint.gguf_tokenizer import tokenizer_keys
@@ -122,9 +122,8 @@ def _check_digests(source: Source, num_threads: int) -> None:
 
 
 def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
-    maps = read_maps(source.metadata_directory)
     where = str(source.model_directory)
-    plan = make_plan(source.tensors, source.tied, maps, cast_dtype=cast_code, where=where)
+    plan = make_plan(source.tensors, source.tied, maps_of(source), cast_dtype=cast_code, where=where)
     found = {tensor.fqn: tensor for file in plan.files for tensor in file.tensors}
     for fqn, tensor in found.items():
         if tensor.dtype not in _FILE_TYPES:

@@ -11,7 +11,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_source import SHARDING_INFO, Source
 from automodel_ckpt.checkpoint.inside import is_hollow, open_inside, read_inside
-from automodel_ckpt.checkpoint.safetensors_header import read_header
+from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -25,7 +25,7 @@ def is_hf_directory(directory: Path) -> bool:
         return True
     names = _safetensors(directory)
     try:
-        return bool(names) and SHARDING_INFO not in read_header(directory / names[0]).metadata
+        return bool(names) and SHARDING_INFO not in header_inside(directory, names[0]).metadata
     except (CheckpointUnusable, OSError):
         return False
 
@@ -44,7 +44,7 @@ def open_hf(directory: Path) -> Source:
     if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
         raise _unusable("the index names a tensor that is not in its file", directory / INDEX, missing[0])
     notes = ("these files are unchecked: there is no manifest with their digests",)
-    return Source(directory, directory, tensors, notes=notes)
+    return Source(directory, directory, tensors, notes=notes, finished=True)
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any] | None:
@@ -58,6 +58,12 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise _unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
     return value
+
+
+def header_inside(directory: Path, name: str) -> Header:
+    """The header of a regular file in *directory*; no link is followed. Raises as :func:`read_header`."""
+    os.close(open_inside(directory, name))
+    return read_header(directory / name)
 
 
 def _safetensors(directory: Path) -> list[str]:
@@ -82,8 +88,7 @@ def _weight_map(directory: Path) -> Mapping[str, str] | None:
 
 def _tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
     try:
-        os.close(open_inside(directory, name))
-        header = read_header(directory / name)
+        header = header_inside(directory, name)
     except OSError as error:
         raise _unusable("a file of the model cannot be read", directory / name, error.strerror) from error
     if SHARDING_INFO in header.metadata:

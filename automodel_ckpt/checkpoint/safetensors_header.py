@@ -56,11 +56,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     # O_NONBLOCK: a pipe that stands where a shard should must not hang the reader.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(descriptor)
+        raise _unusable(path, _Fault("it is not a regular file"))
     with open(descriptor, "rb", closefd=True) as file:
-        info = os.fstat(descriptor)
         try:
-            if not stat.S_ISREG(info.st_mode):
-                raise _Fault("it is not a regular file")
             length = _header_length(file.read(_LENGTH_BYTES), info.st_size)
             return _parse(file.read(length), _LENGTH_BYTES + length, info.st_size)
         except _Fault as fault:

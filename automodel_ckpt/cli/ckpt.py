@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import completion, export, plot, track, upkeep
+from automodel_ckpt.cli import completion, export, foreign, plot, track, upkeep
 from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
@@ -32,6 +32,7 @@ class Row:
     created: float | None = None
     pointers: tuple[str, ...] = ()
     reason: str = ""
+    foreign: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -150,7 +151,11 @@ def _looks_like_checkpoint(path: Path) -> bool:
     from automodel_ckpt.checkpoint import layout
 
     named = layout.parse_checkpoint_name(path.name) or layout.is_superseded(path.name) or layout.is_staging(path.name)
-    return bool(named) or any(os.path.lexists(path / name) for name in (layout.MANIFEST, "model", layout.DCP_METADATA))
+    return (
+        bool(named)
+        or any(os.path.lexists(path / name) for name in (layout.MANIFEST, "model"))
+        or foreign.is_known(path)
+    )
 
 
 def row_of(path: Path, pointers: Mapping[str, Sequence[str]]) -> Row:
@@ -164,6 +169,9 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]]) -> Row:
     if layout.is_staging(path.name):
         return Row(path.name, False, reason="unfinished: being saved now, or left by a killed save")
     if not os.path.lexists(path / layout.MANIFEST):
+        if (facts := foreign.facts(path)) is not None:
+            facts |= {key: _number(facts[key]) for key in ("train_loss", "val_loss")}
+            return Row(path.name, False, step, epoch, pointers=here, **facts)
         what = "torn, or another program's" if name else "foreign"
         return Row(path.name, False, step, epoch, pointers=here, reason=f"{what}: it has no {layout.MANIFEST}")
     try:
@@ -197,7 +205,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
     head, *lines = table([titles, *map(_cells, rows)])
     print(coloured(head, "bold", sys.stdout))
     for row, line in zip(rows, lines, strict=True):
-        print(coloured(line, "red", sys.stdout) if not row.complete else line)
+        print(coloured(line, "red", sys.stdout) if not (row.complete or row.foreign) else line)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -206,19 +214,20 @@ def _cells(row: Row) -> tuple[str, ...]:
     size = "" if row.nbytes is None else size_text(row.nbytes)
     age = "" if row.created is None else age_text(row.created)
     notes = ", ".join((*row.pointers, *([row.reason] if row.reason else [])))
-    return printable(row.name), *numbers, *losses, size, age, "yes" if row.complete else "no", printable(notes)
+    complete = "yes" if row.complete else "?" if row.foreign else "no"
+    return printable(row.name), *numbers, *losses, size, age, complete, printable(notes)
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.manifest import Manifest
 
     path = find_checkpoint(Path(arguments.path))
-    manifest = Manifest.read(path)
-    document = _document(path, manifest)
+    unchecked = foreign.document(path) if path.is_dir() else None
+    document = unchecked or _document(path, Manifest.read(path))
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
-        print("\n".join(_show_lines(document)))
+        print("\n".join(foreign.lines(document) if unchecked else _show_lines(document)))
     return EXIT_DONE
 
 

@@ -147,7 +147,7 @@ def _headers(add: Add) -> None:
     for name, (text, length) in texts.items():
         change = partial(_header, text=text, length=length, data=b"\0")
         sort = "header_lengths" if length else "header_info" if name.startswith("info") else "header_text"
-        add(sort, f"{name}_bare", change, HEADERS, HEADERS)
+        add(sort, f"{name}_bare", change, HEADERS | {"ls", "show"}, HEADERS)
         add(
             sort,
             f"{name}_sealed",
@@ -170,11 +170,11 @@ def _bare_files(add: Add) -> None:
         _special(case.model / ".hf_metadata" / name, kind, case.outside)
 
     for kind in SPECIALS:
-        add("bare_special", f"{kind}_shard", partial(special, kind=kind), EXPORTS, EXPORTS)
+        add("bare_special", f"{kind}_shard", partial(special, kind=kind), EXPORTS | {"ls", "show"}, EXPORTS)
         for name in ("config.json", "fqn_to_dtype_mapping.json", "extra.py"):
             add("bare_special", f"{kind}_{name}", partial(side, kind=kind, name=name), EXPORTS)
-    add("bare_sparse_shard", "1_TB", _bare_sparse, EXPORTS, EXPORTS)
-    add("bare_index", "weight_map", _bare_index, EXPORTS)
+    add("bare_sparse_shard", "1_TB", _bare_sparse, EXPORTS | {"ls", "show"}, EXPORTS)
+    add("bare_index", "weight_map", _bare_index, EXPORTS | {"ls", "show"})
 
 
 def _bare_sparse(case: Attacked) -> None:

@@ -68,6 +68,8 @@ _METADATA_NAMES: Names = {
     **{f"torch.{name}": code for name, code in _DTYPES.items()},
     "torch.Size": _pair, "collections.OrderedDict": dict,
     "torch.serialization._get_layout": _nothing, f"{_META}._MEM_FORMAT_ENCODING": _nothing,
+    # How some versions of Python pickle the member of an enumeration (the memory format).
+    "builtins.getattr": _nothing, "__builtin__.getattr": _nothing,
     **{f"{module}.{name}": _nothing for module in ("pathlib", "pathlib._local")
        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")},
 }  # fmt: skip

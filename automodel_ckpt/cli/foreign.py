@@ -1,0 +1,82 @@
+"""What ``ckpt ls`` and ``ckpt show`` say of directories that other programs wrote; marked as such, and unchecked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text, table
+
+UNCHECKED = "foreign: it has no MANIFEST.json, so nothing in it can be checked"
+
+
+def is_known(path: Path) -> bool:
+    """Whether a directory (a link is none) holds what another program wrote in a known form."""
+    from automodel_ckpt.checkpoint import foreign
+
+    return not path.is_symlink() and bool(foreign.kinds_in(path))
+
+
+def facts(path: Path) -> dict[str, Any] | None:
+    """The values of a row of ``ckpt ls``; None where nothing here is of a known form."""
+    from automodel_ckpt.checkpoint import foreign
+
+    found = foreign.read_foreign(path)
+    if found is None:
+        return None
+    losses = {key: found.losses.get(key) for key in ("train_loss", "val_loss")}
+    reason = f"foreign, unchecked: {found.kind}"
+    return {"nbytes": found.nbytes, "created": found.written, "reason": reason, "foreign": True, **losses}
+
+
+def document(path: Path) -> dict[str, Any] | None:
+    """The content of ``ckpt show --json``; None where nothing here is of a known form."""
+    from automodel_ckpt.checkpoint import foreign, layout
+
+    found = foreign.read_foreign(path)
+    if found is None:
+        return None
+    name = layout.parse_checkpoint_name(path.name)
+    return {
+        "path": str(path), "foreign": True, "note": UNCHECKED, "kind": found.kind,
+        "step": name.step if name else None, "epoch": name.epoch if name else None, "created": found.written,
+        "nbytes": found.nbytes, "losses": dict(found.losses), "files": dict(found.files),
+        "trees": {
+            name: {
+                "format": tree.kind, "problem": tree.problem, "values": tree.num_values,
+                "tensors": {fqn: asdict(tensor) for fqn, tensor in tree.tensors.items()},
+            }
+            for name, tree in found.trees().items()
+        },
+    }  # fmt: skip
+
+
+def lines(shown: Mapping[str, Any]) -> Iterator[str]:
+    """The document for people."""
+    yield coloured(printable(shown["path"]), "bold", sys.stdout)
+    yield coloured(shown["note"], "yellow", sys.stdout)
+    step = f"step {shown['step']}, epoch {shown['epoch']}, " if shown["step"] is not None else ""
+    yield f"{printable(shown['kind'])}; {step}{size_text(shown['nbytes'])}, {age_text(shown['created'])} old"
+    if shown["losses"]:
+        yield from _section("losses", [f"{name}: {value}"[:200] for name, value in shown["losses"].items()])
+    yield from _section("files", table([(n, size_text(b)) for n, b in sorted(shown["files"].items())]))
+    for name, tree in shown["trees"].items():
+        values = f", {tree['values']} values that are no tensors" if tree["values"] else ""
+        title = f"{name} ({tree['format']}, {len(tree['tensors'])} tensors{values})"
+        yield from _section(title, [tree["problem"]] if tree["problem"] else _tensors(tree["tensors"]))
+
+
+def _section(title: str, content: list[str]) -> Iterator[str]:
+    yield ""
+    yield coloured(printable(title), "bold", sys.stdout)
+    for line in content:
+        yield "  " + printable(line)
+
+
+def _tensors(tensors: Mapping[str, Any]) -> list[str]:
+    slices = {fqn: "1 slice" if t["slices"] == 1 else f"{t['slices']} slices" for fqn, t in tensors.items()}
+    rows = [(printable(fqn), t["dtype"], str(list(t["shape"])), slices[fqn]) for fqn, t in tensors.items()]
+    return table(rows) if rows else []
