@@ -27,6 +27,7 @@ from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.packing import longest_sample
 from automodel_ckpt.distributed.parallelize import (
+    Materialise,
     Parallelism,
     check_parallelism,
     clip_gradients,
@@ -39,12 +40,13 @@ from automodel_ckpt.distributed.parallelize import (
 from automodel_ckpt.distributed.sizes import choose_strategy
 from automodel_ckpt.distributed.stop import StoppedWaiting
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import base_directory, build_model, check_context, checkpoint_activations, freeze
+from automodel_ckpt.models.build import base_directory, check_context, checkpoint_activations, freeze
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.names import names_in_files
 from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.models.vocabulary import resize_vocabulary, vocabulary_names, wanted_size
+from automodel_ckpt.recipes.blueprint import Blueprint, draw_up
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
 from automodel_ckpt.training.loss import (
     LossFn,
@@ -164,33 +166,43 @@ class FinetuneRecipe(Lifecycle):
 
     def build_model(self) -> nn.Module:
         """The model, frozen where asked, with this rank's share of the parameters."""
+        blueprint = self.draw_up()
+        model = blueprint.model
         section = self.config.model
-        if isinstance(section, Target):
-            model: nn.Module = build(section)
-            freeze(model, [])
-        else:
-            assert self.model_config is not None
-            model = build_model(
-                self.model_config,
-                auto_class=self.auto_class,
-                from_pretrained=section.from_pretrained,
-                dtype=section.dtype,
-                attn_implementation=section.attn_implementation,
-                allow_missing=section.allow_missing,
-                allow_unexpected=section.allow_unexpected,
-            )
+        if isinstance(section, ModelConfig):
             self.resize(model, section)
             model.names_in_files = self.names_in_files(model, section)  # type: ignore[assignment]
             freeze(model, section.freeze)
             if section.activation_checkpointing:
                 checkpoint_activations(model)
+        else:
+            freeze(model, [])
         # A cache of keys and values serves generation only; building it in each step costs.
         takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
         self.log_model(model)
+        shared = self.parallelize(model, blueprint.materialise)
+        # These run the model on a few tokens, which all its ranks do together.
         self.row_layout = self.choose_row_layout(model)
         self.loss_of = self.choose_loss_head(model)
-        return self.parallelize(model)
+        reshard(shared)
+        return shared
+
+    def draw_up(self) -> Blueprint:
+        """The model as it is before it is changed or shared out."""
+        section = self.config.model
+        if isinstance(section, Target):
+            return Blueprint(build(section))
+        assert self.model_config is not None
+        size = wanted_size(section.vocab_size, self.preprocessor)
+        return draw_up(
+            section,
+            self.model_config,
+            auto_class=self.auto_class,
+            seed=self.config.seed,
+            group=self.layout.gloo_group,
+            keeps_vocabulary=size in (None, self.model_config.get_text_config().vocab_size),
+        )
 
     def resize(self, model: nn.Module, section: ModelConfig) -> None:
         """What ``model.vocab_size`` asks for; a pretrained model has its own size until here."""
@@ -227,8 +239,8 @@ class FinetuneRecipe(Lifecycle):
         parts = self.layout.sizes.tp if self.config.distributed.sequence_parallel else 1
         return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, parts)
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        """This rank's share of the model, and the type that all ranks compute in."""
+    def parallelize(self, model: nn.Module, materialise: Materialise | None = None) -> nn.Module:
+        """This rank's share of the model with its values, and the type that all ranks compute in."""
         plan = self.config.distributed.tp_plan
         how = replace(self.parallelism, tp_plan=build(plan, model=model) if plan is not None else None)
         strategy = choose_strategy(how.strategy, self.layout.sizes)
@@ -241,7 +253,7 @@ class FinetuneRecipe(Lifecycle):
         self.computing = compute_context(strategy, self.layout.device, how.compute_dtype)
         if self.config.compile.enabled:
             self.compile(model)
-        return parallelize(model, self.layout, how)
+        return parallelize(model, self.layout, how, materialise)
 
     def compile(self, model: nn.Module) -> None:
         """The ``compile`` section: each decoder layer in place, before it is sharded."""
@@ -262,7 +274,7 @@ class FinetuneRecipe(Lifecycle):
         if self.layout.sizes.tp > 1:
             log.info("the loss is computed from full logits, since tensor parallelism cuts the output layer")
             return None
-        head = install_loss_head(model.to(self.layout.device), self.forward_options)
+        head = install_loss_head(model, self.forward_options)
         if head is None:
             log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
                      type(model).__name__)  # fmt: skip

@@ -123,7 +123,8 @@ class LLMFinetune(FinetuneRecipe):
             return None
         attention = attention_of(model)
         one_row = "flash" in attention
-        if not self.on_all_ranks(keeps_samples_apart(model.to(self.layout.device), one_row, self.forward_options)):
+        apart = keeps_samples_apart(model, one_row, self.forward_options, self.row_multiple)
+        if not self.on_all_ranks(apart):
             if packed:
                 raise RecipeError(
                     "this model does not keep the samples of a pack apart",

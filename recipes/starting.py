@@ -44,7 +44,7 @@ def start_from(
     Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
     :class:`CheckpointUnusable` for damaged ones.
     """
-    weights, verdict = _together(group, lambda: _found(section, modules, resizable, ranks, verify))
+    weights, verdict = together(group, lambda: _found(section, modules, resizable, ranks, verify))
     log.info("Starting from the weights in %s", weights.path)
     verdict.tell("they and the model")
 
@@ -52,11 +52,11 @@ def start_from(
         for name, module in modules.items():
             fill_module(module, _fillings(name, module, verdict, weights), new_rows)
 
-    _together(group, fill)
+    together(group, fill)
     return verdict
 
 
-def _together(group: ProcessGroup | None, work: Callable[[], T]) -> T:
+def together(group: ProcessGroup | None, work: Callable[[], T]) -> T:
     """What *work* returns, or on every rank the error that it raises on one."""
     failure: BaseException | None = None
     try:

@@ -131,8 +131,9 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Non
 
 def reshard(model: nn.Module) -> None:
     """Free what a forward pass without a backward left gathered (fsdp2)."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def build_model(
         options["attn_implementation"] = attn_implementation
     try:
         if from_pretrained is None:
-            options["dtype"] = _fresh_dtype(config, dtype)
+            options["dtype"] = fresh_dtype(config, dtype)
             model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -219,7 +219,8 @@ def build_model(
     return model.train()
 
 
-def _fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    """The type that a dtype's name, or ``auto``, gives a model of fresh weights."""
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32

@@ -30,20 +30,17 @@ _CHUNK_ELEMENTS = 2**25
 class LossHead(nn.Linear):
     """A model's output layer that, inside :meth:`loss_of`, returns the summed cross-entropy instead of logits.
 
-    Elsewhere it is the layer it was made of, whose parameters it shares under the same names.
+    Elsewhere it does what the layer did that it was made of.
     """
+
+    _labelled: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> LossHead:
-        """*layer* as a loss head, with its very parameters (tied ones stay tied)."""
-        with torch.device("meta"):
-            head = cls(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        head.weight, head.bias = layer.weight, layer.bias
-        return head.train(layer.training)
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias)
-        self._labelled: tuple[torch.Tensor, torch.Tensor] | None = None
+        """*layer* itself, made a loss head in place: wrappers and sharding go on to know it."""
+        layer.__class__ = cls
+        assert isinstance(layer, LossHead)
+        return layer
 
     @contextmanager
     def loss_of(self, positions: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
@@ -152,7 +149,7 @@ class _Gradients:
 
 
 def install_loss_head(model: nn.Module, options: Mapping[str, Any]) -> LossHead | None:
-    """Put a :class:`LossHead` in the place of the model's output layer, where that gives the logits as they are.
+    """Make the model's output layer a :class:`LossHead`, where it gives the logits as they are.
 
     None, with the model unchanged, where it has no such layer or does more to the logits (scales or caps them), which
     a few tokens through the model, on its device and with *options*, show.
@@ -161,9 +158,7 @@ def install_loss_head(model: nn.Module, options: Mapping[str, Any]) -> LossHead 
     layer = transformers_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(layer) is not nn.Linear or not _gives_the_logits(model, layer, options):
         return None
-    head = LossHead.of(layer)
-    transformers_model.set_output_embeddings(head)
-    return head
+    return LossHead.of(layer)
 
 
 def _gives_the_logits(model: nn.Module, layer: nn.Linear, options: Mapping[str, Any]) -> bool:

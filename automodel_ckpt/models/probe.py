@@ -31,7 +31,7 @@ def logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
-def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, Any]) -> bool:
+def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, Any], multiple: int = 1) -> bool:
     """Whether samples in one row, told apart by ``position_ids`` alone, give the outputs that they give by themselves.
 
     Runs *model*, on its device and with *options*, on a few tokens without a trace in its mode or in the random
@@ -40,9 +40,10 @@ def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, A
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
-    rows = [_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST]
-    restarted, continued = [*range(3), *range(4)], list(range(7))
-    positions = [restarted, restarted, continued, [*range(4), *range(3)]]
+    rest = [0] * (-len(_FIRST + _SECOND) % multiple)  # samples of one token
+    rows = [row + rest for row in (_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST)]
+    restarted, continued = [*range(3), *range(4), *rest], [*range(7), *rest]
+    positions = [restarted, restarted, continued, [*range(4), *range(3), *rest]]
     try:
         with undisturbed(model):
             device = next(model.parameters()).device
@@ -50,7 +51,7 @@ def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, A
     except Exception as error:
         log.debug("the model cannot be asked about samples that share a row: %s: %s", type(error).__name__, error)
         return False
-    after_first, after_other, crossed = outputs[0, 3:], outputs[1, 3:], outputs[2, 3:]
+    after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
     alone = outputs[3, :4]
     # What crossing attention does is the measure: rounding is far below it in every dtype.
     allowed = 0.1 * _distance(crossed, alone)
@@ -74,7 +75,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # A few tokens are not worth compiling for.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, training in modes.items():
