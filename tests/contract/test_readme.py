@@ -42,13 +42,18 @@ def make_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def write_samples(file: Path) -> None:
+    """Eighty questions with their answers."""
+    samples = [{"prompt": f"What is {n} + 1? ", "completion": f"It is {n + 1}."} for n in range(80)]
+    file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory where the README's recipe has run, on a small model and 80 samples."""
     directory = tmp_path_factory.mktemp("readme")
     make_model(directory / "my-llama")
-    samples = [{"prompt": f"What is {n} + 1? ", "completion": f"It is {n + 1}."} for n in range(80)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_samples(directory / "train.jsonl")
     assert "/models/my-llama" in RECIPE
     (directory / "recipe.yaml").write_text(RECIPE.replace("/models/my-llama", "my-llama"))
     run(BIN / "ckpt-train", "recipe.yaml", cwd=directory)
@@ -91,13 +96,6 @@ def test_the_commands_on_checkpoints_run(trained: Path) -> None:
     shutil.rmtree(script.parent / "consolidated")
     run("env", "NUM_THREADS=1", "bash", script, cwd=trained)
     assert (script.parent / "consolidated" / "config.json").is_file()
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/format.md"])
-def test_links_between_pages_lead_to_files(page: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
 def test_the_example_and_the_make_targets_that_it_names_exist() -> None:

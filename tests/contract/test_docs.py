@@ -1,0 +1,109 @@
+"""The guides are true: their files are written, their commands run, in the order of the page; links lead somewhere.
+
+A fence ``yaml file=NAME`` (any language) is written to NAME; ``bash`` is run; ``bash norun=REASON`` is not, and says
+why (underscores for spaces); ``text`` and ``yaml`` without a file are only shown. A comment ``uses: my-llama
+train.jsonl`` asks for a small model and data.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.contract.test_readme import BIN, ROOT, make_model, write_samples
+from tests.support.command_server import CommandServer
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN_ONLY = {"text", "yaml", "json", "toml"}
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    options: dict[str, str]
+    body: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = FENCE.findall(page.read_text())
+    return [Block(language, dict(o.split("=", 1) for o in options.split()), body) for language, options, body in found]
+
+
+def prepare(page: Path, directory: Path) -> None:
+    uses = re.search(r"<!-- uses: ([^>]*) -->", page.read_text())
+    for thing in uses[1].split() if uses else ():
+        {"my-llama": make_model, "train.jsonl": write_samples}[thing](directory / thing)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandServer) -> None:
+    prepare(page, tmp_path)
+    path = f"{commands.bin}:{BIN}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for block in blocks(page):
+        if "file" in block.options:
+            file = tmp_path / block.options["file"]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.body)
+        elif block.language == "bash" and "norun" not in block.options:
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.body], cwd=tmp_path, env=environment,
+                                  capture_output=True, text=True, timeout=170, check=False)  # fmt: skip
+            assert done.returncode == 0, f"{block.body}\n{done.stdout}\n{done.stderr}"
+        elif block.language == "python":
+            compile(block.body, str(page), "exec")
+        else:
+            assert block.language in SHOWN_ONLY or block.options["norun"]
+
+
+def test_there_are_guides_and_each_runs_something() -> None:
+    running = [p.stem for p in GUIDES if any(b.language == "bash" and not b.options for b in blocks(p))]
+    assert running == [page.stem for page in GUIDES]
+    assert len(running) >= 5
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
+def test_links_between_pages_lead_to_files_and_headings(page: Path) -> None:
+    lost = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            lost.append(f"{target}#{anchor}")
+    assert lost == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as links to them are written."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_linked_from_the_front_page() -> None:
+    front = (DOCS / "README.md").read_text()
+    missing = [
+        str(p.relative_to(DOCS)) for p in PAGES if p.name != "README.md" and str(p.relative_to(DOCS)) not in front
+    ]
+    assert missing == []
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "make_reference.py", "--check"], cwd=ROOT, check=False,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}: run python tools/make_reference.py\n{done.stderr}"

@@ -1,0 +1,191 @@
+"""Write docs/reference from the code: the keys of a recipe, both commands, every error message.
+
+python tools/make_reference.py            # writes docs/reference/*.md
+python tools/make_reference.py --check    # exit code 1 where they differ from the code; the tests do this
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import automodel_ckpt
+from automodel_ckpt.cli.ckpt import parser
+from automodel_ckpt.config import help as help_page
+from automodel_ckpt.config.bind import default_of
+from automodel_ckpt.config.convert import describe, members, section_type
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.nodes import node_of
+from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
+
+ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+PACKAGE = Path(automodel_ckpt.__file__).parent
+GENERATED = "<!-- Written by tools/make_reference.py from the code: change that, then run it. -->"
+KINDS = {
+    "RecipeError": "the command line or the recipe is wrong (exit code 2)",
+    "CheckpointUnusable": "a checkpoint cannot be used (exit code 3)",
+    "SaveFailed": "a save failed (exit code 4)",
+    "Stopped": "stopped by a signal (exit code 75)",
+}
+
+
+def pages() -> dict[str, str]:
+    """File name -> text."""
+    made = {
+        "recipe.md": recipe_page(),
+        "ckpt-train.md": train_page(),
+        "ckpt.md": ckpt_page(),
+        "errors.md": errors_page(),
+    }
+    return {name: f"{GENERATED}\n\n{text}" for name, text in made.items()}
+
+
+def recipe_page() -> str:
+    """Every key of a recipe file."""
+    lines = [
+        "# Keys of a recipe",
+        "",
+        "A recipe is a YAML file; each key can be overridden as `--section.key value`. `ckpt-train --help` prints",
+        "the same. *A section with `_target_`* names a callable and its arguments.",
+        "",
+        *_keys_table(RecipeConfig, "", top=True),
+    ]
+    for name, hint in typing.get_type_hints(RecipeConfig).items():
+        section = section_type(members(hint))
+        if section is not None:
+            plug_in = " It may be a section with `_target_` instead." if Target in members(hint) else ""
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                (section.__doc__ or "").strip() + plug_in,
+                "",
+                *_keys_table(section, f"{name}."),
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _keys_table(section: type, prefix: str, *, top: bool = False) -> Iterator[str]:
+    hints, docs = typing.get_type_hints(section), help_page.field_docs(section)
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for field in dataclasses.fields(section):
+        kind = members(hints[field.name])
+        if top and section_type(kind):
+            continue
+        default = default_of(field)
+        shown = "*required*" if getattr(default, "_target_", default) == MISSING else f"`{node_of(default)}`"
+        cells = (f"`{prefix}{field.name}`", describe(kind), shown, docs.get(field.name, ""))
+        yield "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def train_page() -> str:
+    """``ckpt-train``: forms, flags, modes, exit codes."""
+    docs = help_page.field_docs(LaunchFlags)
+    hints = typing.get_type_hints(LaunchFlags)
+    names = [field.name for field in dataclasses.fields(LaunchFlags)]
+    kinds = {name: _cell(describe(members(hints[name]))) for name in names}
+    flags = [f"| `--{name.replace('_', '-')}` | {kinds[name]} | {_cell(docs[name])} |" for name in names]
+    return "\n".join([
+        "# ckpt-train", "", "```text", help_page.USAGE.rstrip(), "```", "", "## Launch flags", "",
+        "| flag | type | meaning |", "|---|---|---|", *flags, "", "```text", help_page.MODES.rstrip(), "",
+        help_page.EXIT_CODES.rstrip(), "```", "",
+    ])  # fmt: skip
+
+
+def ckpt_page() -> str:
+    """``ckpt``: every command with its arguments."""
+    lines = ["# ckpt", "", "Looks after checkpoints: on the CPU, without a network, from any directory.", ""]
+    (commands,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        lines += [f"## ckpt {name}", "", command.description or "", "", "| argument | meaning |", "|---|---|"]
+        lines += [row for action in command._actions if (row := _argument_row(action))] + [""]
+    return "\n".join(lines)
+
+
+def _argument_row(action: argparse.Action) -> str:
+    if isinstance(action, argparse._HelpAction):
+        return ""
+    name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+    takes_value = action.option_strings and action.nargs != 0
+    value = (
+        f" {action.metavar or '/'.join(map(str, action.choices or ())) or action.dest.upper()}" if takes_value else ""
+    )
+    return f"| `{name}{value}` | {_cell(action.help or '')} |"
+
+
+def errors_page() -> str:
+    """Every message that is raised on purpose, with its remedy."""
+    lines = [
+        "# Every error message",
+        "",
+        "What the commands say when something is wrong: the message, and what to do. `…` stands for a name or",
+        "a number. A message shows *where* and the *value* it met; [troubleshooting](../troubleshooting.md) tells",
+        "of causes.",
+    ]
+    found = sorted({site for file in sorted(_sources()) for site in _raise_sites(file)})
+    for kind, title in [*KINDS.items(), ("Problem", "found while checking several things at once")]:
+        rows = [f"| {_cell(what)} | {_cell(remedy)} |" for name, what, remedy in found if name == kind]
+        lines += ["", f"## {title[0].upper()}{title[1:]}", "", "| message | remedy |", "|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _sources() -> Iterator[Path]:
+    for room in (PACKAGE, ROOT / "recipes"):
+        yield from (file for file in room.rglob("*.py") if "examples" not in file.parts)
+
+
+def _raise_sites(file: Path) -> Iterator[tuple[str, str, str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if isinstance(node, ast.Call) and name in (*KINDS, "Problem"):
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            what = node.args[0] if node.args else given.get("what")
+            remedy = node.args[3] if len(node.args) > 3 else given.get("remedy")
+            text = _text(what)
+            if any(character.isalpha() for character in text):
+                yield name, text, _text(remedy)
+
+
+def _text(node: ast.expr | None) -> str:
+    """A string of the source, with an ellipsis for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{_text(node.body)} (or: {_text(node.orelse)})"
+    return "…"
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    command = argparse.ArgumentParser(description="Write docs/reference from the code.")
+    command.add_argument("--check", action="store_true", help="only compare; exit code 1 where they differ")
+    check = command.parse_args().check
+    old = []
+    for name, text in pages().items():
+        file = REFERENCE / name
+        if not file.exists() or file.read_text() != text:
+            old.append(name)
+            if not check:
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(text)
+    print(f"{'differ from the code' if check else 'written'}: {', '.join(old) or 'none'}")
+    return 1 if check and old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
