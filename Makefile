@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PYTEST_ARGS ?=
 
-.PHONY: help demo test check format bench crash clean
+.PHONY: help demo demo-vlm test check format bench crash clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
 	@echo "preparing $(VENV) (the first time this downloads torch and transformers)"
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
 
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 	@$(BIN)/python tools/demo.py
+
+demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
+	@$(BIN)/python tools/demo_vlm.py
 
 test: $(STAMP)  ## every test, offline, within ten minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)

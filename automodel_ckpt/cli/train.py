@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,18 +163,28 @@ def examples() -> dict[str, Path]:
 
 
 def copy_example(name: str, directory: str) -> Path:
-    """Copies a recipe into a directory, which is made; never over a file. Raises :class:`RecipeError`."""
+    """Copies a recipe into a directory, which is made, and the file of code that it names; never over a file.
+
+    Returns the recipe's copy. Raises :class:`RecipeError`.
+    """
     known = examples()
     found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]
     if not found:
         meant = closest(name, [*known, *(path.stem for path in known.values())])
         remedy = f"did you mean {meant}?" if meant else "ckpt-train --list shows the names"
         raise RecipeError("no recipe has this name", where="--copy", value=name, remedy=remedy)
-    target = Path(directory) / found[0].name
+    code = re.search(r"^recipe: (\w+\.py):", found[0].read_text(encoding="utf-8"), re.MULTILINE)
+    if code:
+        _copy(found[0].with_name(code[1]), Path(directory))
+    return _copy(found[0], Path(directory))
+
+
+def _copy(source: Path, directory: Path) -> Path:
+    target = directory / source.name
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as copy:
-            copy.write(found[0].read_bytes())
+            copy.write(source.read_bytes())
     except OSError as error:
         reason = "name another directory, or remove what is there"
         raise RecipeError(

@@ -1,0 +1,96 @@
+"""The recipe in a user's own file: examples/custom_recipe, and the guide that explains it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.targets import Trust, prepare
+from automodel_ckpt.errors import RecipeError
+from tests.support import ranks
+from tests.support.training import Killable, digest, digests, steps_of
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "custom_recipe"
+GUIDE = (ROOT / "docs" / "guides" / "write-a-recipe.md").read_text()
+DATA = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 32, max_samples: %d, split: %s}"
+SHORT = (
+    "--step_scheduler.max_steps=5",
+    "--step_scheduler.ckpt_every_steps=2",
+    f"--dataset={DATA % (60, 'train')}",
+    f"--validation_dataset={DATA % (8, 'validation')}",
+    "--model.from_config.num_hidden_layers=1",
+)
+
+
+def made(*overrides: str, kill_after: frozenset[int] = frozenset()) -> Any:
+    """The recipe object, as ckpt-train makes it."""
+    line = parse(overrides)
+    loaded = load_recipe(EXAMPLE / "ema.yaml", line.overrides, problems=line.problems)
+    cls = prepare(loaded, Trust([str(EXAMPLE / "ema.py")]))
+    if kill_after:
+        cls = type("Killed", (Killable, cls), {"kill_after": kill_after})
+    return cls(loaded.config, config_yaml=loaded.to_yaml())
+
+
+def train(*overrides: str, kill_after: frozenset[int] = frozenset()) -> dict[str, str]:
+    recipe = made(*overrides, kill_after=kill_after)
+    try:
+        recipe.setup()
+        recipe.run()
+        return {**digests(recipe), "average": digest(dict(recipe.average.state_dict()))}
+    finally:
+        recipe.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(num_ranks: int, tmp_path: Path) -> None:
+    whole, killed = (f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "killed"))
+    expected = ranks.run(partial(train, whole, *SHORT), num_ranks, init=False)
+    ended = ranks.outcomes(partial(train, killed, *SHORT, kill_after=frozenset([3])), num_ranks, init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    assert ranks.run(partial(train, killed, *SHORT), num_ranks, init=False) == expected
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    assert len(list((tmp_path / "whole/LATEST/average").glob("shard-*.safetensors"))) == num_ranks
+
+
+def test_the_users_section_is_checked_like_any_other() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key average\.dekay"):
+        made("--average.dekay=0.9")
+    with pytest.raises(RecipeError, match=r"average\.decay"):
+        made("--average.decay=1.5")
+
+
+def test_the_code_does_not_run_without_trust() -> None:
+    with pytest.raises(RecipeError, match="nobody trusted"):
+        prepare(load_recipe(EXAMPLE / "ema.yaml", []), Trust())
+
+
+def test_it_takes_less_than_sixty_lines() -> None:
+    assert len((EXAMPLE / "ema.py").read_text().splitlines()) < 60
+
+
+def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
+    blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
+    assert len(blocks) == 3
+    assert all(block.rstrip("\n") in (EXAMPLE / "ema.py").read_text() for block in blocks)
+    commands = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
+    for words in (shlex.split(command) for command in commands if command.startswith("ckpt-train")):
+        line = parse(words[1:])
+        assert not line.problems
+        assert [(ROOT / word).is_file() for word in line.words] == [True]
+
+
+def test_the_guides_methods_are_those_of_the_recipe() -> None:
+    table = GUIDE[GUIDE.index("| method |") : GUIDE.index("## Rules")]
+    names = re.findall(r"`(\w+)[`(]", "\n".join(row.split("|")[1] for row in table.splitlines() if row))
+    recipe = made()
+    assert len(names) > 10
+    assert [name for name in names if not callable(getattr(recipe, name, None))] == []
