@@ -7,6 +7,7 @@ DIGEST with the name of its algorithm). The slices' digests are those of the man
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,39 +35,53 @@ def is_composed(record: FileRecord) -> bool:
     return record.digest.startswith(COMPOSED)
 
 
-def held_in(path: str, tensors: Iterable[Tensor]) -> list[Held]:
-    """The slices in a file that are not empty, in the order in which its digest counts them."""
-    held = [Held(piece, t.shape) for t in tensors for piece in t.slices if piece.nbytes and piece.file == path]
-    return sorted(held, key=lambda one: (one.piece.start, one.piece.offsets))
+def held_by_file(tensors: Iterable[Tensor]) -> dict[str, list[Held]]:
+    """The slices in each file that are not empty, in the order in which its digest counts them."""
+    found: dict[str, list[Held]] = {}
+    for tensor in tensors:
+        for piece in tensor.slices:
+            if piece.nbytes:
+                found.setdefault(piece.file, []).append(Held(piece, tensor.shape))
+    for held in found.values():
+        held.sort(key=lambda one: (one.piece.start, one.piece.offsets))
+    return found
 
 
-def composed_digest(head: str, digests: Iterable[tuple[Held, str]]) -> str:
-    """The digest of a file whose first bytes have the digest *head*, and its slices, in order, those given."""
+def composed_digest(head: str, held: Iterable[Held]) -> str:
+    """The digest of a file whose first bytes have the digest *head*, and which then holds these slices, in order."""
     lines = [head]
-    for piece, digest in ((held.piece, digest) for held, digest in digests):
-        lines.append(f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {digest}")
+    for piece in (one.piece for one in held):
+        lines.append(f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {piece.digest}")
     return COMPOSED + xxhash.xxh3_128_hexdigest("".join(f"{line}\n" for line in lines).encode())
 
 
 def placed_files(parts: Iterable[Part], tensors: Iterable[Tensor]) -> dict[str, FileRecord]:
     """The records of the files that several ranks filled, from what their creator noted of their heads."""
-    found, files = list(tensors), {}
-    for path, head in (item for part in parts for item in part.placed.items()):
-        held = held_in(path, found)
-        files[path] = FileRecord(head.size, composed_digest(head.digest, ((h, h.piece.digest or "") for h in held)))
-    return files
+    held = held_by_file(tensors)
+    heads = {path: head for part in parts for path, head in part.placed.items()}
+    return {p: FileRecord(head.size, composed_digest(head.digest, held.get(p, ()))) for p, head in heads.items()}
 
 
-def read_composed(root: Path, path: str, held: Sequence[Held]) -> tuple[FileRecord, list[Slice]]:
-    """What a file below *root* is now, and those of its slices that are not what they were. Raises OSError."""
+def head_fits(root: Path, path: str, record: FileRecord, held: Sequence[Held]) -> bool:
+    """Whether a file's first bytes, and the listed digests of all its slices, give its own. Raises OSError."""
+    with _opened(root, path) as descriptor:
+        head = _digest(_blocks(descriptor, 0, held[0].piece.start if held else record.size))
+    return composed_digest(head, held) == record.digest
+
+
+def damaged(root: Path, path: str, held: Iterable[Held]) -> list[Slice]:
+    """Those of a file's slices that are not what they were. Raises OSError."""
+    with _opened(root, path) as descriptor:
+        return [one.piece for one in held if _digest(_content(descriptor, one)) != one.piece.digest]
+
+
+@contextlib.contextmanager
+def _opened(root: Path, path: str) -> Iterator[int]:
     descriptor = open_inside(root, path)
     try:
-        size = os.fstat(descriptor).st_size
-        head = _digest(_blocks(descriptor, 0, held[0].piece.start if held else size))
-        found = [(one, _digest(_content(descriptor, one))) for one in held]
+        yield descriptor
     finally:
         os.close(descriptor)
-    return FileRecord(size, composed_digest(head, found)), [one.piece for one, d in found if d != one.piece.digest]
 
 
 def _content(descriptor: int, held: Held) -> Iterator[memoryview]:

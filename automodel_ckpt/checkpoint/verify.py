@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.composed import held_in, is_composed, read_composed
+from automodel_ckpt.checkpoint.composed import Held, damaged, head_fits, held_by_file, is_composed
 from automodel_ckpt.checkpoint.durable import file_record, part_digests
 from automodel_ckpt.checkpoint.inside import is_hollow, link_on_the_way, open_inside, read_inside
 from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest, digest_of
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 
 Level = Literal["none", "size", "digest"]
 
 # Of an export's list of its files: a line of a hundred bytes each.
 MAX_LIST_BYTES = 16 << 20
+_TASK_BYTES = 64 << 20
 _REMEDY = "use another checkpoint of this run, or a copy of the file"
 
 
@@ -42,20 +43,47 @@ def verify(
     problems = [p for path, record in manifest.files.items() if (p := _size_problem(checkpoint, path, record))]
     if problems or level == "size":
         return problems
-    mine = _share(manifest, rank, num_ranks)
+    mine = _share([*_tasks(manifest)], rank, num_ranks)
     with ThreadPoolExecutor(num_threads) as pool:
-        found = pool.map(lambda path: _digest_problem(checkpoint, manifest, path), mine)
+        found = pool.map(lambda task: _digest_problem(checkpoint, manifest, task), mine)
         return [problem for problem in found if problem]
 
 
-def _share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """Files for this rank, so that all ranks read about as many bytes."""
+class _Task(NamedTuple):
+    """A file to read; of one that several ranks filled, whose *held* slices stand for it, those in ``first:last``."""
+
+    path: str
+    nbytes: int
+    held: Sequence[Held] | None = None
+    first: int = 0
+    last: int = 0
+
+
+def _tasks(manifest: Manifest) -> Iterator[_Task]:
+    """The manifest's files, those that can be checked slice by slice in parts of some ten megabytes."""
+    held_by = held_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
+    for path, record in manifest.files.items():
+        held = held_by.get(path, [])
+        if not is_composed(record):
+            yield _Task(path, record.size)
+            continue
+        first, nbytes = 0, 0
+        for last, one in enumerate(held, start=1):
+            nbytes += one.piece.nbytes
+            if nbytes >= _TASK_BYTES and last < len(held):
+                yield _Task(path, nbytes, held, first, last)
+                first, nbytes = last, 0
+        yield _Task(path, nbytes, held, first, len(held))
+
+
+def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
+    """Those for this rank, so that all ranks read about as many bytes."""
     loads, mine = [0] * num_ranks, []
-    for path, record in sorted(manifest.files.items(), key=lambda item: -item[1].size):
+    for task in sorted(tasks, key=lambda task: -task.nbytes):
         reader = loads.index(min(loads))
-        loads[reader] += record.size
+        loads[reader] += task.nbytes
         if reader == rank:
-            mine.append(path)
+            mine.append(task)
     return mine
 
 
@@ -80,32 +108,29 @@ def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | 
     return None
 
 
-def _digest_problem(checkpoint: Path, manifest: Manifest, path: str) -> Problem | None:
-    where = checkpoint / path
+def _digest_problem(checkpoint: Path, manifest: Manifest, task: _Task) -> Problem | None:
+    where = checkpoint / task.path
     try:
-        intact, damaged = _look(checkpoint, manifest, path)
+        intact, named = _look(checkpoint, manifest, task)
     except OSError as error:
         return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
     if intact:
         return None
-    value = "damaged: " + ", ".join(damaged) if damaged else "the damage is in no tensor"
+    value = "damaged: " + ", ".join(named) if named else "the damage is in no tensor"
     return Problem("a file of the checkpoint is not what was saved: its digest differs", str(where), value, _REMEDY)
 
 
-def _look(checkpoint: Path, manifest: Manifest, path: str) -> tuple[bool, list[str]]:
+def _look(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
     """Whether a file is the one that was saved, and if not which of its tensors and values are others."""
-    record = manifest.files[path]
-    if is_composed(record):
-        found, wrong = read_composed(checkpoint, path, held_in(path, _stored(manifest)))
-        return found == record, [_named(piece) for piece in wrong]
+    path, record = task.path, manifest.files[task.path]
+    if task.held is not None:
+        wrong = damaged(checkpoint, path, task.held[task.first : task.last])
+        intact = not wrong and (task.first > 0 or head_fits(checkpoint, path, record, task.held))
+        return intact, [_named(piece) for piece in wrong]
     if file_record(checkpoint / path) == record:
         return True, []
     with mapped(checkpoint, path) as data:
         return False, [*_damaged(_parts(manifest).get(path, ()), data)]
-
-
-def _stored(manifest: Manifest) -> Iterator[Tensor]:
-    return (tensor for tree in manifest.trees.values() for tensor in tree.stored)
 
 
 def _parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
@@ -168,8 +193,7 @@ def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterabl
     """Of a file that is whole by its own digest: what is damaged by its slices' digests."""
     record = manifest.files[path]
     if is_composed(record):
-        found, wrong = read_composed(checkpoint, path, held_in(path, _stored(manifest)))
-        return [_named(piece) for piece in wrong] if found == record else []
+        return []  # its own digest is of its slices'
     with mapped(checkpoint, path) as data:
         return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import Manifest, placed, shared_storage
+from automodel_ckpt.checkpoint import verify as check
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.verify import foreign_files, verify, verify_deep
@@ -199,3 +200,19 @@ def test_a_damaged_file_is_refused_with_its_tensor_and_torch_save_is_no_format_f
         consolidate(path)
     with pytest.raises(RecipeError, match="cannot be written in that format"):
         tiny.checkpointer(tmp_path, model_layout="hf", model_save_format="torch_save")
+
+
+def test_ranks_share_the_check_of_one_large_file_and_miss_no_byte_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_TASK_BYTES", 60)
+    path = tiny.save(tmp_path, tiny.recipe(), model_layout="hf", save_optimizer=False).path
+    manifest = Manifest.read(path)
+    file = path / "model/model-00001-of-00001.safetensors"
+    data = file.read_bytes()
+    for at in (3, 5000 - 4096, *range(4096, len(data), 5)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        found = [verify(path, manifest, rank=rank, num_ranks=3) for rank in range(3)]
+        assert sum(map(bool, found)) == 1
+        ((problem,),) = [problems for problems in found if problems]
+        assert str(problem.where) == str(file) and ("tensor " in str(problem.value)) == (at >= 4096)

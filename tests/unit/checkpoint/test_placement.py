@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint import placed
-from automodel_ckpt.checkpoint.composed import held_in, placed_files, read_composed
+from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file, placed_files
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.manifest import Part, merge_tree
@@ -176,8 +176,8 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
         merged = merge_tree("model", "hf", parts, tied)
         records = placed_files(parts, merged.stored)
         for path, record in records.items():
-            now, wrong = read_composed(staging, path, held_in(path, merged.stored))
-            assert now == record and wrong == []
+            held = held_by_file(merged.stored).get(path, [])
+            assert head_fits(staging, path, record, held) and damaged(staging, path, held) == []
 
 
 def big(rng: random.Random) -> Tensor:
@@ -208,18 +208,19 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
     tensors = {"a": grid("a", "BF16", (4, 6), (2, 1)), "b": grid("b", "F32", (4, 4), (1, 2))}
     path, part, placement = one_file(tmp_path, tensors)
     merged = merge_tree("model", "hf", [part], {})
-    held = held_in(f"model/{path.name}", merged.stored)
+    held = held_by_file(merged.stored)[f"model/{path.name}"]
     (record,) = placed_files([part], merged.stored).values()
     data = path.read_bytes()
     end = len(placement.files[0].header)
     for index in [*range(0, end, 97), *range(end, len(data))]:
-        damaged = bytearray(data)
-        damaged[index] ^= 1 << (index % 8)
-        path.write_bytes(damaged)
-        now, wrong = read_composed(tmp_path, f"model/{path.name}", held)
+        flipped = bytearray(data)
+        flipped[index] ^= 1 << (index % 8)
+        path.write_bytes(flipped)
+        wrong = damaged(tmp_path, f"model/{path.name}", held)
         inside = [one.piece for one in held for run in runs_in_file(one.piece, one.shape)
                   if run.source <= index < run.source + run.nbytes]  # fmt: skip
-        assert now != record and wrong == inside and len(inside) == (index >= end)
+        assert wrong == inside and len(inside) == (index >= end)
+        assert head_fits(tmp_path, f"model/{path.name}", record, held) == (index >= end)
 
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(["F32", "BF16", "F16", "F64"], 2)])
