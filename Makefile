@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .PHONY: help demo demo-vlm test check format bench crash clean
 
@@ -37,9 +38,9 @@ format: $(STAMP)  ## format the code and sort its imports
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(STAMP)  ## time to the first step; cost of saving, loading and verifying beside plain reads and writes (3 GB of disk)
+bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
 	@$(BIN)/python tools/bench_startup.py
-	@OMP_NUM_THREADS=1 $(BIN)/python tools/bench_checkpoint.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(BENCH_ARGS)
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, and what others keep: about an hour and a half
 	@for campaign in "kill --points 2500" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \

@@ -1,35 +1,37 @@
-"""What saving, loading and verifying cost beside moving the same bytes, on real ranks.
+"""What saving, loading and consolidating cost beside moving the same bytes, and beside other ways of doing it.
 
-    python tools/bench_checkpoint.py [--gigabytes 1] [--ranks 2] [--runs 5] [--directory DIR] [--json FILE]
+    python -m tools.bench_checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE] [--automodel-tool FILE]
 
-A Llama-shaped bf16 model, sharded by FSDP2. In each round every row runs once, so that a drift of the machine meets all
-alike; the figures are medians over the rounds, and ratios to the first row of their group, which writes (or reads) the
-same number of bytes with plain system calls, fsync included. Absolute seconds of another machine mean nothing here.
+A Llama-shaped bf16 model, sharded by FSDP2 over gloo ranks. In each round every row runs once, so that a drift of the
+machine meets all alike; the figures are medians over the rounds, and ratios to the first row of their group, which
+moves the same number of bytes with plain system calls. Absolute seconds of another machine mean nothing here. A save
+of ours is always durable, also in the group beside writes that are not. ``--docs`` writes docs/performance.md and its
+plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
 import shutil
 import socket
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,37 +39,30 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
 from automodel_ckpt.checkpoint.verify import verify
-
-Row = Callable[[Path], object]
-
-
-class Layer(nn.Module):
-    """The shapes of a Llama layer of this width."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        attention = {"q": (width, width), "k": (width // 4, width), "v": (width // 4, width), "o": (width, width)}
-        mlp = {"gate": (3 * width, width), "up": (3 * width, width), "down": (width, 3 * width), "norm": (width,)}
-        shapes: dict[str, tuple[int, ...]] = {**attention, **mlp}
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)))
+from tools import bench_consolidate
+from tools.bench_report import as_text, write_page, write_plot
+from tools.bench_rounds import Group, Row, as_json, cold, data_files, fsync_all, llama_shapes, parse_size, rounds, warm
 
 
-def model_of(gigabytes: float, width: int = 2048) -> nn.Module:
-    per_layer = (1 + 0.5 + 1 + 9) * width * width * 2
-    layers = nn.ModuleList(Layer(width) for _ in range(max(1, round(gigabytes * 1e9 / per_layer))))
+def model_of(nbytes: int) -> nn.Module:
+    """A module with the matrices of a Llama model and a norm per layer, in bf16."""
+    shapes, num_layers = llama_shapes(nbytes, 2)
     model = nn.Module()
-    model.layers = layers
+    for number in range(num_layers):
+        layer = nn.Module()
+        for name, shape in {**shapes, "norm": shapes["q"][:1]}.items():
+            layer.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)))
+        model.add_module(f"layer{number}", layer)
     return model
 
 
 class Bench:
     """One rank's view: its shards, its rows, and the slowest rank's time of each."""
 
-    def __init__(self, gigabytes: float) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.world_size, self.dp_rank, self.dp_size = self.size, self.rank, self.size
-        self.model = model_of(gigabytes)
+        self.model = model_of(nbytes)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.size,)))
         self.local = {name: self.shard(value) for name, value in self.model.state_dict().items()}
         self.buffers: list[memoryview] = [t.reshape(-1).view(torch.uint8).numpy().data for t in self.local.values()]
@@ -77,157 +72,216 @@ class Bench:
     def shard(value: torch.Tensor) -> torch.Tensor:
         return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
+    # ---------------------------------------------------------------- saving
+
     def raw_write(self, directory: Path) -> None:
         descriptor = os.open(directory / f"raw{self.rank}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.posix_fallocate(descriptor, 0, self.nbytes)
         for buffer in self.buffers:
             os.write(descriptor, buffer)
-        os.fsync(descriptor)
         os.close(descriptor)
 
-    def ours(self, directory: Path, model_save_format: Any) -> None:
-        saver = self.checkpointer(directory, model_save_format)
+    def ours(self, directory: Path, **options: Any) -> None:
+        saver = self.checkpointer(directory, **options)
         saver.save(discover(SimpleNamespace(model=self.model)), step=1, epoch=0, config_yaml="", losses={}, progress={})
         saver.close()
 
-    def checkpointer(
-        self, directory: Path, model_save_format: Any = "safetensors", verify: Any = "digest"
-    ) -> Checkpointer:
-        return Checkpointer(
-            directory, ranks=self, group=dist.group.WORLD, model_save_format=model_save_format, verify=verify
-        )
+    def checkpointer(self, directory: Path, **options: Any) -> Checkpointer:
+        return Checkpointer(directory, ranks=self, group=dist.group.WORLD, **options)
+
+    def dcp(self, directory: Path) -> None:
+        save(self.model.state_dict(), storage_writer=FileSystemWriter(directory / "dcp", sync_files=False))
+
+    def dcp_hf(self, directory: Path, *, consolidated: bool = False) -> None:
+        writer = HuggingFaceStorageWriter(
+            str(directory / "hf"), save_distributed=True, enable_consolidation=consolidated,
+            fqn_to_index_mapping=dict.fromkeys(self.local, 1) if consolidated else None,
+        )  # fmt: skip
+        save(self.model.state_dict(), storage_writer=writer)
+
+    def save_file(self, directory: Path) -> None:
+        save_file(self.local, directory / f"{self.rank}.safetensors")
+
+    def then_fsync(self, run: Callable[[Path], object]) -> Callable[[Path], None]:
+        """Every rank fsyncs what it wrote; of what cannot be told apart the first rank does all."""
+
+        def both(directory: Path) -> None:
+            run(directory)
+            dist.barrier()
+            if self.rank == 0:
+                fsync_all(directory)
+
+        return both
+
+    def saving_rows(self, *, durable: bool) -> Iterator[Row]:
+        ensure: Callable[[Callable[[Path], object]], Callable[[Path], object]]
+        ensure = self.then_fsync if durable else lambda run: run
+        yield Row("raw write + fsync" if durable else "raw write", ensure(self.raw_write))
+        yield Row("ours: shards", self.ours, ours=True)
+        yield Row("ours: hf layout", lambda d: self.ours(d, model_layout="hf"), ours=True)
+        yield Row("ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True)
+        yield Row("safetensors save_file, one per rank", ensure(self.save_file))
+        yield Row("torch DCP FileSystemWriter", ensure(self.dcp))
+        yield Row("torch DCP HuggingFaceStorageWriter", ensure(self.dcp_hf), slow=True)
+        yield Row("the same with its consolidation", ensure(lambda d: self.dcp_hf(d, consolidated=True)), slow=True)
+
+    # ---------------------------------------------------------------- loading
+
+    def keep(self, root: Path) -> None:
+        """What the loading rows load."""
+        if self.rank == 0:
+            (root / "torch").mkdir(parents=True)
+        dist.barrier()
+        self.ours(root / "ours")
+        self.ours(root / "layout", model_layout="hf")
+        self.dcp(root / "torch")
+        self.dcp_hf(root / "torch")
+        self.save_file(root / "torch")
+        self.then_fsync(lambda _: None)(root)
 
     def load(self, directory: Path, verify: Any) -> None:
         loader = self.checkpointer(directory, verify=verify)
         loader.load(discover(SimpleNamespace(model=self.model)))
         loader.close()
 
-    def raw_read(self, directory: Path) -> None:
-        """Straight into the parameters' own memory."""
-        (path,) = (directory / "epoch_0_step_1/model").glob(f"shard-{self.rank + 1:05}-*")
-        descriptor, offset = os.open(path, os.O_RDONLY), 0
-        for buffer in self.buffers:
-            view = buffer
-            while view:
-                count = os.preadv(descriptor, [view], offset)
-                view, offset = view[count:], offset + count
+    def own_shard(self, root: Path) -> Path:
+        (path,) = (root / "ours/epoch_0_step_1/model").glob(f"shard-{self.rank + 1:05}-*")
+        return path
+
+    def raw_read(self, root: Path) -> None:
+        """Into memory that is fresh, as ``torch.load`` and most readers do."""
+        descriptor = os.open(self.own_shard(root), os.O_RDONLY)
+        with memoryview(bytearray(os.fstat(descriptor).st_size)) as memory:
+            self.fill(descriptor, [memory])
         os.close(descriptor)
 
-    def check(self, directory: Path) -> None:
-        path = directory / "epoch_0_step_1"
+    def raw_read_into_place(self, root: Path) -> None:
+        descriptor = os.open(self.own_shard(root), os.O_RDONLY)
+        self.fill(descriptor, self.buffers)
+        os.close(descriptor)
+
+    @staticmethod
+    def fill(descriptor: int, buffers: list[memoryview]) -> None:
+        offset = 0
+        for buffer in buffers:
+            view = buffer
+            while view and (count := os.preadv(descriptor, [view], offset)):
+                view, offset = view[count:], offset + count
+
+    def torch_load(self, reader: Any) -> None:
+        load(self.model.state_dict(), storage_reader=reader)
+
+    def safetensors(self, root: Path) -> None:
+        with safe_open(root / f"torch/{self.rank}.safetensors", "pt") as file:
+            for name, target in self.local.items():
+                target.copy_(file.get_tensor(name))
+
+    def check(self, root: Path) -> None:
+        path = root / "ours/epoch_0_step_1"
         assert verify(path, Manifest.read(path), rank=self.rank, num_ranks=self.size) == []
 
+    def loading_rows(self, root: Path) -> Iterator[Row]:
+        yield Row("raw read into fresh memory", lambda _: self.raw_read(root))
+        yield Row("raw read into the parameters", lambda _: self.raw_read_into_place(root))
+        yield Row("ours: verify none", lambda _: self.load(root / "ours", "none"), ours=True)
+        yield Row("ours: verify digest", lambda _: self.load(root / "ours", "digest"), ours=True)
+        yield Row("ours: hf layout, verify digest", lambda _: self.load(root / "layout", "digest"), ours=True)
+        yield Row("ours: the check alone", lambda _: self.check(root), ours=True)
+        yield Row("safetensors safe_open, copy_", lambda _: self.safetensors(root))
+        yield Row(
+            "torch DCP HuggingFaceStorageReader",
+            lambda _: self.torch_load(HuggingFaceStorageReader(str(root / "torch/hf"))),
+        )
+        yield Row("torch DCP FileSystemReader", lambda _: self.torch_load(FileSystemReader(root / "torch/dcp")))
+
+    # ---------------------------------------------------------------- rounds
+
     def timed(self, row: Row, directory: Path) -> float:
+        """The slowest rank's seconds."""
+        if self.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
         dist.barrier()
         started = time.perf_counter()
-        row(directory)
+        row.run(directory)
         seconds = torch.tensor(time.perf_counter() - started)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
 
-    def saving_rows(self) -> dict[str, Row]:
-        state = self.model.state_dict()
-        return {
-            "raw write + fsync": self.raw_write,
-            "save, safetensors shards": lambda d: self.ours(d, "safetensors"),
-            "save, torch_save (as the optimizer's)": lambda d: self.ours(d, "torch_save"),
-            "safetensors save_file per rank, no fsync": lambda d: save_file(self.local, d / f"{self.rank}.safetensors"),
-            "DCP FileSystemWriter, fsync": lambda d: save(
-                state, storage_writer=FileSystemWriter(d / "dcp", sync_files=True)
-            ),
-            "DCP HuggingFaceStorageWriter, no fsync": lambda d: save(
-                state, storage_writer=HuggingFaceStorageWriter(str(d / "hf"), save_distributed=True)
-            ),
-        }
+    def measure(self, root: Path, num_rounds: int) -> list[Group]:
+        nbytes, groups = self.nbytes * self.size, []
+        for durable in (False, True):
+            title = f"saving, beside a write{' and fsync' if durable else ' to the page cache'}"
+            groups.append(Group(title, nbytes, list(self.saving_rows(durable=durable))))
+            self.rounds(groups[-1], num_rounds, root, os.sync)
+        root = root / "kept"
+        self.keep(root)
+        files = data_files(root)
+        for name, prepare in (("warm", lambda: warm(files)), ("cold", lambda: cold(files))):
+            groups.append(Group(f"loading, {name}", nbytes, list(self.loading_rows(root))))
+            self.rounds(groups[-1], num_rounds, root, prepare)
+        return groups
 
-    def loading_rows(self) -> dict[str, Row]:
-        return {
-            "raw read into place": self.raw_read,
-            "load, verify none": lambda d: self.load(d, "none"),
-            "load, verify digest": lambda d: self.load(d, "digest"),
-            "verify alone": self.check,
-        }
-
-
-def cold() -> None:
-    """Drop the page cache, where this user may."""
-    os.sync()
-    with contextlib.suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-
-
-def measure(arguments: argparse.Namespace, root: Path, bench: Bench) -> dict[str, dict[str, list[float]]]:
-    groups: dict[str, dict[str, list[float]]] = {}
-    for turn in range(arguments.runs + 1):
-        for name, row in bench.saving_rows().items():
-            directory = root / f"{turn}"
-            directory.mkdir(exist_ok=True)
-            seconds = bench.timed(row, directory)
-            dist.barrier()
-            if bench.rank == 0:
-                shutil.rmtree(directory)
-            dist.barrier()
-            groups.setdefault("saving, durable unless it says otherwise", {}).setdefault(name, []).append(seconds)
-    kept = root / "kept"
-    bench.ours(kept, "safetensors")
-    for warmth in ("warm", "cold"):
-        for _ in range(arguments.runs + 1):
-            for name, row in bench.loading_rows().items():
-                if warmth == "cold" and bench.rank == 0:
-                    cold()
-                groups.setdefault(f"loading, {warmth}", {}).setdefault(name, []).append(bench.timed(row, kept))
-    return {group: {name: times[1:] for name, times in rows.items()} for group, rows in groups.items()}
+    def rounds(self, group: Group, num_rounds: int, root: Path, prepare: Callable[[], object]) -> None:
+        rounds(group, num_rounds, root / "out", lambda: prepare() if self.rank == 0 else None, self.timed)
 
 
 def rank_main(rank: int, port: int, arguments: argparse.Namespace, root: str, queue: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(arguments.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
-    bench = Bench(arguments.gigabytes)
-    groups = measure(arguments, Path(root), bench)
+    groups = Bench(arguments.size).measure(Path(root), arguments.runs)
     if rank == 0:
-        queue.put((bench.nbytes * bench.size, groups))
+        queue.put([(group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows]) for group in groups])
     dist.destroy_process_group()
 
 
-def report(nbytes: int, groups: dict[str, dict[str, list[float]]]) -> None:
-    print(f"{nbytes / 1e9:.2f} GB of weights")
-    for group, rows in groups.items():
-        base = next(iter(rows.values()))
-        print(f"\n{group}\n{'':46}{'ratio':>7}{'seconds':>9}{'GB/s':>7}")
-        for name, times in rows.items():
-            ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
-            seconds = statistics.median(times)
-            print(f"{name:46}{ratio:7.2f}{seconds:9.2f}{nbytes / 1e9 / seconds:7.2f}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument("--json", help="also write all times to this file")
-    arguments = parser.parse_args()
+def by_ranks(arguments: argparse.Namespace, root: Path) -> list[Group]:
+    """The groups that real ranks measure."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
+    ranks = [
+        context.Process(target=rank_main, args=(r, port, arguments, str(root), queue)) for r in range(arguments.ranks)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit("a rank failed")
+    return [
+        Group(title, nbytes, [Row(name, print, is_ours, seconds=seconds) for name, is_ours, seconds in rows])
+        for title, nbytes, rows in queue.get()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
+    parser.add_argument(
+        "--automodel-tool", type=Path, metavar="FILE", help="NeMo AutoModel's offline tool, to run it too"
+    )
+    parser.add_argument("--docs", action="store_true", help="write docs/performance.md and docs/performance.png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all times to this file")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.directory) as root:
-        ranks = [
-            context.Process(target=rank_main, args=(r, port, arguments, root, queue)) for r in range(arguments.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit("a rank failed")
-        nbytes, groups = queue.get()
-    report(nbytes, groups)
+        (Path(root) / "ranks").mkdir()
+        groups = by_ranks(arguments, Path(root) / "ranks")
+        shutil.rmtree(Path(root) / "ranks")
+        more, memory = bench_consolidate.measure(Path(root), arguments.size, arguments.runs, arguments.automodel_tool)
+    results = as_json([*groups, *more], memory, arguments.size)
+    print(as_text(results))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"nbytes": nbytes, "seconds": groups}, indent=2))
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.docs:
+        write_page(results)
+        write_plot(results)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
 _READ_BYTES = 256 << 10
 _MAX_OPEN = 64
+# Else it would count as memory that others share.
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ALGORITHM = "xxh3_128:"
 
 
@@ -240,8 +242,8 @@ class _Sources:
         self._root = root
         self._open: OrderedDict[str, int] = OrderedDict()
         # Anonymous mappings begin at a page, as O_DIRECT asks of memory; what is never touched takes no memory.
-        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES + SECTOR_BYTES))
-        self._scratch = memoryview(mmap.mmap(-1, _SCRATCH_BYTES))
+        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES + SECTOR_BYTES, flags=_PRIVATE))
+        self._scratch = memoryview(mmap.mmap(-1, _SCRATCH_BYTES, flags=_PRIVATE))
 
     def __enter__(self) -> _Sources:
         return self

@@ -1,0 +1,74 @@
+"""The benches of saving, loading and consolidating: how figures are made and shown, and that a small one runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import bench_report
+from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
+
+
+def group() -> Group:
+    base, mine = Row("cp", print, seconds=[1.0, 2.0, 4.0]), Row("ours", print, True, seconds=[2.0, 2.0, 4.0])
+    wide, rare = Row("wide", print, nbytes=200, seconds=[1.0, 2.0, 4.0]), Row("rare", print, seconds=[5.0])
+    return Group("consolidating", 100, [base, mine, wide, rare])
+
+
+def results() -> dict[str, Any]:
+    return as_json([group()] * 8, [Memory("ours", 12.3)], 10**9)
+
+
+def test_a_ratio_is_the_median_over_rounds_of_times_per_byte() -> None:
+    measured = group()
+    assert [measured.ratio(row) for row in measured.rows] == [1.0, 1.0, 0.5, 5.0]
+
+
+def test_every_row_runs_once_a_round_and_slow_ones_twice(tmp_path: Path) -> None:
+    order: list[str] = []
+    measured = Group("g", 1, [Row("a", lambda _: None), Row("b", lambda _: None, slow=True)])
+    rounds(measured, 3, tmp_path, lambda: order.append("prepared"), lambda row, _: float(order.append(row.name) or 1))
+    assert [name for name in order if name != "prepared"] == ["a", "b", "a", "b", "a"]
+    assert order[::2] == ["prepared"] * 5
+
+
+def test_sizes_are_read_and_made_into_layers() -> None:
+    assert [parse_size(text) for text in ("64M", "1G", "1.5gb", "1000")] == [64 * 10**6, 10**9, 15 * 10**8, 1000]
+    for nbytes in (10**6, 64 * 10**6, 10**9):
+        shapes, num_layers = llama_shapes(nbytes, 2)
+        total = num_layers * 2 * sum(a * b for a, b in shapes.values())
+        assert 0.8 * nbytes < total < 1.2 * nbytes and num_layers >= 8
+
+
+def test_the_tables_go_between_the_markers_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(bench_report.PAGE.read_text())
+    for _ in range(2):
+        bench_report.write_page(results(), page)
+    text = page.read_text()
+    assert text.count("| **ours** | 1.00 | 2.00 |") == 8 and "| ours | 12 |" in text
+    assert text.startswith("# Performance") and text.rstrip().endswith(bench_report.END)
+    page.write_text("no markers")
+    with pytest.raises(SystemExit, match="lacks the lines"):
+        bench_report.write_page(results(), page)
+
+
+def test_the_plot_is_a_small_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bench_report.write_plot(results(), tmp_path / "plot.png")
+    data = (tmp_path / "plot.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) < 100_000
+
+
+@pytest.mark.slow
+def test_consolidation_is_measured_beside_cp(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stderr
+    for line in ("consolidating, cold, beside cp and fsync", "ours: F32 cast to BF16", "torch: 2 shards, 4 files"):
+        assert line in done.stdout
+    assert list(tmp_path.iterdir()) == []
