@@ -44,7 +44,8 @@ bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolid
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, and what others keep: about an hour and a half
 	@for campaign in "kill --points 2500" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
-	    "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; exit $${failed:-0}
+	    "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
+	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 
 clean:  ## remove .venv, caches and what the demo wrote
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

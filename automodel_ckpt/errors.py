@@ -84,6 +84,10 @@ class SaveFailed(AutomodelError):
     exit_code = EXIT_SAVE_FAILED
 
 
+class ExportFailed(SaveFailed):
+    """A checkpoint is complete, but its export did not come about."""
+
+
 class Stopped(AutomodelError):
     """Training was stopped by a signal after saving; the same command goes on."""
 

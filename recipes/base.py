@@ -362,6 +362,7 @@ class FinetuneRecipe(Lifecycle):
             keep_steps=section.keep_steps,
             verify=section.verify,
             allow_missing_state=section.allow_missing_state,
+            is_async=section.is_async,
         )
         checkpointer.open()
         return checkpointer
@@ -395,6 +396,8 @@ class FinetuneRecipe(Lifecycle):
                 self.step_scheduler.end_early()
                 return
             control = self.agree_on(batch)
+            if control.save_failed:
+                self.settle()
             if control.stop or batch is None:
                 self.stop()
             due = self.step(batch, control)
@@ -427,8 +430,9 @@ class FinetuneRecipe(Lifecycle):
         # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
         tokens = [_num_tokens(micro) if count else 0 for micro, count in zip(micro_batches, labels, strict=True)]
         counts = (sum(labels), sum(tokens)) if self.layout.reports else (0, 0)
-        vector = self.sum_over_ranks(*counts, batch is None or self.stop_request.wanted)
-        return Control(int(vector[0]), int(vector[1]), vector[2] > 0)
+        failed = self.checkpointer is not None and self.checkpointer.upload_failed
+        vector = self.sum_over_ranks(*counts, batch is None or self.stop_request.wanted, failed)
+        return Control(int(vector[0]), int(vector[1]), vector[2] > 0, vector[3] > 0)
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         """One global batch: train, count, log."""
@@ -465,6 +469,8 @@ class FinetuneRecipe(Lifecycle):
         if not math.isfinite(grad_norm):
             log.warning("step %d: the gradient norm is %s, no update", self.step_scheduler.step + 1, grad_norm)
             self.optimizer.zero_grad(set_to_none=True)
+        if self.checkpointer is not None:
+            self.checkpointer.await_copies()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum.item(), grad_norm

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, discover, policy
-from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
+from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport, human
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
-from automodel_ckpt.errors import AutomodelError, SaveFailed, Stopped
+from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed, Stopped
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
@@ -37,11 +37,13 @@ log = logging.getLogger("automodel_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What all ranks agreed on before a step: the global batch's size in tokens, and whether to stop."""
+    """What all ranks agreed on before a step: the global batch's size in tokens, whether to stop, and whether a save in
+    the background has failed."""
 
     num_label_tokens: int
     num_tokens: int
     stop: bool
+    save_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class Lifecycle:
         if self.resumed is not None:
             self._say_changed_rates(recipe_rates)
         self.make_sure_of_space(checkpointer, state)
+        if not self.step_scheduler.is_finished():
+            checkpointer.prepare(state)
         if self.layout.is_leader and not self.step_scheduler.is_finished():
             for jsonl in (self.training_log, self.validation_log):
                 jsonl.truncate_after(self.step_scheduler.step)
@@ -299,6 +303,7 @@ class Lifecycle:
         if self.checkpointer is None:
             self.step_scheduler.note_save(0.0)
             return
+        self.settle()
         scheduler = self.step_scheduler
         try:
             report = self.save_now(self.checkpointer, validation, last=last)
@@ -306,21 +311,41 @@ class Lifecycle:
             self.note_failure(failure)
             return
         scheduler.note_save(time.monotonic() - started)
-        self.save_failure = None
         self.last_save = report
+        if report.published:
+            self.save_failure = None
+        if report.export_failure is not None:
+            self.note_failure(report.export_failure)
+
+    def settle(self) -> None:
+        """Wait for a save in the background, and take note of how it ended."""
+        if self.checkpointer is None:
+            return
+        try:
+            if self.checkpointer.settle():
+                self.save_failure = None
+        except SaveFailed as failure:
+            if not isinstance(failure, ExportFailed):
+                self.step_scheduler.note_lost_save()
+            self.note_failure(failure)
+
+    def note_saved(self, report: SaveReport) -> None:
+        """On the leader, when a checkpoint is published, perhaps in another thread: a line of each log."""
+        self.step_scheduler.note_published(report.total_seconds)
         self.progress.note_saved(report.step)
+        log.info("%s", saved_line(report))
         event = {
             "event": "save",
             "step": report.step,
             "stall_seconds": report.stall_seconds,
             "total_seconds": report.total_seconds,
             "bytes": report.nbytes,
+            "bytes_per_second": report.bytes_per_second,
             "free_bytes": report.free_bytes,
             "pruned": list(report.pruned),
+            "export_command": report.export_command,
         }
         self.append(self.training_log, event)
-        if report.export_failure is not None:
-            self.note_failure(report.export_failure)
 
     def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
         """The checkpoint of the present step."""
@@ -339,6 +364,7 @@ class Lifecycle:
             validated=validation is not None,
             last=last,
             before_publishing=self.flush_logs,
+            on_saved=self.note_saved,
         )
 
     def note_failure(self, failure: AutomodelError) -> None:
@@ -356,6 +382,10 @@ class Lifecycle:
         scheduler = self.step_scheduler
         if scheduler.unsaved:
             self.save(None, time.monotonic(), last=False)
+        self.settle()
+        if self.save_failure is not None:
+            raise self.save_failure
+        self._say_how_to_export()
         saved = self.checkpointer is not None and scheduler.step > 0
         number = self.stop_request.requested
         by = signal.Signals(number).name if number else "a signal to another rank"
@@ -366,8 +396,16 @@ class Lifecycle:
             remedy="the same command goes on from there" if saved else "the same command starts over",
         )
 
+    def _say_how_to_export(self) -> None:
+        newest = self.last_save or self.resumed
+        if self.checkpointer is not None and newest is not None:
+            command = self.checkpointer.export_command(newest.path)
+            if command is not None:
+                log.info("not exported, since a signal leaves little time; to export it: %s", command)
+
     def end(self) -> None:
         """The last lines of a run that ended by itself. Raises what made its last save fail, if it went on then."""
+        self.settle()
         scheduler = self.step_scheduler
         loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
         log.info("done: step %d, %s", scheduler.step, loss)
@@ -388,16 +426,26 @@ class Lifecycle:
 
     def close(self) -> None:
         """Let go of logs, checkpointer and process groups; safe after a failed or missing ``setup``."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         self.progress.close()
         for name in ("training_log", "validation_log"):
             if name in vars(self):
                 getattr(self, name).close()
         if self.tracking is not None:
             self.tracking.close()
-        if self.checkpointer is not None:
-            self.checkpointer.close()
         if self.peer_stop is not None:
             self.peer_stop.close()
         if "log_handler" in vars(self):
             tear_down_logging(self.log_handler)
         close_distributed()
+
+
+def saved_line(report: SaveReport) -> str:
+    """What the log says of a published checkpoint."""
+    seconds = f"{report.total_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
+    size = f"{human(report.nbytes)} at {human(report.bytes_per_second)}/s"
+    free = "" if report.free_bytes is None else f", {human(report.free_bytes)} free"
+    pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
+    export = f"; to export it: {report.export_command}" if report.export_command and not report.export else ""
+    return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,14 +25,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
+from automodel_ckpt.checkpoint.background import Background
 from automodel_ckpt.checkpoint.composed import placed_files
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.failures import RETRY, as_failure
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
@@ -47,14 +51,23 @@ from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_f
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    ExportFailed,
+    Problem,
+    RecipeError,
+    SaveFailed,
+    os_problem,
+)
 
 log = logging.getLogger("automodel_ckpt")
 
 ModelFormat = Literal["safetensors", "torch_save"]
 ModelLayout = Literal["shards", "hf"]
-_RETRY = "free space or mend the directory, then run the same command: it resumes from the checkpoint before"
-_DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
+_POLL_SECONDS = 0.02
+# Beside the tensors, and for the alignment of files.
+_SLACK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +82,28 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A save that became a checkpoint. Seconds of wall time, bytes of all its files; *export* is the consolidated
-    directory where one was made, *export_failure* why there is none though one was due."""
+    """A save that became a checkpoint, or will (*published* false: asynchronous, only the stall is known yet).
+
+    Seconds of wall time, bytes of all its files; *export* is the consolidated directory where one was made,
+    *export_failure* why there is none though one was due. Training waits for the *stall*, the checkpoint is there after
+    the *total*; *export_command* makes the Hugging Face files, None where there is nothing to be made.
+    """
 
     path: Path
     step: int
     stall_seconds: float
-    total_seconds: float
-    nbytes: int
-    free_bytes: int | None
+    total_seconds: float = 0.0
+    nbytes: int = 0
+    free_bytes: int | None = None
     pruned: tuple[str, ...] = ()
     export: Path | None = None
     export_failure: AutomodelError | None = None
+    published: bool = True
+    export_command: str | None = None
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.nbytes / self.total_seconds if self.total_seconds else 0.0
 
 
 @dataclass(slots=True)
@@ -104,6 +127,25 @@ class _Proposal:
     dp_rank: int
     staging: str | None
     naming: dict[str, hf.Naming]
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save, from its plan to its publication. *staging* is where it is written, *records* how each attribute is."""
+
+    name: layout.CheckpointName
+    staging: Path
+    snapshot: _Snapshot
+    config_yaml: str
+    losses: dict[str, Any]
+    progress: dict[str, Any]
+    validated: bool
+    last: bool
+    before_publishing: Callable[[], None] | None
+    on_saved: Callable[[SaveReport], None] | None
+    started: float
+    stall_seconds: float = 0.0
+    records: dict[str, StateRecord] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -134,6 +176,7 @@ class Checkpointer:
         keep_steps: Iterable[int] = (),
         verify: Level = "digest",
         allow_missing_state: Iterable[str] = (),
+        is_async: bool = False,
     ) -> None:
         if model_layout == "hf" and model_save_format != "safetensors":
             raise RecipeError(
@@ -159,6 +202,9 @@ class Checkpointer:
         self._resumed_step: int | None = None
         self._resumed_from: str | None = None
         self._told = False
+        self._wants_background = is_async
+        self._background: Background | None = None
+        self._in_flight: _Save | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -214,6 +260,26 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- save
 
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Before the first step: have what asynchronous saves need, or say why saves will be synchronous after all.
+
+        Called on all ranks; nothing to do for synchronous saves.
+        """
+        if not self._wants_background or self._background is not None:
+            return
+        reason = ""
+        try:
+            self._background = Background(on_cuda=_on_cuda(state))
+            self._background.reserve(self.forecast(state).nbytes // self._ranks.world_size + _SLACK_BYTES)
+        except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
+            reason = str(error)
+        reasons = [reason for reason in agree.gather_objects(self._group, reason) if reason]
+        if reasons:
+            self._wants_background = False
+            self._end_background()
+            if self.is_leader:
+                log.warning("saves will be synchronous, since not every rank can save asynchronously: %s", reasons[0])
+
     def save(
         self,
         state: Mapping[str, Any],
@@ -226,14 +292,20 @@ class Checkpointer:
         validated: bool = False,
         last: bool = False,
         before_publishing: Callable[[], None] | None = None,
+        on_saved: Callable[[SaveReport], None] | None = None,
     ) -> SaveReport:
         """Save *state* as ``epoch_{epoch}_step_{step}``; returns when it is published.
 
+        Asynchronously (``is_async``) it returns when the state is copied, :attr:`SaveReport.published` false; before,
+        it waits for the save before. What fails later is raised by :meth:`settle`.
+
         *losses* go to losses.json, and with *validated* rank the checkpoint; *last* marks the last one of a run that
-        ends by itself; the leader calls *before_publishing* when all is written. Called on all ranks. Raises
-        :class:`SaveFailed`, the same on all ranks, and leaves no trace.
+        ends by itself; the leader calls *before_publishing* when all is written, and *on_saved* with the report when it
+        is published. Called on all ranks. Raises :class:`SaveFailed`, the same on all ranks, and leaves no trace.
         """
+        self.settle()
         started = time.monotonic()
+        self.prepare(state)
         name = layout.CheckpointName(step=step, epoch=epoch)
         if self.is_leader:
             log.info("Saving checkpoint to %s", self.directory / str(name))
@@ -242,29 +314,132 @@ class Checkpointer:
             proposal = self._propose(snapshot, name)
         proposals = agree.gather_objects(self._group, proposal)
         staging = Path(proposals[0].staging or "")
+        save = _Save(
+            name, staging, snapshot, config_yaml, dict(losses), dict(progress), validated, last,
+            before_publishing, on_saved, started,
+        )  # fmt: skip
+        return self._save_now(save, proposals) if self._background is None else self._save_later(save, proposals)
+
+    def _save_now(self, save: _Save, proposals: list[_Proposal]) -> SaveReport:
+        name, published = save.name, None
         try:
             with self._failing_together(f"saving {name}"):
-                part, jobs, records = self._plan(snapshot, proposals)
-                run_all(jobs, staging, part)
+                part, jobs = self._plan(save, proposals)
+                run_all(jobs, save.staging, part)
                 if self.is_leader:
-                    self._write_common(staging, part, snapshot, config_yaml, losses)
-                commit.write_file(staging / layout.part_file(self._ranks.rank), part.to_bytes())
-            manifest = None
+                    self._write_common(save, part)
+                commit.write_file(save.staging / layout.part_file(self._ranks.rank), part.to_bytes())
             with self._failing_together(f"publishing {name}"):
                 if self.is_leader:
-                    if before_publishing is not None:
-                        before_publishing()
-                    manifest = self._publish(staging, name, snapshot, records, losses, progress, validated)
+                    published = self._publish(save, self._parts(save.staging))
         except SaveFailed:
             if self.is_leader:
-                commit.discard(staging)
+                commit.discard(save.staging)
             raise
-        if self.is_leader and manifest is not None:
-            self._point(str(name))
-        self._tell_once(snapshot.items)
-        pruned = self._prune(str(name)) if self.is_leader else ()
-        report = self._report(name, started, manifest, pruned)
-        return self._with_export(report, name, snapshot, started) if self._exports(last) else report
+        self._tell_once(save.snapshot.items)
+        report = self._published(save, published) if published is not None else self._report(save)
+        report = self._with_export(report, save) if self._exports(save.last) else report
+        if save.on_saved is not None and self.is_leader:
+            save.on_saved(report)
+        return report
+
+    def _save_later(self, save: _Save, proposals: list[_Proposal]) -> SaveReport:
+        background = self._background
+        assert background is not None
+        try:
+            with self._failing_together(f"saving {save.name}"):
+                part, jobs = self._plan(save, proposals)
+                staged = background.stage(jobs, at_once=_buffers(save.snapshot.items))
+                # From here on the state may change.
+                then = partial(self._complete, save) if self.is_leader else None
+                self._in_flight = save
+                background.start(save.staging, part, staged, then=then, doing=f"saving {save.name}")
+        except SaveFailed:
+            self._abandon(save)
+            raise
+        self._tell_once(save.snapshot.items)
+        save.stall_seconds = time.monotonic() - save.started
+        return SaveReport(self.directory / str(save.name), save.name.step, save.stall_seconds, published=False)
+
+    def _complete(self, save: _Save) -> None:
+        """On the leader, in the background, when its own share is written: what there is to do until it is published,
+        and its export."""
+        common = Part(self._ranks.rank)
+        self._write_common(save, common)
+        parts = self._awaited_parts(save.staging)
+        parts[self._ranks.rank].files.update(common.files)
+        report = self._published(save, self._publish(save, parts))
+        if save.on_saved is not None:
+            save.on_saved(report)
+        if self._exports(save.last):
+            self._export_in_background(save)
+
+    def _awaited_parts(self, staging: Path) -> list[Part]:
+        assert self._background is not None
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return self._parts(staging)
+            self._background.pause(_POLL_SECONDS)
+
+    def _export_in_background(self, save: _Save) -> None:
+        assert self._background is not None
+        path = self.directory.absolute() / str(save.name)
+        try:
+            output, said = self._background.export([path / layout.state_directory(name) for name in self.assets])
+        except Exception as error:
+            failure = as_failure(error, f"exporting {save.name}; the checkpoint itself is safe", path)
+            raise ExportFailed.all_of(failure.problems) from error
+        for line in said:
+            log.info("%s", line)
+        log.info("Hugging Face export of %s: %s", save.name, output)
+
+    # ---------------------------------------------------------------- the save in the background
+
+    @property
+    def upload_failed(self) -> bool:
+        """Whether this rank knows of a background save that failed: let all ranks call :meth:`settle`."""
+        return self._background is not None and self._background.state == "failed"
+
+    def await_copies(self) -> None:
+        """To be called before state on the device is changed: its copy may still have to be taken."""
+        if self._background is not None:
+            self._background.await_copies()
+
+    def settle(self) -> bool:
+        """Return when no save is under way in the background; True if one was. Called on all ranks.
+
+        Raises :class:`SaveFailed`, the same on all ranks, where it failed on one; then there is no trace of it.
+        """
+        save, background = self._in_flight, self._background
+        if save is None or background is None:
+            return False
+        while True:
+            states = agree.gather_objects(self._group, background.state)
+            if "failed" in states:
+                self._abandon(save)
+            if "busy" not in states:
+                break
+            background.wait(_POLL_SECONDS)
+        self._in_flight = None
+        return True
+
+    def _abandon(self, save: _Save) -> None:
+        """A background save failed: end it on all ranks, clear it away, and raise what it was."""
+        assert self._background is not None
+        failure = self._background.abandon()
+        self._in_flight = None
+        try:
+            agree.all_or_nothing(self._group, failure)
+        finally:
+            if self.is_leader:
+                commit.discard(save.staging)
+
+    def _end_background(self) -> None:
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.close()
+
+    # ---------------------------------------------------------------- the parts of a save
 
     def _snapshot(self, state: Mapping[str, Any]) -> _Snapshot:
         snapshot = _Snapshot(classify(state))
@@ -301,9 +476,9 @@ class Checkpointer:
         maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
         return {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
 
-    def _plan(self, snapshot: _Snapshot, proposals: list[_Proposal]) -> tuple[Part, list[Job], dict[str, StateRecord]]:
-        """What this rank has to write, the part that will say so, and how each attribute is stored."""
-        part, jobs = Part(self._ranks.rank), list[Job]()
+    def _plan(self, save: _Save, proposals: list[_Proposal]) -> tuple[Part, list[Job]]:
+        """What this rank has to write, and the part that will say so; *save* learns how each attribute is stored."""
+        part, jobs, snapshot = Part(self._ranks.rank), list[Job](), save.snapshot
         kinds = {item.name: item.kind for item in snapshot.items}
         for tree in snapshot.trees.values():
             tree.settle([proposal.plans[tree.name] for proposal in proposals], self._ranks.rank)
@@ -320,8 +495,8 @@ class Checkpointer:
                 part.trees[tree.name] = TreePart(dcp_items=items)
                 jobs.append(job)
         objects = ObjectPlanner(self._ranks, [p.digests for p in proposals], [p.dp_rank for p in proposals])
-        records = {item.name: self._record(item, snapshot, objects) for item in snapshot.items}
-        return part, [*jobs, *objects.jobs], records
+        save.records = {item.name: self._record(item, snapshot, objects) for item in snapshot.items}
+        return part, [*jobs, *objects.jobs]
 
     def _record(self, item: Item, snapshot: _Snapshot, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":
@@ -329,33 +504,29 @@ class Checkpointer:
         saved = item.kind == "module" or self._save_optimizer
         return StateRecord(item.kind, item.scope if saved else "not saved", item.path, aliases=item.aliases)
 
-    def _write_common(
-        self, staging: Path, part: Part, snapshot: _Snapshot, config_yaml: str, losses: Mapping[str, Any]
-    ) -> None:
+    def _write_common(self, save: _Save, part: Part) -> None:
         """What the leader alone writes: the recipe, the losses, and what exporting each module needs."""
         for file, data in (
-            (layout.CONFIG, config_yaml.encode()),
-            (layout.LOSSES, (_json_text(losses) + "\n").encode()),
+            (layout.CONFIG, save.config_yaml.encode()),
+            (layout.LOSSES, (_json_text(save.losses) + "\n").encode()),
         ):
-            part.files[file] = commit.write_file(staging / file, data)
-        for name, placement in snapshot.placements.items():
-            write_finished(self.assets.get(name), placement, staging, part)
+            part.files[file] = commit.write_file(save.staging / file, data)
+        placements = save.snapshot.placements
+        for name, placement in placements.items():
+            write_finished(self.assets.get(name), placement, save.staging, part)
         for name, assets in self.assets.items():
-            if name not in snapshot.placements:
-                write_for_export(assets, staging, part, snapshot.trees[name].directory)
+            if name not in placements:
+                write_for_export(assets, save.staging, part, save.snapshot.trees[name].directory)
 
-    def _publish(
-        self,
-        staging: Path,
-        name: layout.CheckpointName,
-        snapshot: _Snapshot,
-        records: Mapping[str, StateRecord],
-        losses: Mapping[str, Any],
-        progress: Mapping[str, Any],
-        validated: bool,
-    ) -> Manifest:
-        parts = [Part.parse((staging / layout.part_file(rank)).read_bytes()) for rank in range(self._ranks.world_size)]
-        formats = {name: self._tree_format(name, snapshot, records[name]) for name in snapshot.trees}
+    def _parts(self, staging: Path) -> list[Part]:
+        return [Part.parse((staging / layout.part_file(rank)).read_bytes()) for rank in range(self._ranks.world_size)]
+
+    def _publish(self, save: _Save, parts: list[Part]) -> Manifest:
+        """All ranks have written: make it a checkpoint."""
+        if save.before_publishing is not None:
+            save.before_publishing()
+        name, staging, snapshot = save.name, save.staging, save.snapshot
+        formats = {name: self._tree_format(name, snapshot, save.records[name]) for name in snapshot.trees}
         trees = {n: merge_tree(n, formats[n], parts, snapshot.tied.get(n, {})) for n in snapshot.trees}
         for tree in snapshot.trees.values():
             if formats[tree.name] == torch_save.NAME:
@@ -363,9 +534,9 @@ class Checkpointer:
         manifest = Manifest(
             step=name.step, epoch=name.epoch, created=time.time(),
             world_size=self._ranks.world_size, dp_size=self._ranks.dp_size,
-            progress=dict(progress), losses=_plain(losses), validated=validated,
+            progress=save.progress, losses=_plain(save.losses), validated=save.validated,
             environment=environment(), lineage=self._lineage(),
-            state=dict(records),
+            state=save.records,
             trees=trees,
             files=merge_files(parts) | placed_files(parts, (t for tree in trees.values() for t in tree.stored)),
         )  # fmt: skip
@@ -378,6 +549,11 @@ class Checkpointer:
         self._set_aside_abandoned()
         commit.publish(staging, str(name))
         return manifest
+
+    def _published(self, save: _Save, manifest: Manifest) -> SaveReport:
+        """On the leader: swap the pointers and remove what the keep policy lets go."""
+        self._point(str(save.name))
+        return replace(self._report(save), nbytes=manifest.nbytes, pruned=self._prune(str(save.name)))
 
     def _tree_format(self, name: str, snapshot: _Snapshot, record: StateRecord) -> str:
         if name in snapshot.placements:
@@ -410,7 +586,7 @@ class Checkpointer:
             self._point_to_best(root, newest)
         except OSError as error:
             # The checkpoint itself is safe, and the next start mends the pointers.
-            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=_RETRY))
+            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=RETRY))
 
     def _point_to_best(self, root: Path, newest: str) -> None:
         """Mend LOWEST_VAL. Only the newest can have overtaken a best that stands; else all are asked."""
@@ -446,7 +622,7 @@ class Checkpointer:
             protected = resume.protected_names(root) | {just_saved}
             removable = self._keep.removable([*resume.records(root, self._metric_key)], protected)
         except OSError as error:
-            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=_RETRY))
+            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
             return ()
         withdrawn = {record.name: trash for record in removable if (trash := _withdraw(root / record.name))}
         if withdrawn:
@@ -475,6 +651,7 @@ class Checkpointer:
 
     def _export_once(self, name: str | None) -> None:
         """The leader's *name* counts; nothing happens where it is None or its export is there."""
+        self.settle()
         if name is not None:
             places = [layout.state_directory(attribute) for attribute in self.assets]
             path = self.directory.absolute() / name
@@ -493,14 +670,15 @@ class Checkpointer:
             places = [self.directory.absolute() / str(name) / layout.state_directory(one) for one in self.assets]
             return [consolidate(place, log=log.info).output for place in places][-1] if self.is_leader else None
 
-        with self._failing_together(f"exporting {name}; the checkpoint itself is safe"):
+        with self._failing_together(f"exporting {name}; the checkpoint itself is safe", ExportFailed):
             return agree.while_working(self._group, export)
 
-    def _with_export(
-        self, report: SaveReport, name: layout.CheckpointName, snapshot: _Snapshot, started: float
-    ) -> SaveReport:
+    def _with_export(self, report: SaveReport, save: _Save) -> SaveReport:
         """The same from memory, by all ranks; its failure leaves the checkpoint as it is."""
-        together = partial(self._failing_together, f"exporting {name}; the checkpoint itself is safe")
+        name, snapshot = save.name, save.snapshot
+        together = partial(
+            self._failing_together, f"exporting {name}; the checkpoint itself is safe", kind=ExportFailed
+        )
         try:
             for attribute, assets in self.assets.items():
                 export = export_from_memory(
@@ -510,19 +688,24 @@ class Checkpointer:
                 report = replace(report, export=export)
         except AutomodelError as failure:
             report = replace(report, export_failure=failure)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - save.started
         return replace(report, stall_seconds=seconds, total_seconds=seconds)
 
-    def _report(
-        self, name: layout.CheckpointName, started: float, manifest: Manifest | None, pruned: tuple[str, ...]
-    ) -> SaveReport:
-        seconds = time.monotonic() - started
-        nbytes = manifest.nbytes if manifest else 0
-        path = self.directory / str(name)
+    def _report(self, save: _Save) -> SaveReport:
+        seconds = time.monotonic() - save.started
         free_bytes = None
         with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now
             free_bytes = _free_bytes(self.directory)
-        return SaveReport(path, name.step, seconds, seconds, nbytes, free_bytes, pruned)
+        stall, path = seconds if self._background is None else save.stall_seconds, self.directory / str(save.name)
+        return SaveReport(
+            path, save.name.step, stall, seconds, free_bytes=free_bytes, export_command=self.export_command(path)
+        )
+
+    def export_command(self, path: Path) -> str | None:
+        """What to type for the Hugging Face files of a checkpoint; None where it has nothing to make them from."""
+        if not self.assets or self._layout == "hf":
+            return None
+        return f"ckpt consolidate {shlex.quote(str(path))}"
 
     def _tell_once(self, items: Iterable[Item]) -> None:
         if self._told or not self.is_leader:
@@ -626,7 +809,9 @@ class Checkpointer:
     # ---------------------------------------------------------------- both
 
     def wait(self) -> None:
-        """Return when nothing is under way any more: saves are synchronous, removals may still run."""
+        """Return when nothing of this rank is under way any more: its share of a save, removals."""
+        if self._background is not None:
+            self._background.wait()
         for thread in self._removals:
             thread.join()
         self._removals = []
@@ -634,6 +819,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, then let the next run have the directory."""
         self.wait()
+        self._end_background()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -647,15 +833,8 @@ class Checkpointer:
         failure: AutomodelError | None = None
         try:
             yield
-        except AutomodelError as error:
-            failure = error
-        except OSError as error:
-            error.filename = error.filename or str(self.directory)
-            problem = os_problem(error, f"{doing} failed", remedy=_RETRY)
-            failure = kind.all_of([problem])
         except Exception as error:
-            log.debug("unexpected", exc_info=True)
-            failure = kind(f"{doing} failed", where=str(self.directory), value=repr(error), remedy=_DEFECT)
+            failure = as_failure(error, doing, self.directory, kind)
         agree.all_or_nothing(self._group, failure)
 
 
@@ -665,6 +844,16 @@ def _withdraw(path: Path) -> Path | None:
     except OSError as error:
         log.warning("%s", os_problem(error, f"could not remove {path.name}", remedy="it is tried again after a save"))
         return None
+
+
+def _on_cuda(state: Mapping[str, Any]) -> bool:
+    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+    return any(parameter.is_cuda for module in modules for parameter in module.parameters())
+
+
+def _buffers(items: Iterable[Item]) -> set[int]:
+    """The addresses of modules' tensors that a forward pass may change."""
+    return {buffer.data_ptr() for item in items if item.kind == "module" for buffer in item.value.buffers()}
 
 
 def _discard(paths: Iterable[Path]) -> None:
@@ -691,7 +880,7 @@ def _json_text(values: Mapping[str, Any]) -> str:
     return json.dumps(_plain(values), indent=2)
 
 
-def human(nbytes: int) -> str:
+def human(nbytes: float) -> str:
     """A size for people: ``12.3 MB``, powers of ten."""
     size, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -204,7 +204,12 @@ def refuse_unsafe(name: str, state: Any) -> str:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The row-major bytes of a tensor: its own memory where it is contiguous and on the CPU, else a copy's."""
-    plain = tensor.detach().to("cpu").contiguous()
+    return flat_bytes(tensor.to("cpu")).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The row-major bytes of a tensor on its device: of shape (bytes,), a view where it is contiguous, else a copy."""
+    plain = tensor.detach().contiguous()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return plain.reshape(-1).view(torch.uint8)

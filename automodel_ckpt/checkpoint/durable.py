@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -183,7 +184,8 @@ def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int,
 
 
 class _DirectWriter:
-    """Gathers what is written into two aligned blocks; while one goes to disk the other fills."""
+    """Gathers what is written into two aligned blocks; while one goes to disk the other fills. A whole block that is
+    aligned already goes to disk from where it stands; it may not change before :meth:`finish` has returned."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -194,13 +196,16 @@ class _DirectWriter:
         self._disk = ThreadPoolExecutor(1, "direct-write")
 
     def write(self, data: memoryview) -> None:
+        if not self._filled and len(data) == _BLOCK_BYTES and _begins_at_a_page(data):
+            self._submit(data)
+            return
         while data:
             taken = min(len(data), _BLOCK_BYTES - self._filled)
             self._blocks[self._current][self._filled : self._filled + taken] = data[:taken]
             self._filled += taken
             data = data[taken:]
             if self._filled == _BLOCK_BYTES:
-                self._submit(_BLOCK_BYTES)
+                self._submit(self._blocks[self._current])
 
     def finish(self) -> None:
         """Write what is left, padded to whole sectors (the caller truncates), and wait for all of it."""
@@ -208,7 +213,7 @@ class _DirectWriter:
             if self._filled:
                 padded = -(-self._filled // SECTOR_BYTES) * SECTOR_BYTES
                 self._blocks[self._current][self._filled : padded] = bytes(padded - self._filled)
-                self._submit(padded)
+                self._submit(self._blocks[self._current][:padded])
             self._wait(0)
             self._wait(1)
         finally:
@@ -218,10 +223,9 @@ class _DirectWriter:
         """Let a write that is under way end; nothing more is written."""
         self._disk.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, nbytes: int) -> None:
-        block = self._blocks[self._current][:nbytes]
+    def _submit(self, block: memoryview) -> None:
         self._pending[self._current] = self._disk.submit(self._to_disk, block, self._position)
-        self._position += nbytes
+        self._position += len(block)
         self._current, self._filled = 1 - self._current, 0
         self._wait(self._current)
 
@@ -242,6 +246,12 @@ class _DirectWriter:
             block, position = block[count:], position + count
             if block and position % SECTOR_BYTES:
                 bypass_page_cache(self._descriptor, False)
+
+
+def _begins_at_a_page(data: memoryview) -> bool:
+    if data.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % SECTOR_BYTES == 0
 
 
 def bypass_page_cache(descriptor: int, bypass: bool) -> bool:

@@ -61,21 +61,37 @@ class FileJob:
     tree: str | None = None
     nbytes: int = 0
 
+    def data(self) -> Sequence[tuple[int, Data]]:
+        return [(piece.start, piece.data) for piece in self.pieces]
+
+    def over(self, data: Sequence[Data]) -> FileJob:
+        return replace(self, pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)])
+
     def run(self, staging: Path, part: Part, memory: memoryview) -> None:
         """Write the file below *staging* and enter it, and its pieces, into *part*. Raises OSError naming the file."""
         path = staging / self.file
         path.parent.mkdir(exist_ok=True)
         tree = part.trees.setdefault(self.tree, TreePart()) if self.tree is not None else TreePart()
+        whole = _whole(self.pieces)
         with DurableFile(path, nbytes=self.nbytes) as out:
             for piece, data in with_bytes(self.pieces, memory):
-                out.write(data)
+                if whole is None:
+                    out.write(data)
                 enter(tree, piece, data)
+            if whole is not None:
+                out.write(memory[whole.start : whole.start + whole.nbytes])
         part.files[self.file] = out.close()
 
 
 class Job(Protocol):
-    """Something to write: a file of one's own, or one's share of a common one."""
+    """Something to write: a file of one's own, or one's share of a common one.
 
+    :meth:`data` are the bytes that it takes, with the place in the file where they go; :meth:`over` is the same job
+    with these bytes elsewhere, such as in the memory that :meth:`run` gets.
+    """
+
+    def data(self) -> Sequence[tuple[int, Data]]: ...
+    def over(self, data: Sequence[Data]) -> Job: ...
     def run(self, staging: Path, part: Part, memory: memoryview) -> None: ...
 
 
@@ -85,14 +101,27 @@ def run_all(jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview |
         job.run(staging, part, memoryview(b"") if memory is None else memory)
 
 
+def _whole(pieces: Sequence[Piece]) -> Span | None:
+    """All pieces as one, where they stand in memory as they will in the file: it can be written from there."""
+    first = pieces[0].data if pieces else None
+    if not isinstance(first, Span):
+        return None
+    end = first.start
+    for piece in pieces:
+        if not isinstance(piece.data, Span) or piece.data.start != end:
+            return None
+        end += piece.data.nbytes
+    return Span(first.start, end - first.start)
+
+
 def with_bytes(pieces: Iterable[Piece], memory: memoryview) -> Iterator[tuple[Piece, bytes | memoryview]]:
-    """Each piece with its bytes, the checksums filled in."""
-    crc = _Crc()
+    """Each piece with its bytes, the checksums filled in (of a span: in the memory itself)."""
+    before: bytes | memoryview = b""
     for piece in pieces:
         data = fetched(piece.data, memory)
         if piece.crc_at:
-            data = _with_crc(data, piece.crc_at, crc.value)
-        crc.before = data
+            data = _with_crc(data, piece.crc_at, zlib.crc32(before))
+        before = data
         yield piece, data
 
 
@@ -105,25 +134,14 @@ def enter(tree: TreePart, piece: Piece, data: bytes | memoryview) -> None:
         tree.tensors.append(replace(piece.entry, slices=(replace(stored, digest=digest_of(data)),)))
 
 
-@dataclass(slots=True)
-class _Crc:
-    """The checksum of the bytes before, computed only if it is asked for."""
-
-    before: bytes | memoryview = b""
-
-    @property
-    def value(self) -> int:
-        return zlib.crc32(self.before)
-
-
 def fetched(data: Data, memory: memoryview) -> bytes | memoryview:
     if isinstance(data, Span):
         return memory[data.start : data.start + data.nbytes]
     return data if isinstance(data, bytes) else data()
 
 
-def _with_crc(data: bytes | memoryview, places: Sequence[int], value: int) -> bytes:
-    filled = bytearray(data)
+def _with_crc(data: bytes | memoryview, places: Sequence[int], value: int) -> memoryview:
+    filled = memoryview(bytearray(data)) if isinstance(data, bytes) else data
     for place in places:
         filled[place : place + CRC_BYTES] = value.to_bytes(CRC_BYTES, "little")
-    return bytes(filled)
+    return filled

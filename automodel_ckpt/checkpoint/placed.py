@@ -57,6 +57,12 @@ class PlacedJob:
     tree: str
     header: bytes | None = None
 
+    def data(self) -> Sequence[tuple[int, Data]]:
+        return [(piece.entry.slices[0].start, piece.data) for piece in self.pieces]
+
+    def over(self, data: Sequence[Data]) -> PlacedJob:
+        return replace(self, pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)])
+
     def run(self, staging: Path, part: Part, memory: memoryview) -> None:
         """Write the share below *staging* and enter its slices into *part*. Raises OSError naming the file."""
         tree = part.trees.setdefault(self.tree, TreePart())

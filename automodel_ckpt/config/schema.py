@@ -344,6 +344,8 @@ class CheckpointConfig:
     """shards: files of each rank, to be consolidated; hf: the Hugging Face files themselves, filled by all ranks."""
     save_consolidated: Literal["final", "every"] | bool | None = None
     """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false."""
+    is_async: bool = False
+    """Write checkpoints in the background: training waits only until its state is copied."""
     export_best: bool = False
     """At the end also export the checkpoint that LOWEST_VAL points to."""
     restore_from: str | None = None

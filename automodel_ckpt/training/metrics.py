@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -25,28 +26,33 @@ class JsonlLog:
     :meth:`append` hands each line to the operating system, so that a killed process loses none; :meth:`flush` makes
     them survive a power cut, and is called before the checkpoint of that step is published. A disk that is full for a
     while stops nothing: lines that could not be written wait for the next ones, and the next save needs them all.
+    Threads may share it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: IO[bytes] | None = None
         self._unwritten = b""
+        self._lock = threading.RLock()
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line; numbers that JSON does not know (NaN, infinities) become null."""
-        waiting = bool(self._unwritten)
-        self._unwritten += json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
-        try:
-            self._write()
-        except OSError as error:
-            if not waiting:
-                log.warning("%s", os_problem(error, f"{self.path} cannot be written now", remedy="free space"))
+        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        with self._lock:
+            waiting = bool(self._unwritten)
+            self._unwritten += line
+            try:
+                self._write()
+            except OSError as error:
+                if not waiting:
+                    log.warning("%s", os_problem(error, f"{self.path} cannot be written now", remedy="free space"))
 
     def flush(self) -> None:
         """Return when everything appended is on disk. Raises OSError where it cannot be."""
-        self._write()
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        with self._lock:
+            self._write()
+            if self._file is not None:
+                os.fsync(self._file.fileno())
 
     def _write(self) -> None:
         while self._unwritten:
@@ -69,7 +75,9 @@ class JsonlLog:
         return num_dropped
 
     def close(self) -> None:
-        if self._file is not None:
+        with self._lock:
+            if self._file is None:
+                return
             try:
                 self.flush()
             finally:

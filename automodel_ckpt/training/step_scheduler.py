@@ -172,6 +172,14 @@ class StepScheduler:
         self._last_save_time = self._clock()
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
 
+    def note_published(self, seconds: float) -> None:
+        """Record how long a save took until its checkpoint was there; on the leader, perhaps in another thread."""
+        self._longest_save_seconds = max(self._longest_save_seconds, seconds)
+
+    def note_lost_save(self) -> None:
+        """What :meth:`note_save` recorded last did not come about."""
+        self._saved_step = -1
+
     def save_is_wanted(self) -> bool:
         """Whether ``ckpt_every_minutes`` have passed since the last save, by this rank's clock."""
         minutes = self.cadence.ckpt_every_minutes

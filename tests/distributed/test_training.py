@@ -80,7 +80,8 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
     assert all(record.keys() == fields for record in steps)
     events = [record for record in records if "event" in record]
     assert [event["step"] for event in events] == [5, 10, 12]
-    expected = {"event", "step", "stall_seconds", "total_seconds", "bytes", "free_bytes", "pruned"}
+    expected = {"event", "step", "stall_seconds", "total_seconds", "bytes", "bytes_per_second", "free_bytes", "pruned",
+                "export_command"}  # fmt: skip
     assert all(event.keys() == expected for event in events)
     validations = lines(tmp_path / "run/validation.jsonl")
     assert [record["step"] for record in validations] == [5, 10, 12]

@@ -1,0 +1,24 @@
+"""How whatever goes wrong in a save or a load becomes an error for the user."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from automodel_ckpt.errors import AutomodelError, SaveFailed, os_problem
+
+log = logging.getLogger("automodel_ckpt")
+
+RETRY = "free space or mend the directory, then run the same command: it resumes from the checkpoint before"
+_DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
+
+
+def as_failure(error: Exception, doing: str, where: Path, kind: type[AutomodelError] = SaveFailed) -> AutomodelError:
+    """*error* as one for the user: our own as they are, others as *kind*, saying what was being done and *where*."""
+    if isinstance(error, AutomodelError):
+        return error
+    if isinstance(error, OSError):
+        error.filename = error.filename or str(where)
+        return kind.all_of([os_problem(error, f"{doing} failed", remedy=RETRY)])
+    log.debug("unexpected", exc_info=error)
+    return kind(f"{doing} failed", where=str(where), value=repr(error), remedy=_DEFECT)

@@ -1,0 +1,301 @@
+"""Asynchronous saves on one process: the state of the call, bounded resources, and what happens when one fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover
+from automodel_ckpt.checkpoint.background import HostMemory
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import SaveFailed
+from tests.support import ranks, tiny
+
+NUM_SAVES = int(os.environ.get("ASYNC_SAVES", "10"))
+"""`make crash` asks for 200."""
+
+
+class Saver:
+    """A recipe-like object and a checkpointer that saves it in the background."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.made = tiny.recipe(1)
+        tiny.train(self.made, 1)
+        self.checkpointer = tiny.checkpointer(root, **{"is_async": True} | options)
+        self.reports: list[SaveReport] = []
+
+    def save(self, step: int) -> SaveReport:
+        return self.checkpointer.save(
+            discover(self.made), step=step, epoch=0, config_yaml="seed: 1\n", losses={"step": step}, progress={},
+            on_saved=self.reports.append,
+        )  # fmt: skip
+
+    @property
+    def writer(self) -> int:
+        assert self.checkpointer._background is not None
+        return self.checkpointer._background.writer_pid
+
+    def pause(self) -> None:
+        """Hold the writer, so that what is saved next stays under way."""
+        self.checkpointer.prepare(discover(self.made))
+        os.kill(self.writer, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.writer, signal.SIGCONT)
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Saver]:
+    made = Saver(tmp_path / "run")
+    yield made
+    made.checkpointer.close()
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    """The raw bytes of every tensor of a checkpoint."""
+    found = {}
+    for name, tree in Manifest.read(path).trees.items():
+        for tensor in tree.tensors.values():
+            (piece,) = tensor.slices
+            with open(path / piece.file, "rb") as file:
+                found[f"{name}.{tensor.fqn}"] = os.pread(file.fileno(), piece.nbytes, piece.start)
+    return found
+
+
+def resident_bytes(pid: int | str) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("VmRSS", "RssShmem")))
+
+
+def resources(saver: Saver) -> tuple[int, int, int, int]:
+    """Open files and threads of this process, open files of the writer, resident bytes of both."""
+    pids = ["self", saver.writer]
+    files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+    return files[0], threading.active_count(), files[1], sum(map(resident_bytes, pids))
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "safetensors": {},
+    "torch_save": {"model_save_format": "torch_save"},
+    "hf": {"model_layout": "hf"},
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take_no_more_memory(
+    tmp_path: Path, form: str
+) -> None:
+    saver = Saver(tmp_path, keep_last=2, **FORMATS[form])
+    expected: dict[str, bytes] = {}
+    settled = (0, 0, 0, 0)
+    for step in range(1, NUM_SAVES + 1):
+        tensors = tiny.tensors_of(saver.made)
+        saver.save(step)
+        tiny.train(saver.made, 3)
+        saver.checkpointer.settle()
+        found = stored(tmp_path / "LATEST")
+        expected = {
+            "model." + name.removeprefix("model."): bytes(value.reshape(-1).view(torch.uint8).numpy())
+            for name, value in tensors.items() if name.startswith("model.") and name != "model.head"
+        }  # fmt: skip
+        assert expected.items() <= found.items(), step
+        moments = tensors["optimizer.0.exp_avg"].reshape(-1).view(torch.uint8).numpy()
+        assert found["optimizer.optimizer.state.model.embed.exp_avg"] == bytes(moments)
+        if step == NUM_SAVES // 2:
+            saver.checkpointer.wait()
+            settled = resources(saver)
+    saver.checkpointer.wait()
+    now = resources(saver)
+    assert now[:3] == settled[:3] and now[3] < settled[3] + (8 << 20), (settled, now)
+    assert [report.step for report in saver.reports] == [*range(1, NUM_SAVES + 1)]
+    assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+    saver.checkpointer.close()
+
+
+def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(saver: Saver) -> None:
+    saver.pause()
+    first = saver.save(1)
+    assert not first.published and saver.reports == [] and not first.path.exists()
+    threading.Timer(0.6, saver.go_on).start()
+    started = time.monotonic()
+    saver.save(2)
+    assert time.monotonic() - started > 0.4
+    assert [report.step for report in saver.reports] == [1] and first.path.is_dir()
+    saver.checkpointer.settle()
+    first, second = saver.reports
+    assert first.published and first.nbytes and first.total_seconds > 0.5 > first.stall_seconds
+    assert second.stall_seconds < 0.5
+
+
+def test_latest_is_published_without_waiting_for_the_next_save_or_for_the_end(saver: Saver) -> None:
+    path = saver.save(1).path
+    end = time.monotonic() + 20
+    while commit.pointed(path.parent, "LATEST") is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert commit.pointed(path.parent, "LATEST") == "epoch_0_step_1"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".run.lock")
+
+
+def wait_until_it_failed(saver: Saver) -> None:
+    end = time.monotonic() + 20
+    while not saver.checkpointer.upload_failed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert saver.checkpointer.upload_failed
+
+
+def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.settle()
+    saver.pause()
+    saver.save(2)
+    os.kill(saver.writer, signal.SIGKILL)
+    wait_until_it_failed(saver)
+    with pytest.raises(SaveFailed, match=r"process \d+: signal 9 \(SIGKILL\)") as caught:
+        saver.checkpointer.settle()
+    assert caught.value.exit_code == 4 and "epoch_0_step_2" in str(caught.value)
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
+    assert commit.pointed(root, "LATEST") == "epoch_0_step_1" and not saver.checkpointer.upload_failed
+    saver.save(3)
+    assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
+def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_path_and_errno(tmp_path: Path) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    saver = Saver(mount / "run")
+    try:
+        saver.save(1)
+        saver.checkpointer.settle()
+        saver.pause()
+        saver.save(2)
+        (mount / "filler").write_bytes(bytes(os.statvfs(mount).f_bavail * 4096))
+        saver.go_on()
+        wait_until_it_failed(saver)
+        with pytest.raises(SaveFailed, match=r"epoch_0_step_2[\s\S]*ENOSPC"):
+            saver.save(3)
+        os.unlink(mount / "filler")
+        assert names(mount / "run") == ["LATEST", "epoch_0_step_1"]
+        assert commit.pointed(mount / "run", "LATEST") == "epoch_0_step_1"
+    finally:
+        saver.checkpointer.close()
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_publication_that_fails_in_the_background_is_reported(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "the directory")
+
+    monkeypatch.setattr(commit, "publish", fails)
+    saver.save(1)
+    wait_until_it_failed(saver)
+    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_1 failed[\s\S]*the directory[\s\S]*EIO"):
+        saver.checkpointer.settle()
+
+
+def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver.pause()
+    saver.save(1)
+    writer = saver.writer
+    threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
+    saver.checkpointer.close()
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_1" and not is_there(writer)
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def shared_memory() -> set[str]:
+    """What lies in /dev/shm, but for what the crash campaigns keep there while they run."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("pair-", "crash-"))}
+
+
+def killed(root: Path, while_writing: bool) -> None:
+    saver = Saver(root / "run")
+    if while_writing:
+        saver.pause()
+    saver.save(1)
+    (root / "writer").write_text(str(saver.writer))
+    if not while_writing:
+        saver.checkpointer.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("while_writing", [True, False])
+def test_a_trainer_that_is_killed_takes_its_writer_along_and_the_next_start_is_right(
+    tmp_path: Path, while_writing: bool
+) -> None:
+    before = shared_memory()
+    (outcome,) = ranks.outcomes(killed, 1, tmp_path, while_writing, init=False)
+    assert outcome.exitcode == -signal.SIGKILL
+    writer = int((tmp_path / "writer").read_text())
+    if while_writing:
+        os.kill(writer, signal.SIGCONT)
+    end = time.monotonic() + 20
+    while is_there(writer) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_there(writer) and shared_memory() - before == set()
+    resumed = tiny.load(tmp_path / "run", tiny.recipe())
+    assert (resumed.step if resumed else None) == (None if while_writing else 1)
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
+
+
+def test_where_memory_does_not_suffice_saves_are_synchronous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "available_bytes", lambda: 1 << 20)
+    saver = Saver(tmp_path)
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        assert saver.save(1).published
+    assert "saves will be synchronous" in caplog.text and "are available" in caplog.text
+    assert saver.save(2).published and caplog.text.count("will be synchronous") == 1
+    saver.checkpointer.close()
+
+
+def test_host_memory_grows_and_its_pages_are_there_before_they_are_used() -> None:
+    memory = HostMemory()
+    for nbytes in (5000, 3 << 20, 100):
+        memory.reserve(nbytes)
+    assert memory.tensor.nbytes == 3 << 20 and os.fstat(memory.descriptor).st_blocks * 512 == 3 << 20
+    memory.close()
+
+
+def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver.made.model.register_buffer("large", torch.arange(3 << 20, dtype=torch.float64))  # 24 MiB, past O_DIRECT
+    saver.save(1)
+    saver.checkpointer.settle()
+    assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+    assert stored(tmp_path / "LATEST")["model.large"] == bytes(saver.made.model.large.view(torch.uint8).numpy())
+    saver.checkpointer.close()
+
+
+def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
+    for checkpointer in (
+        tiny.checkpointer(tmp_path, is_async=True),
+        tiny.checkpointer(tmp_path),
+    ):
+        assert checkpointer.settle() is False and not checkpointer.upload_failed
+        checkpointer.await_copies()
+        checkpointer.close()
