@@ -10,7 +10,8 @@ STAMP := $(VENV)/.ready
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-vlm test check format bench crash clean
+# Every target here is a command, no file.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +47,12 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 	@for campaign in "kill --points 2500" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
+
+raises: $(STAMP)  ## which error messages are met by no test: runs the suite
+	@$(BIN)/python tools/raise_sites.py
+
+reference: $(STAMP)  ## write docs/reference from the code
+	@$(BIN)/python tools/make_reference.py
 
 clean:  ## remove .venv, caches and what the demo wrote
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
