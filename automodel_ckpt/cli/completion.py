@@ -13,11 +13,11 @@ from typing import Any
 
 from automodel_ckpt.config.convert import members, section_type
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.overrides import MODES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import EXIT_DONE
 
 SHELLS = ("bash", "zsh", "fish")
-MODES = ("--print-config", "--dry-run", "--list", "--copy", "--version", "--help")
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -59,7 +59,8 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
 def training_words() -> list[str]:
     """Flags, modes and all keys of a recipe, as ``ckpt-train`` takes them."""
     flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(LaunchFlags)]
-    return sorted({*flags, *MODES, *(f"--{key}" for key in _keys(RecipeConfig, ""))})
+    flags += [f"--{mode.replace('_', '-')}" for mode in MODES]
+    return sorted({*flags, *(f"--{key}" for key in _keys(RecipeConfig, ""))})
 
 
 def _keys(section: type[Any], prefix: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import automodel_ckpt
+from automodel_ckpt.cli.selftest import refuse_stray_modes, selftest
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
@@ -58,9 +59,12 @@ def run(line: CommandLine) -> int:
 def _run_recipe(line: CommandLine) -> int:
     path = _recipe_path(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems)
+    refuse_stray_modes(line)
     if "print_config" in line.modes:
         print(loaded.explain(), end="")
         return EXIT_DONE
+    if "selftest_resume" in line.modes:
+        return selftest(path, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_batches(loaded, ranks)
     from automodel_ckpt.config import targets
@@ -73,6 +77,23 @@ def _run_recipe(line: CommandLine) -> int:
     from automodel_ckpt.cli.launch import launch
 
     return launch(loaded, line.flags, lambda: targets.prepare(loaded, trust))
+
+
+def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None) -> type:
+    from automodel_ckpt.config import targets
+    from automodel_ckpt.recipes.base import FinetuneRecipe
+    from automodel_ckpt.recipes.observed import observed
+
+    recipe = targets.prepare(loaded, targets.Trust(line.flags.trust))
+    if not issubclass(recipe, FinetuneRecipe):
+        raise RecipeError(
+            "only recipes that are built on FinetuneRecipe can be observed",
+            where="--selftest-resume",
+            value=f"{recipe.__module__}.{recipe.__qualname__}",
+            remedy="derive it from automodel_ckpt.recipes.base.FinetuneRecipe",
+        )
+    made: type = observed(recipe, notes, stop_after=stop_after)
+    return made
 
 
 def _recipe_path(line: CommandLine) -> str:

@@ -31,6 +31,9 @@ instead of training:
   --list          list the recipes that come with the package
   --copy NAME DIR copy one of them
   --version       print the version
+  --selftest-resume
+                  train a few steps straight, and again with a stop and a resume; compare them to the last bit
+                  (--selftest-steps N, default 6; --selftest-nproc N: resume on so many ranks; --json)
 """
 EXIT_CODES = """\
 exit codes:

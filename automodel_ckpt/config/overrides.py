@@ -15,7 +15,11 @@ from automodel_ckpt.config.nodes import NULL_WORDS, Node, read_text
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import Problem
 
-MODES = {"help": 0, "version": 0, "print_config": 0, "dry_run": 0, "list": 0, "copy": 2}  # name -> arguments
+MODES = {
+    "help": [], "version": [], "print_config": [], "dry_run": [], "list": [], "copy": ["NAME", "DIR"],
+    "selftest_resume": [], "selftest_steps": ["N"], "selftest_nproc": ["N"], "json": [],
+}  # fmt: skip
+"""What ``ckpt-train`` does instead of training, with the arguments that it takes."""
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
 
@@ -85,10 +89,14 @@ class _Parser:
             self._override(flag, value, words)
 
     def _mode(self, flag: str, name: str, value: str | None, words: list[str]) -> None:
-        count = MODES[name]
-        given, words[:count] = words[:count], []
-        if value is not None or len(given) < count:
-            self._refuse(flag, f"{flag} takes {'NAME DIR' if count else 'no value'}", "see ckpt-train --help")
+        wanted = MODES[name]
+        if value is not None and len(wanted) == 1:
+            words.insert(0, value)
+            value = None
+        given, words[: len(wanted)] = words[: len(wanted)], []
+        if value is not None or len(given) < len(wanted):
+            self._refuse(flag, f"{flag} takes {' '.join(wanted) or 'no value'}", "see ckpt-train --help")
+            return
         self.line.modes[name] = given
 
     def _launch(self, flag: str, name: str, value: str | None, words: list[str]) -> None:

@@ -51,10 +51,3 @@ def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     mixed, plain = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain"))
     assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
     assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_mixed_run_goes_on_exactly(tmp_path: Path, num_ranks: int) -> None:
-    whole = run(tmp_path, MIXED, *LINEAR, name="whole", num_ranks=num_ranks)
-    run(tmp_path, MIXED, *LINEAR, "--step_scheduler.max_steps=3", num_ranks=num_ranks)
-    assert run(tmp_path, MIXED, *LINEAR, num_ranks=num_ranks) == whole

@@ -34,7 +34,8 @@ def test_bash_completes_commands_and_their_options(bash: str) -> None:
 def test_bash_completes_the_keys_and_flags_of_a_recipe(bash: str) -> None:
     assert completed(bash, "_ckpt_train", "ckpt-train", "--checkpoint.keep_b") == ["--checkpoint.keep_best"]
     assert completed(bash, "_ckpt_train", "ckpt-train", "x.yaml", "--nproc") == ["--nproc-per-node"]
-    assert completed(bash, "_ckpt_train", "ckpt-train", "--se") == ["--seed"]
+    assert completed(bash, "_ckpt_train", "ckpt-train", "--see") == ["--seed"]
+    assert "--selftest-resume" in completed(bash, "_ckpt_train", "ckpt-train", "--self")
     assert "relations" not in bash
 
 

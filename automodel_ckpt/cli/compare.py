@@ -1,0 +1,163 @@
+"""Compares what two runs left after each step, as ``recipes.observed`` noted it. Pure; imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Step = Mapping[str, Any]
+Run = Sequence[Sequence[Step]]
+"""The steps of each rank."""
+NUMBERS = ("lr", "loss", "grad_norm")
+QUANTITIES = ("samples", *NUMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where two runs part: both values as text, numbers in decimal."""
+
+    step: int
+    rank: int
+    quantity: str
+    straight: str
+    resumed: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, rank {self.rank}, {self.quantity}: straight {self.straight}, resumed {self.resumed}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """A step of the straight run, and whether the other did the same: *digests* of each attribute over all ranks."""
+
+    step: int
+    num_samples: int
+    loss: float
+    grad_norm: float
+    lr: float
+    digests: Mapping[str, str]
+    same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was found. *largest* are the largest relative differences of loss and gradient norm, by name, where the
+    ranks changed; *judged* whether they count, which dropout forbids."""
+
+    num_steps: int
+    stopped_after: int
+    num_ranks: tuple[int, int]
+    first_difference: Difference | None
+    steps: Sequence[StepSummary]
+    largest: Mapping[str, float] = field(default_factory=dict)
+    tolerance: float = 0.0
+    judged: bool = True
+
+    @property
+    def is_good(self) -> bool:
+        """Bit-identical, or on other ranks equal but for the order of additions."""
+        within = all(value <= self.tolerance for value in self.largest.values())
+        return self.first_difference is None and (within or not self.judged)
+
+    @property
+    def verdict(self) -> str:
+        if self.num_ranks[0] == self.num_ranks[1]:
+            return "bit-identical" if self.is_good else "different"
+        return (
+            ("equal but for the order of additions" if self.judged else "the same samples")
+            if self.is_good
+            else "different"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def compare_exactly(straight: Run, resumed: Run, stopped_after: int) -> Comparison:
+    """The same ranks: everything has to be equal to the last bit."""
+    differences = (
+        difference
+        for steps in zip(zip(*straight, strict=True), zip(*resumed, strict=True), strict=False)
+        for rank, (one, other) in enumerate(zip(*steps, strict=True))
+        for difference in _differences(rank, one, other)
+    )
+    first = next(differences, None) or _length_difference(straight, resumed)
+    ranks = (len(straight), len(resumed))
+    return Comparison(len(straight[0]), stopped_after, ranks, first, _summaries(straight, resumed))
+
+
+def compare_loosely(straight: Run, resumed: Run, stopped_after: int, tolerance: float) -> Comparison:
+    """Other ranks: the samples and rates have to be equal, losses and gradient norms up to *tolerance* (relative)."""
+    pairs = list(zip(straight[0], resumed[0], strict=False))
+    exact = (
+        Difference(one["step"], 0, name, _shown(name, one[name]), _shown(name, other[name]))
+        for one, other in pairs
+        for name in ("samples", "lr")
+        if one[name] != other[name]
+    )
+    first = next(exact, None) or _length_difference(straight, resumed)
+    largest = {name: max((_relative(a[name], b[name]) for a, b in pairs), default=0.0) for name in NUMBERS[1:]}
+    judged = not any(step["has_dropout"] for step in straight[0])
+    ranks = (len(straight), len(resumed))
+    steps = _summaries(straight, resumed)
+    return Comparison(len(straight[0]), stopped_after, ranks, first, steps, largest, tolerance, judged)
+
+
+def _differences(rank: int, one: Step, other: Step) -> Iterator[Difference]:
+    for name in QUANTITIES:
+        if one[name] != other[name]:
+            yield Difference(one["step"], rank, name, _shown(name, one[name]), _shown(name, other[name]))
+    states = one["state"], other["state"]
+    for name in sorted(states[0].keys() | states[1].keys(), key=lambda name: ("/" not in name, name)):
+        mine, theirs = (state.get(name, "not there") for state in states)
+        if mine != theirs:
+            yield Difference(one["step"], rank, name, mine, theirs)
+
+
+def _summaries(straight: Run, resumed: Run) -> list[StepSummary]:
+    summaries = []
+    for one, other in zip(zip(*straight, strict=True), zip(*resumed, strict=True), strict=False):
+        step, digests = one[0], _combined(one)
+        numbers = {name: _number(step[name]) for name in NUMBERS}
+        same = digests == _combined(other) and all(step[name] == other[0][name] for name in QUANTITIES)
+        summaries.append(StepSummary(step["step"], len(step["samples"]), digests=digests, same=same, **numbers))
+    return summaries
+
+
+def _combined(ranks: Sequence[Step]) -> dict[str, str]:
+    """One short digest for each attribute with state."""
+    found: dict[str, Any] = {}
+    for rank in ranks:
+        for name, digest in rank["state"].items():
+            attribute = name.partition("/")[0]
+            found.setdefault(attribute, hashlib.blake2b(digest_size=6)).update(f"{name} {digest}\n".encode())
+    return {name: content.hexdigest() for name, content in sorted(found.items())}
+
+
+def _length_difference(straight: Run, resumed: Run) -> Difference | None:
+    lengths = len(straight[0]), len(resumed[0])
+    if lengths[0] == lengths[1]:
+        return None
+    return Difference(min(lengths) + 1, 0, "number of steps", str(lengths[0]), str(lengths[1]))
+
+
+def _shown(name: str, value: Any) -> str:
+    return repr(_number(value)) if name in NUMBERS else str(value)
+
+
+def _number(text: str) -> float:
+    try:
+        return float.fromhex(text)
+    except ValueError:
+        return float(text)
+
+
+def _relative(one: str, other: str) -> float:
+    a, b = _number(one), _number(other)
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    difference = abs(a - b) / max(abs(a), abs(b))
+    return difference if math.isfinite(difference) else math.inf

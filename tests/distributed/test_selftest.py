@@ -1,0 +1,109 @@
+"""--selftest-resume: what resumes exactly is found to, what does not is named with step, quantity and both values."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.cli.selftest import selftest
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.observed import observed
+from tests.support.training import Recipe, build, write_recipe
+
+MIXED = "--distributed.mixed_precision=bfloat16"
+
+
+class Forgetful(Recipe):
+    """Its random numbers and an odd weight are not restored."""
+
+    def build(self) -> None:
+        super().build()
+        self.odd = torch.nn.Linear(1, 1)
+        self.untracked |= {"rng"}
+
+
+def run(
+    directory: Path, capfd: pytest.CaptureFixture[str], *arguments: str, recipe_class: type[Recipe] = Recipe
+) -> tuple[int, str]:
+    """(exit code, what was printed)"""
+    line = parse(["--selftest-resume", "--selftest-steps", "4", *arguments])
+    assert not line.problems
+
+    def observe(loaded: Any, notes: Path, stop_after: int | None) -> Any:
+        build(directory / "recipe.yaml", recipe_class=recipe_class)  # resolves the plug-ins
+        return observed(recipe_class, notes, stop_after=stop_after)
+
+    code = selftest(str(write_recipe(directory)), line, observe)
+    return code, capfd.readouterr().out
+
+
+def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out = run(tmp_path, capfd, MIXED, "--dataloader.num_workers=1")
+    assert code == 0
+    *steps, verdict = out.splitlines()
+    assert verdict == "bit-identical: 4 steps, stopped after step 2, 1 rank"
+    pattern = (
+        r"step \d  samples 8  loss \S+  grad norm \S+  lr \S+  dataloader \w{12}  .*model \w{12}  .*rng \w{12} .* same"
+    )
+    assert all(re.fullmatch(pattern, line) for line in steps), out
+    assert len(set(steps)) == len(steps) == 4
+
+
+def test_two_ranks_go_on_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out = run(tmp_path, capfd, MIXED, "--nproc-per-node=2", "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["num_ranks"], found["first_difference"]) == (0, "bit-identical", [2, 2], None)
+
+
+def test_on_other_ranks_the_samples_are_the_same_and_the_losses_nearly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    still = "--model.from_config.attention_dropout=0"
+    code, out = run(tmp_path, capfd, "--selftest-nproc=2", still, "--step_scheduler.local_batch_size=1")
+    assert code == 0
+    assert "equal but for the order of additions: 4 steps, stopped after step 2, 1 rank, resumed on 2" in out
+    assert re.search(r"largest relative difference of loss: \S+ \(at most 0\.001 is rounding\)", out)
+
+
+def test_state_that_is_not_restored_is_named_with_its_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out = run(tmp_path, capfd, recipe_class=Forgetful)
+    assert code == 1
+    assert "different: 4 steps" in out
+    assert re.search(r"first difference: step 3, rank 0, loss: straight \d+\.\d+, resumed \d+\.\d+", out), out
+
+
+def test_a_run_that_fails_shows_what_it_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = parse(["--selftest-resume", "--model.freeze=['*']"])
+    path = str(write_recipe(tmp_path))
+
+    def observe(loaded: Any, notes: Path, stop_after: int | None) -> Any:
+        build(Path(path))
+        return observed(Recipe, notes, stop_after=stop_after)
+
+    assert selftest(path, line, observe) == 2
+    err = capfd.readouterr().err
+    assert "no parameter is left to train" in err
+    assert "the run 'straight' ended with 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--selftest-steps", "1"), "at least two steps"),
+        (("--selftest-steps", "many"), "at least two steps"),
+        (("--selftest-nproc=0",), "not a number of ranks"),
+        (("--nnodes=2",), "starts its ranks itself"),
+    ],
+)
+def test_a_selftest_that_cannot_be_is_refused(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:
+    line = parse(["--selftest-resume", *arguments])
+    with pytest.raises(RecipeError, match=what):
+        selftest(str(write_recipe(tmp_path)), line, lambda *_: Recipe)
