@@ -36,7 +36,9 @@ _MAX_MAP_BYTES = 16 << 20
 _TORCH_NAMES = {
     "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8",
-    "int16": "I16", "int32": "I32", "int64": "I64", "bool": "BOOL",
+    "int16": "I16", "int32": "I32", "int64": "I64", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64", "complex128": "C128",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -516,6 +517,17 @@ def test_the_tool_imports_no_torch_and_no_numpy_where_nothing_is_cast(tmp_path: 
         arguments = [sys.executable, "-c", code, tmp_path / "c", tmp_path / str(number), *cast]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
+def test_the_tool_starts_in_well_under_a_second(tmp_path: Path) -> None:
+    """Processor seconds, which other programs do not stretch; half a second is the goal, twice that is allowed here."""
+    tensors = {"w": torch.randn(40, 3)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "automodel_ckpt.consolidate", "-i", tmp_path / "c"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_casting_and_gathering_take_no_memory_that_grows_with_the_model(tmp_path: Path) -> None:
