@@ -77,10 +77,18 @@ def parallelize(
     if materialise is not None:
         materialise(model, device)
     model = model.to(device)
+    if how.cpu_offload:
+        _move_buffers(model, layout.device)  # fsdp2 moves parameters to and fro, and nothing else
     if strategy == "ddp":
         device_ids = [layout.device] if layout.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:

@@ -18,9 +18,7 @@ from tests.support.parallel import layout_here, model_of, train_steps
 from tests.support.training import RECIPE
 
 LAYOUTS: dict[str, tuple[Parallelism, dict[str, int]]] = {
-    "fsdp2": (Parallelism(), {}),
     "hsdp": (Parallelism(), {"dp_replicate_size": 2}),
-    "ddp": (Parallelism(strategy="ddp"), {}),
     "tp": (Parallelism(), {"tp_size": 4}),
     "tp along the sequence": (Parallelism(sequence_parallel=True), {"tp_size": 4}),
     "fsdp2 x tp": (Parallelism(), {"tp_size": 2}),
@@ -44,12 +42,12 @@ def as_one_rank_does(names: list[str], kind: str, settings: dict[str, Any]) -> l
 
 
 def test_every_layout_of_four_ranks_trains_as_one_rank_does() -> None:
-    names = ["fsdp2", "hsdp", "tp along the sequence", "fsdp2 x tp"]
+    names = ["hsdp", "tp along the sequence", "fsdp2 x tp"]
     assert ranks.run(as_one_rank_does, 4, names, "llama", PLAIN, timeout=120) == [[]] * 4
 
 
 def test_so_it_does_with_tied_weights_and_norms_of_single_heads() -> None:
-    names = ["ddp", "tp", "hsdp x tp"]
+    names = ["tp", "hsdp x tp"]
     assert ranks.run(as_one_rank_does, 4, names, "qwen3", {"tie_word_embeddings": True}, timeout=120) == [[]] * 4
 
 

@@ -72,8 +72,9 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
         (),
         ("--model.dtype", "bfloat16", "--checkpoint.model_save_format", "torch_save"),
         ("--distributed.strategy", "fsdp2"),
+        ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"),
     ],
-    ids=["fp32 safetensors single", "bf16 torch_save", "fsdp2 of one rank"],
+    ids=["fp32 safetensors single", "bf16 torch_save", "fsdp2 of one rank", "fsdp2 with parameters on the host"],
 )
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path: Path, overrides: Any) -> None:
     train(tmp_path / "straight", *overrides)
