@@ -20,6 +20,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +41,21 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
 from automodel_ckpt.checkpoint.verify import verify
 from tools import bench_consolidate
+from tools.bench_memory import growth
 from tools.bench_report import as_text, write_page, write_plot
-from tools.bench_rounds import Group, Row, as_json, cold, data_files, fsync_all, llama_shapes, parse_size, rounds, warm
+from tools.bench_rounds import (
+    Group,
+    Memory,
+    Row,
+    as_json,
+    cold,
+    data_files,
+    fsync_all,
+    llama_shapes,
+    parse_size,
+    rounds,
+    warm,
+)
 
 
 def model_of(nbytes: int) -> nn.Module:
@@ -208,19 +222,29 @@ class Bench:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
 
-    def measure(self, root: Path, num_rounds: int) -> list[Group]:
+    def measure(self, root: Path, num_rounds: int) -> tuple[list[Group], list[Memory]]:
         nbytes, groups = self.nbytes * self.size, []
         for durable in (False, True):
             title = f"saving, beside a write{' and fsync' if durable else ' to the page cache'}"
             groups.append(Group(title, nbytes, list(self.saving_rows(durable=durable))))
             self.rounds(groups[-1], num_rounds, root, os.sync)
-        root = root / "kept"
-        self.keep(root)
-        files = data_files(root)
+        kept = root / "kept"
+        self.keep(kept)
+        files = data_files(kept)
         for name, prepare in (("warm", lambda: warm(files)), ("cold", lambda: cold(files))):
-            groups.append(Group(f"loading, {name}", nbytes, list(self.loading_rows(root))))
-            self.rounds(groups[-1], num_rounds, root, prepare)
-        return groups
+            groups.append(Group(f"loading, {name}", nbytes, list(self.loading_rows(kept))))
+            self.rounds(groups[-1], num_rounds, kept, prepare)
+        return groups, self.memories(root, kept)
+
+    def memories(self, root: Path, kept: Path) -> list[Memory]:
+        """Of our own rows: by how much the memory of the rank that takes most grows."""
+        kinds = {"saving": self.saving_rows(durable=False), "loading": self.loading_rows(kept)}
+        found = []
+        for kind, row in [(kind, row) for kind, rows in kinds.items() for row in rows if row.ours]:
+            grown = torch.tensor(growth(partial(self.timed, row, root / "out")))
+            dist.all_reduce(grown, dist.ReduceOp.MAX)
+            found.append(Memory(f"{kind}, a rank of {self.size}, {row.name}", float(grown) / 1e6))
+        return found
 
     def rounds(self, group: Group, num_rounds: int, root: Path, prepare: Callable[[], object]) -> None:
         rounds(group, num_rounds, root / "out", lambda: prepare() if self.rank == 0 else None, self.timed)
@@ -230,14 +254,15 @@ def rank_main(rank: int, port: int, arguments: argparse.Namespace, root: str, qu
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(arguments.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
-    groups = Bench(arguments.size).measure(Path(root), arguments.runs)
+    groups, memories = Bench(arguments.size).measure(Path(root), arguments.runs)
     if rank == 0:
-        queue.put([(group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows]) for group in groups])
+        rows = [(group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows]) for group in groups]
+        queue.put((rows, memories))
     dist.destroy_process_group()
 
 
-def by_ranks(arguments: argparse.Namespace, root: Path) -> list[Group]:
-    """The groups that real ranks measure."""
+def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], list[Memory]]:
+    """What real ranks measure."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -252,10 +277,11 @@ def by_ranks(arguments: argparse.Namespace, root: Path) -> list[Group]:
         process.join()
     if any(process.exitcode for process in ranks):
         raise SystemExit("a rank failed")
+    groups, memories = queue.get()
     return [
         Group(title, nbytes, [Row(name, print, is_ours, seconds=seconds) for name, is_ours, seconds in rows])
-        for title, nbytes, rows in queue.get()
-    ]
+        for title, nbytes, rows in groups
+    ], memories
 
 
 def main() -> None:
@@ -272,10 +298,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.directory) as root:
         (Path(root) / "ranks").mkdir()
-        groups = by_ranks(arguments, Path(root) / "ranks")
+        groups, memory = by_ranks(arguments, Path(root) / "ranks")
         shutil.rmtree(Path(root) / "ranks")
-        more, memory = bench_consolidate.measure(Path(root), arguments.size, arguments.runs, arguments.automodel_tool)
-    results = as_json([*groups, *more], memory, arguments.size)
+        more, other = bench_consolidate.measure(Path(root), arguments.size, arguments.runs, arguments.automodel_tool)
+    results = as_json([*groups, *more], [*memory, *other], arguments.size)
     print(as_text(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -142,7 +142,7 @@ def memories(found: dict[str, Path], output: Path) -> list[Memory]:
     measured = []
     for name, cast in (("2 shards", ""), ("dim 1", ""), ("F32", "bf16")):
         shutil.rmtree(output, ignore_errors=True)
-        label = f"ours: {name}{', cast to BF16' if cast else ''}"
+        label = f"consolidating, ours: {name}{', cast to BF16' if cast else ''}"
         measured.append(Memory(label, anonymous_megabytes(_OURS, code, found[name], output, cast)))
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
@@ -152,7 +152,8 @@ def memories(found: dict[str, Path], output: Path) -> list[Memory]:
         "numbers = json.load(open(sys.argv[3]))\n"
         "consolidate_safetensors_files(sys.argv[1], sys.argv[2], numbers, num_threads=5)"
     )
-    measured.append(Memory("torch: 2 shards", anonymous_megabytes(_TORCH, code, source, output, numbers)))
+    theirs = anonymous_megabytes(_TORCH, code, source, output, numbers)
+    measured.append(Memory("consolidating, torch: 2 shards", theirs))
     shutil.rmtree(output)
     return measured
 

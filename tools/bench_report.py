@@ -14,6 +14,9 @@ BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 _OURS, _OTHERS = "#1f6fb4", "#b0b0b0"
 
 
+_MEMORY = "Saving and loading: over training's, the rank that takes most. Consolidating: over the interpreter's."
+
+
 def as_text(results: dict[str, Any]) -> str:
     """For a terminal."""
     lines = [headline(results)]
@@ -23,8 +26,8 @@ def as_text(results: dict[str, Any]) -> str:
             seconds = statistics.median(row["seconds"])
             lines.append(f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{group['nbytes'] / 1e9 / seconds:7.2f}")
     if results["memory"]:
-        lines += ["", f"{'anonymous memory over the interpreter':46}{'MB':>8}"]
-        lines += [f"  {entry['name']:44}{entry['megabytes']:8.0f}" for entry in results["memory"]]
+        lines += ["", f"{'memory that no file backs':56}{'MB':>8}"]
+        lines += [f"  {entry['name']:54}{entry['megabytes']:8.0f}" for entry in results["memory"]]
     return "\n".join(lines)
 
 
@@ -45,7 +48,7 @@ def as_markdown(results: dict[str, Any]) -> str:
             name = f"**{row['name']}**" if row["ours"] else row["name"]
             parts.append(f"| {name} | {row['ratio']:.2f} | {statistics.median(row['seconds']):.2f} |")
     if results["memory"]:
-        parts += ["", "### Anonymous memory over the interpreter's, consolidating", "", "| | MB |", "|---|---|"]
+        parts += ["", "### Memory that no file backs", "", _MEMORY, "", "| | MB |", "|---|---|"]
         parts += [f"| {entry['name']} | {entry['megabytes']:.0f} |" for entry in results["memory"]]
     return "\n".join(parts)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,37 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support import ranks, tiny
+from tools.bench_memory import growth
 
 WIDTH, NUM_LAYERS = 2048, 6
 TENSOR_BYTES = WIDTH * WIDTH * 4
 # Two blocks of 4 MiB that a file is written through, the manifest and other small things.
 BUFFER_BYTES = 12 << 20
 LAYOUTS = ("shards", "hf")
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that no file on a disk backs."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
-
-
-def growth(function: Callable[[], object]) -> int:
-    """By how many bytes such memory grew at most while *function* ran."""
-    gc.collect()
-    before, peak, stop = anonymous_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.001):
-            peak.append(anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        function()
-    finally:
-        stop.set()
-        watcher.join()
-    return max(max(peak), anonymous_bytes()) - before
 
 
 def build() -> SimpleNamespace:
