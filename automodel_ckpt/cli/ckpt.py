@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import completion, export, foreign, plot, track, upkeep
+from automodel_ckpt.cli import completion, difference, export, foreign, plot, track, upkeep
 from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     consolidate.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast ordinary float tensors")
     consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
     consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
-    own = (ls, show, consolidate, export.add_parser(commands, where))
+    own = (ls, show, consolidate, export.add_parser(commands, where), difference.add_parser(commands, where))
     curves = (plot.add_parser(commands), track.add_parser(commands))
     for command in (*own, *upkeep.add_parsers(commands, where), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -304,6 +304,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "ls": _ls,
     "show": _show,
     "consolidate": _consolidate,
+    "diff": lambda arguments: difference.diff(arguments, find_checkpoint),
     "export": lambda arguments: export.export(arguments, find_checkpoint),
     "verify": lambda arguments: upkeep.verify(arguments, find_checkpoint, run_directory),
     "prune": lambda arguments: upkeep.prune(arguments, run_directory),

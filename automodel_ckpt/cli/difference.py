@@ -1,0 +1,273 @@
+"""``ckpt diff A B``: what changed between two checkpoints, and what a resume of A under B's recipe would change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.terminal import coloured, printable, table
+from automodel_ckpt.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.difference import Held
+
+Find = Callable[[Path], Path]
+_GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
+# Of the recipe, what a resume takes from the checkpoint whatever the recipe says.
+_KEPT = {"seed": "seed", "shuffle": "dataloader.shuffle"}
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: what its manifest says (nothing of another program's), its recipe by dotted keys, its tensors by
+    tree, and the state of its step scheduler and data loader where that is plain."""
+
+    path: Path
+    general: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    trees: Mapping[str, Held] = field(default_factory=dict)
+    steps: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_foreign(self) -> bool:
+        return not self.general
+
+
+def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        "diff", help="what changed between two checkpoints",
+        description="What changed from checkpoint A to B: recipe, environment, ranks, tensors and by how much; and "
+        "what a resume of A under B's recipe would change. What digests show to be equal is not read.",
+    )  # fmt: skip
+    for name in ("a", "b"):
+        command.add_argument(name, metavar=name.upper(), help=f"{where}; or another program's directory")
+    return command
+
+
+def diff(arguments: argparse.Namespace, find: Find) -> int:
+    """Run the command. A difference is no failure: 0."""
+    a, b = (_side(find(Path(path))) for path in (arguments.a, arguments.b))
+    document = _document(a, b)
+    if arguments.json:
+        print(json.dumps(_finite(document), indent=2))
+    else:
+        print("\n".join(_lines(document)))
+    return EXIT_DONE
+
+
+def _side(path: Path) -> Side:
+    import os
+
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.difference import Held
+    from automodel_ckpt.checkpoint.foreign import open_foreign
+    from automodel_ckpt.checkpoint.manifest import Manifest
+
+    if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(path.parent / layout.MANIFEST):
+        source = open_foreign(path)
+        return Side(path, trees={"model": Held(source.root, source.tensors)}, recipe=_recipe(path / layout.CONFIG))
+    path = path if os.path.lexists(path / layout.MANIFEST) else path.parent
+    manifest = Manifest.read(path)
+    files = {name: record.files for name, record in manifest.state.items()}
+    return Side(
+        path,
+        {key: getattr(manifest, key) for key in _GENERAL},
+        manifest.environment,
+        _recipe(path / layout.CONFIG),
+        {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()},
+        _plain_state(path, files.get("step_scheduler", ())),
+        _plain_state(path, files.get("dataloader", ())),
+    )
+
+
+def _recipe(path: Path) -> dict[str, str]:
+    """Dotted key to the text of each value; empty where there is no recipe, or none that can be read."""
+    from automodel_ckpt.config.nodes import Node, read_file
+
+    def leaves(node: Node, key: str) -> Iterator[tuple[str, str]]:
+        children = node.children()
+        if not children:
+            yield key, str(node)
+        for name, child in children:
+            yield from leaves(child, f"{key}.{name}" if key else name)
+
+    if not path.is_file() or path.is_symlink():
+        return {}
+    return dict(leaves(read_file(path, []), ""))
+
+
+def _plain_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:
+    """The state in the first of the files, if it is a mapping of text to plain values; read without torch."""
+    from automodel_ckpt.checkpoint.formats.archive_reading import archive_records
+    from automodel_ckpt.checkpoint.formats.records import read_records
+    from automodel_ckpt.checkpoint.inside import read_inside
+
+    if not files:
+        return {}
+    try:
+        state = read_records(bytes(archive_records(read_inside(checkpoint, files[0], limit=1 << 20))["data.pkl"]), {})
+    except Exception:  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
+        return {}
+    return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
+
+
+def _document(a: Side, b: Side) -> dict[str, Any]:
+    from automodel_ckpt.checkpoint.difference import Held, changed_leaves, compare
+
+    trees = {}
+    for name in {**a.trees, **b.trees}:
+        empty = Held(Path(), {})
+        trees[name] = asdict(compare(a.trees.get(name, empty), b.trees.get(name, empty)))
+    return {
+        "a": str(a.path), "b": str(b.path), "foreign": [str(side.path) for side in (a, b) if side.is_foreign],
+        "general": changed_leaves(a.general, b.general), "recipe": changed_leaves(a.recipe, b.recipe),
+        "environment": changed_leaves(a.environment, b.environment), "trees": trees, "resume": list(resume_lines(a, b)),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- a resume of A under B's recipe
+
+
+def resume_lines(a: Side, b: Side) -> Iterator[str]:
+    """What a resume of A would do otherwise under B's recipe than under its own, a sentence each."""
+    if a.is_foreign or not a.recipe or not b.recipe:
+        return
+    step, changed = int(a.general["step"]), {k for k in {*a.recipe, *b.recipe} if a.recipe.get(k) != b.recipe.get(k)}
+    yield from _schedule(a, b, step)
+    yield from _rates(a, b, step, changed)
+    yield from _data(a, b, changed)
+
+
+def _schedule(a: Side, b: Side, step: int) -> Iterator[str]:
+    before, after = a.steps.get("planned_steps"), b.steps.get("planned_steps")
+    if before != after:
+        left = f": {max(after - step, 0)} left after step {step}" if isinstance(after, int) else ""
+        yield f"the run is planned for {after} steps, not {before}{left}"
+
+
+def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
+    peak, others = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
+    if peak != others:
+        yield f"the peak learning rate stays {peak}, as saved: the recipe's {others} is for new runs"
+    planned = a.steps.get("planned_steps") != b.steps.get("planned_steps")
+    if not planned and not any(key.startswith("lr_scheduler") for key in changed):
+        return
+    was, will = _rate(a, peak, a.steps, step), _rate(b, peak, b.steps, step)
+    if was is not None and will is not None:
+        yield f"the learning rate of step {step + 1} is {will:.6g}, it would have been {was:.6g}"
+    else:
+        yield "the learning rate follows the other schedule"
+
+
+def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> float | None:
+    """The learning rate of the step after *step* under a side's schedule; None where that cannot be told from here."""
+    section = {key.partition(".")[2]: text for key, text in side.recipe.items() if key.startswith("lr_scheduler")}
+    try:
+        lr = float(peak or "")
+        if section in ({}, {"": "null"}):
+            return lr
+        import torch
+
+        from automodel_ckpt.training.lr import build_schedule
+
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        given = {key: text for key, text in section.items() if key in _NUMBERS and text not in ("null", "")}
+        numbers = {key: float(text) for key, text in given.items()}
+        warmup, decay = numbers.get("warmup_steps"), numbers.get("decay_steps")
+        extra = {key.partition(".")[2]: float(text) for key, text in section.items() if key.startswith("kwargs.")}
+        schedule: Any = build_schedule(
+            optimizer, section["name"], total_steps=steps.get("planned_steps"),
+            warmup_steps=None if warmup is None else int(warmup), decay_steps=None if decay is None else int(decay),
+            warmup_ratio=numbers.get("warmup_ratio"), kwargs=extra,
+        )  # fmt: skip
+        return float(lr * schedule.lr_lambdas[0](step))
+    except Exception:  # a recipe of another version, or of a schedule with settings that are no numbers
+        return None
+
+
+_NUMBERS = ("warmup_steps", "warmup_ratio", "decay_steps")
+
+
+def _data(a: Side, b: Side, changed: set[str]) -> Iterator[str]:
+    lengths = (a.data.get("num_samples"), b.data.get("num_samples"))
+    if lengths[0] != lengths[1]:
+        yield f"the resume is refused: the data set has {lengths[1]} samples, the run had {lengths[0]}"
+    elif any(key.startswith(("dataset.", "packed_sequence", "tokenizer")) for key in changed):
+        yield "the data is made in another way, with as many samples: the position goes on, in other samples"
+    for name, key in _KEPT.items():
+        saved = a.data.get(name)
+        if key in changed:
+            other = b.recipe.get(key)
+            yield f"the order of samples goes on as saved ({name} {saved}): {key} {other} does not apply to it"
+    sizes = [side.recipe.get("step_scheduler.global_batch_size") for side in (a, b)]
+    if sizes[0] != sizes[1]:
+        at = a.data.get("consumed_samples")
+        yield f"a step takes {sizes[1]} samples, not {sizes[0]}, from sample {at} of the epoch on"
+
+
+# ---------------------------------------------------------------- for people
+
+
+def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+    yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
+    for path in document["foreign"]:
+        yield coloured(printable(f"foreign, unchecked: {path}"), "yellow", sys.stdout)
+    for title, key in (("checkpoint", "general"), ("recipe", "recipe"), ("environment", "environment")):
+        rows = [(name, _text(one), "->", _text(other)) for name, (one, other) in document[key].items()]
+        yield from _section(title, table(rows) if rows else ["no difference"])
+    for name, tree in document["trees"].items():
+        yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
+    if document["resume"]:
+        yield from _section("a resume of the first under the second's recipe", document["resume"])
+
+
+def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{tree['num_equal']} equal ({tree['num_unread']} by their digests, unread), {len(tree['changed'])} changed"
+    for title, key in (("only in the first", "only_first"), ("only in the second", "only_second")):
+        if tree[key]:
+            more = f" and {len(tree[key]) - _SHOWN} more" if len(tree[key]) > _SHOWN else ""
+            yield f"{title}: {', '.join(tree[key][:_SHOWN])}{more}"
+    for fqn, (one, other) in tree["redescribed"].items():
+        yield f"{fqn}: {one} -> {other}"
+    if tree["changed"]:
+        rows = [("tensor", "largest change", "relative norm", "elements changed")]
+        order = sorted(tree["changed"], key=lambda change: -(change["relative"] or 0.0))
+        rows += [
+            (c["fqn"], _number(c["max_abs"]), _number(c["relative"]), f"{c['num_changed']} of {c['numel']}")
+            for c in order
+        ]
+        yield from table(rows)
+
+
+def _section(title: str, content: list[str]) -> Iterator[str]:
+    yield ""
+    yield coloured(printable(title), "bold", sys.stdout)
+    for line in content:
+        yield "  " + printable(line)
+
+
+def _text(value: Any) -> str:
+    return "(none)" if value is None else str(value)[:80]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _finite(value: Any) -> Any:
+    """The document for JSON, which has no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
