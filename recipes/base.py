@@ -362,6 +362,7 @@ class FinetuneRecipe(Lifecycle):
             keep_steps=section.keep_steps,
             verify=section.verify,
             allow_missing_state=section.allow_missing_state,
+            on_incompatible=section.on_incompatible,
             is_async=section.is_async,
         )
         checkpointer.open()

@@ -116,10 +116,13 @@ class Lifecycle:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
         seed_everything(config.seed)
-        directory = Path(config.checkpoint.checkpoint_dir)
+        self.place_logs(Path(config.checkpoint.checkpoint_dir))
+        return layout
+
+    def place_logs(self, directory: Path) -> None:
+        """The logs of the run are in its directory; nothing is written to them before the first step."""
         self.training_log = JsonlLog(directory / "training.jsonl")
         self.validation_log = JsonlLog(directory / "validation.jsonl")
-        return layout
 
     def resume(self) -> None:
         """Load the newest usable checkpoint, if there is one, else what ``init_from`` names; ends ``setup``.
@@ -151,6 +154,7 @@ class Lifecycle:
         checkpointer.check(state)
         recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
         self.resumed = checkpointer.load(state)
+        self.place_logs(checkpointer.directory)
         if self.resumed is not None:
             self._say_changed_rates(recipe_rates)
         self.make_sure_of_space(checkpointer, state)
@@ -391,7 +395,7 @@ class Lifecycle:
         by = signal.Signals(number).name if number else "a signal to another rank"
         raise Stopped(
             f"stopped by {by} after step {scheduler.step}" + (", which is saved" if saved else "; nothing was saved"),
-            where=self.config.checkpoint.checkpoint_dir,
+            where=str(self.checkpointer.directory) if self.checkpointer else "",
             value=self.last_save.path.name if self.last_save else "",
             remedy="the same command goes on from there" if saved else "the same command starts over",
         )

@@ -42,7 +42,7 @@ from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.jobs import Job, run_all
 from automodel_ckpt.checkpoint.lease import Lease
-from automodel_ckpt.checkpoint.loading import Loader
+from automodel_ckpt.checkpoint.loading import Loader, shown
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, TreePart, merge_files, merge_tree
 from automodel_ckpt.checkpoint.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.placement import Placement
@@ -176,6 +176,7 @@ class Checkpointer:
         keep_steps: Iterable[int] = (),
         verify: Level = "digest",
         allow_missing_state: Iterable[str] = (),
+        on_incompatible: Literal["error", "sibling"] = "error",
         is_async: bool = False,
     ) -> None:
         if model_layout == "hf" and model_save_format != "safetensors":
@@ -199,6 +200,7 @@ class Checkpointer:
         self._removals: list[threading.Thread] = []
         self._verify: Level = verify
         self._allow_missing = frozenset(allow_missing_state)
+        self._on_incompatible = on_incompatible
         self._resumed_step: int | None = None
         self._resumed_from: str | None = None
         self._told = False
@@ -721,25 +723,54 @@ class Checkpointer:
     def load(self, state: Mapping[str, Any]) -> Resumed | None:
         """Load the newest usable checkpoint (or the one ``restore_from`` names) into *state*; None in a fresh run.
 
-        What was passed over is logged with the reason. Called on all ranks. Raises :class:`CheckpointUnusable`, the
-        same on all ranks, where none can be used, or the one chosen does not fit *state*.
+        What was passed over is logged with the reason. Where the one chosen does not fit *state* and nobody named it,
+        *on_incompatible* ``sibling`` looks on in :attr:`directory`, from then on one beside it. Called on all ranks.
+        Raises :class:`CheckpointUnusable`, the same on all ranks, where none can be used, or it does not fit.
         """
-        with self._failing_together("looking for a checkpoint", CheckpointUnusable):
-            request = self._look() if self.is_leader else None
-        request = agree.broadcast_object(self._group, request)
-        assert request is not None
-        chosen = self._first_usable(request)
-        if chosen is None:
+        found = self._find()
+        while found is not None and (lines := self._incompatible(*found, state)):
+            self._move_to_sibling(found[0], lines)
+            found = self._find()
+        if found is None:
             return None
-        path, manifest = chosen
+        path, manifest = found
         if self.is_leader:
-            if request.note:
-                log.info("%s", request.note)
             log.info("Loading checkpoint from %s", self._shown(path))
         with self._failing_together(f"loading {path.name}", CheckpointUnusable):
             Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
         self._resumed_step, self._resumed_from = manifest.step, path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
+
+    def _find(self) -> tuple[Path, Manifest] | None:
+        """The checkpoint to load, its files compared with its manifest."""
+        with self._failing_together("looking for a checkpoint", CheckpointUnusable):
+            request = self._look() if self.is_leader else None
+        request = agree.broadcast_object(self._group, request)
+        assert request is not None
+        chosen = self._first_usable(request)
+        if chosen is not None and request.note and self.is_leader:
+            log.info("%s", request.note)
+        return chosen
+
+    def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
+        """What sends the run to a sibling directory; empty where it stays."""
+        if self._on_incompatible != "sibling" or self._restore_from is not None:
+            return []
+        with self._failing_together(f"comparing with {path.name}", CheckpointUnusable):
+            return Loader(path, manifest, self._ranks, self._allow_missing).incompatibilities(classify(state))
+
+    def _move_to_sibling(self, path: Path, lines: list[str]) -> None:
+        """Leave the directory as it is, and take the next one beside it: ``checkpoints.sibling-1``, -2, ..."""
+        before, self.directory = self.directory, layout.sibling(self.directory)
+        if self.is_leader:
+            message = "THE CHECKPOINTS IN %s ARE OF ANOTHER MODEL and stay as they are: going on in %s. %s differs:%s"
+            log.warning(message, before, self.directory, path.name, shown(lines))
+        with self._failing_together("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
+            if self._lease is not None:
+                self._lease.release()
+                self._lease, self._made_directory = None, False
+            if self.is_leader:
+                self._hold()
 
     def _hold(self) -> None:
         """Be the only run that writes here; a directory that vanishes later is not made again."""

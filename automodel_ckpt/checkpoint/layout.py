@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -24,6 +24,7 @@ Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 _CHECKPOINT = re.compile(r"epoch_(0|[1-9][0-9]{0,17})_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _SUPERSEDED = re.compile(r"(epoch_[0-9]+_step_[0-9]+)\.superseded-([1-9][0-9]*)", re.ASCII)
 _STAGING = re.compile(r"\.(.+)\.staging-[0-9a-f]{32}", re.ASCII)
+_SIBLING = re.compile(r"(.+)\.sibling-([1-9][0-9]*)", re.ASCII)
 _TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
 
 
@@ -81,6 +82,13 @@ def trash_name(unique: str) -> str:
 
 def is_trash(name: str) -> bool:
     return _TRASH.fullmatch(name) is not None
+
+
+def sibling(directory: Path) -> Path:
+    """The run directory for another model's checkpoints: ``runs/a``, ``runs/a.sibling-1``, ``runs/a.sibling-2``, ..."""
+    match = _SIBLING.fullmatch(directory.name)
+    name, number = (match[1], int(match[2])) if match else (directory.name, 0)
+    return directory.with_name(f"{name}.sibling-{number + 1}")
 
 
 def escape_key(key: object) -> str:

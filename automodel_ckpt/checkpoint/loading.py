@@ -20,6 +20,12 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 log = logging.getLogger("automodel_ckpt")
 
 
+def shown(lines: list[str]) -> str:
+    """The first of many lines, indented, as the value of a message."""
+    first = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
+    return "\n    " + "\n    ".join(first)
+
+
 class Loader:
     """Loads one verified checkpoint into a recipe's state. Needs no other rank."""
 
@@ -41,15 +47,21 @@ class Loader:
             else:
                 self._load_object(item, records[item.name][1])
 
+    def incompatibilities(self, items: list[Item]) -> list[str]:
+        """What keeps the checkpoint from this recipe as far as attributes and modules tell, a line each; reads nothing.
+
+        Optimizers are not asked: their state would have to be made for it.
+        """
+        matched, lines = self._matched(items)
+        modules = [item for item in items if item.kind == "module" and item.name in matched]
+        for item in modules:
+            tree = self._manifest.trees[matched[item.name][0]]
+            lines += differences(tree, module_state(item.value)[0])
+        return lines
+
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
         """{name here: (name saved, record)}; raises with the names of what is on one side only."""
-        saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
-        by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
-        matched = {i.name: by_name[n] for i in items for n in (i.name, *i.aliases) if n in by_name}
-        missing = [i.name for i in items if i.name not in matched]
-        unexpected = sorted(saved.keys() - {name for name, _ in matched.values()})
-        lines = [f"+ {n}: here, but not saved" for n in missing if n not in self._allow_missing]
-        lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
+        matched, lines = self._matched(items)
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
             self._refuse(
@@ -59,9 +71,18 @@ class Loader:
             )
         return matched
 
+    def _matched(self, items: list[Item]) -> tuple[dict[str, tuple[str, StateRecord]], list[str]]:
+        saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
+        by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
+        matched = {i.name: by_name[n] for i in items for n in (i.name, *i.aliases) if n in by_name}
+        missing = [i.name for i in items if i.name not in matched]
+        unexpected = sorted(saved.keys() - {name for name, _ in matched.values()})
+        lines = [f"+ {n}: here, but not saved" for n in missing if n not in self._allow_missing]
+        lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
+        return matched, lines
+
     def _refuse(self, what: str, lines: list[str], remedy: str) -> NoReturn:
-        shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-        raise CheckpointUnusable(what, where=str(self._path), value="\n    " + "\n    ".join(shown), remedy=remedy)
+        raise CheckpointUnusable(what, where=str(self._path), value=shown(lines), remedy=remedy)
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
@@ -84,7 +105,7 @@ class Loader:
                 f"the checkpoint's {item.name!r} is not the one of this recipe",
                 lines,
                 "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
-                "or start anew in another checkpoint.checkpoint_dir",
+                "or start anew in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling makes one)",
             )
 
     def _load_object(self, item: Item, record: StateRecord) -> None:

@@ -370,6 +370,8 @@ class CheckpointConfig:
     """What a resume checks of each file before use."""
     allow_missing_state: list[str] = field(default_factory=list)
     """Attributes that may be in the checkpoint or the recipe only."""
+    on_incompatible: Literal["error", "sibling"] = "error"
+    """Where the checkpoints found are of another model: stop, or start anew in a directory beside theirs."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
