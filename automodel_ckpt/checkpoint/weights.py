@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout, resume
@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.export_source import MODEL, SHARDING_INFO, open_s
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.safetensors_header import read_header
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, in_one_piece
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -88,7 +88,11 @@ def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
     trees = {name: tree for name, tree in manifest.trees.items() if name in modules}
     if not trees:
         raise _unusable("this checkpoint holds no module", checkpoint, ", ".join(manifest.state) or "no state")
-    return {name: Tensors(checkpoint, tree.tensors, tree.tied) for name, tree in trees.items()}
+    whole = {
+        name: {fqn: replace(tensor, slices=in_one_piece(tensor)) for fqn, tensor in tree.tensors.items()}
+        for name, tree in trees.items()
+    }
+    return {name: Tensors(checkpoint, whole[name], tree.tied) for name, tree in trees.items()}
 
 
 def _opened(directory: Path) -> Tensors:

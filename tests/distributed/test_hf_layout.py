@@ -21,8 +21,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint import Manifest, placed, shared_storage
 from automodel_ckpt.checkpoint import verify as check
 from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.starting import rows_of
 from automodel_ckpt.checkpoint.verify import foreign_files, verify, verify_deep
+from automodel_ckpt.checkpoint.weights import open_weights
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.distributed.test_checkpointer import build, whole_state
 from tests.support import ranks, tiny
@@ -88,6 +92,11 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
         assert [n for n, value in found.items() if not torch.equal(value, state[n])] == []
         cut = any(piece.interleaved for tensor in manifest.trees["model"].stored for piece in tensor.slices)
         assert cut == (strategy == "columns")
+        stored = open_weights(path).modules["model"]
+        rows = {"embed.weight": torch.empty(2, 8)}
+        read_tree(stored.root, Tree("", {"embed.weight": rows_of(stored.tensors["embed.weight"], 2, 4)}, {}), rows,
+                  nested=False)  # fmt: skip
+        assert torch.equal(rows["embed.weight"], state["embed.weight"][2:4])
     for size, names in STRATEGIES.items():
         for results in ranks.run(loaded, size, tmp_path, names):
             for (strategy, saver), result in results.items():
