@@ -271,10 +271,7 @@ class FinetuneRecipe(Lifecycle):
         """The model's output layer made one that computes the loss; None where that has to see full logits."""
         if self.config.loss_fn is not None:
             return None
-        if self.layout.sizes.tp > 1:
-            log.info("the loss is computed from full logits, since tensor parallelism cuts the output layer")
-            return None
-        head = install_loss_head(model, self.forward_options)
+        head = install_loss_head(model, self.forward_options, self.row_multiple)
         if head is None:
             log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
                      type(model).__name__)  # fmt: skip

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.models import loss_head
+from automodel_ckpt.models.loss_head import LossOf, install_loss_head
+from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.distributed.test_training import lines, lines_of_steps, run
+from tests.support import ranks
+from tests.support.parallel import VOCABULARY, layout_here, model_of
 from tests.support.training import RECIPE, VALIDATION
 
 FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
@@ -38,3 +48,47 @@ def test_a_model_that_caps_its_logits_trains_on_full_ones(tmp_path: Path, capfd:
     gemma = ("--model.from_config.model_type=gemma2", "--model.from_config.head_dim=8")
     run(tmp_path, *gemma, "--step_scheduler.max_steps=1")
     assert "computed from full logits: Gemma2ForCausalLM" in capfd.readouterr().err
+
+
+def loss_and_gradients(model: Any, loss_of: LossOf | None) -> tuple[float, dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
+    labels = tokens.masked_fill(tokens % 3 == 0, -100)
+    with loss_of(*labelled_positions(labels)) if loss_of else nullcontext():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    loss = logits if loss_of else next_token_loss(logits, labels)
+    loss.backward()
+    return loss.item(), {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                         for n, p in model.named_parameters() if p.grad is not None}  # fmt: skip
+
+
+def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
+    expected_loss, expected = loss_and_gradients(model_of(**settings), None)
+    model: Any = model_of(**settings)
+    model.lm_head.weight.requires_grad_(not frozen)
+    model = parallelize(model, layout_here(tp_size=2), Parallelism(sequence_parallel=True))
+    head = install_loss_head(model, {"use_cache": False}, 2)
+    assert head is model.lm_head
+    loss, gradients = loss_and_gradients(model, head.loss_of)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert expected.keys() - gradients.keys() == ({"lm_head.weight"} if frozen else set())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", 5 * 19)  # of 37 tokens the ranks have 19 and 18
+
+    def on_two_ranks() -> None:
+        by_a_vocabulary_in_parts({"tie_word_embeddings": True}, frozen=False)
+        by_a_vocabulary_in_parts({"tie_word_embeddings": False}, frozen=True)
+
+    ranks.run(on_two_ranks, 2)
+
+
+def test_an_output_layer_cut_across_the_vocabulary_keeps_full_logits() -> None:
+    def head() -> Any:
+        plan = {"lm_head": "rowwise_split_input"}
+        model = parallelize(model_of(tie_word_embeddings=False), layout_here(tp_size=2), Parallelism(tp_plan=plan))
+        return install_loss_head(model, {"use_cache": False})
+
+    assert ranks.run(head, 2) == [None, None]

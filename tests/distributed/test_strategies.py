@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.errors import RecipeError
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
 from tests.support.parallel import layout_here, model_of, train_steps
@@ -109,3 +110,29 @@ def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_m
     offloaded = failure(tmp_path, "--distributed.cpu_offload=true", "--distributed.strategy=fsdp2")
     assert "CPUOffloadPolicy needs an accelerator" in str(offloaded)
     assert not (tmp_path / "run").exists()
+
+
+def cut_differently() -> str:
+    plan = {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"}
+    with pytest.raises(RecipeError) as caught:
+        parallelize(model_of(tie_word_embeddings=True), layout_here(tp_size=2), Parallelism(tp_plan=plan))
+    return str(caught.value)
+
+
+def test_a_plan_that_cuts_tied_weights_differently_is_refused() -> None:
+    for text in ranks.run(cut_differently, 2):
+        assert "lm_head.weight" in text
+        assert "give both the same dimension" in text
+
+
+def odd_rows(tokenizer: Any) -> Any:
+    """A collator that pads to odd lengths."""
+    from automodel_ckpt.data.collate import PadCollator
+
+    return PadCollator(0, 17)
+
+
+def test_rows_that_cannot_be_cut_along_the_sequence_are_refused(tmp_path: Path) -> None:
+    collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
+    error = failure(tmp_path, *GRID, collate, "--dataloader.padding_free=false", num_ranks=2)
+    assert "17 tokens among 2 ranks" in str(error)
