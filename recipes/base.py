@@ -5,7 +5,6 @@ What surrounds the steps, from joining the ranks to the last line of the log, is
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -14,7 +13,8 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.side_files import Assets
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -40,12 +41,14 @@ from automodel_ckpt.distributed.parallelize import (
 from automodel_ckpt.distributed.sizes import choose_strategy
 from automodel_ckpt.distributed.stop import StoppedWaiting
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.adapter import why_whole
 from automodel_ckpt.models.build import base_directory, check_context, checkpoint_activations, freeze
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.names import names_in_files
-from automodel_ckpt.models.probe import logits_of
-from automodel_ckpt.models.vocabulary import resize_vocabulary, vocabulary_names, wanted_size
+from automodel_ckpt.models.probe import forward_parameters, logits_of
+from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
+from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
 from automodel_ckpt.training.loss import (
@@ -79,6 +82,8 @@ class FinetuneRecipe(Lifecycle):
 
     auto_class: ClassVar[Any]
     """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
+    task_type: ClassVar[str | None] = None
+    """peft's name of the task; None where peft has no class of models for it."""
     loss_fn: LossFn
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
     """Reads the validation set from its start; None: there is none."""
@@ -170,15 +175,20 @@ class FinetuneRecipe(Lifecycle):
         model = blueprint.model
         section = self.config.model
         if isinstance(section, ModelConfig):
+            num_base_rows = num_embeddings(model)
             self.resize(model, section)
             model.names_in_files = self.names_in_files(model, section)  # type: ignore[assignment]
-            freeze(model, section.freeze)
+            if self.config.peft is not None:
+                self.adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
+                model, blueprint = self.adapted.model, with_copies(blueprint, self.adapted.model)
+            else:
+                freeze(model, section.freeze)
             if section.activation_checkpointing:
                 checkpoint_activations(model)
         else:
             freeze(model, [])
         # A cache of keys and values serves generation only; building it in each step costs.
-        takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
         self.log_model(model)
         shared = self.parallelize(model, blueprint.materialise)
@@ -194,14 +204,16 @@ class FinetuneRecipe(Lifecycle):
         if isinstance(section, Target):
             return Blueprint(build(section))
         assert self.model_config is not None
-        size = wanted_size(section.vocab_size, self.preprocessor)
+        size, peft = wanted_size(section.vocab_size, self.preprocessor), self.config.peft
         return draw_up(
-            section,
+            replace(section, from_pretrained=self.prepare_base()),
             self.model_config,
             auto_class=self.auto_class,
             seed=self.config.seed,
             group=self.layout.gloo_group,
             keeps_vocabulary=size in (None, self.model_config.get_text_config().vocab_size),
+            needs_values=why_whole(lora_of(peft)) if peft is not None else "",
+            loading=quantization(self.config, self.layout),
         )
 
     def resize(self, model: nn.Module, section: ModelConfig) -> None:
@@ -216,6 +228,20 @@ class FinetuneRecipe(Lifecycle):
         names = names_in_files(model, base_directory(section.from_pretrained) if section.from_pretrained else None)
         self.vocabulary = [names.get(name, name) for name in self.vocabulary]
         return names
+
+    def prepare_base(self) -> str | None:
+        """The directory or Hub name that the model's weights are read from, made first where the recipe says so; None
+        for fresh weights."""
+        section, peft = self.config.model, self.config.peft
+        assert not isinstance(section, Target)
+        if peft is None or peft.base_dir is None:
+            return section.from_pretrained
+        assert self.model_config is not None
+        fresh_base(
+            self.config, self.model_config,
+            auto_class=self.auto_class, preprocessor=self.preprocessor, layout=self.layout,
+        )  # fmt: skip
+        return peft.base_dir
 
     def choose_row_layout(self, model: nn.Module) -> Rows | None:
         """How samples share rows; None: each is padded to the longest."""
@@ -337,6 +363,13 @@ class FinetuneRecipe(Lifecycle):
             return loss_fn if loss_fn.state_dict() else loss_fn.forward
         return loss_fn  # type: ignore[no-any-return]
 
+    @property
+    def model_layout(self) -> Literal["shards", "hf", "adapter"]:
+        """``checkpoint.model_layout``, by default what goes with the format and with adapters."""
+        section = self.config.checkpoint
+        adapter = self.config.peft is not None and section.model_save_format == "safetensors"
+        return section.model_layout or ("adapter" if adapter else "shards")
+
     def build_checkpointer(self) -> Checkpointer | None:
         """The ``checkpoint`` section, its directory held; None when it is not enabled."""
         section = self.config.checkpoint
@@ -347,7 +380,7 @@ class FinetuneRecipe(Lifecycle):
             ranks=self.layout,
             group=self.layout.gloo_group,
             model_save_format=section.model_save_format,
-            model_layout=section.model_layout,
+            model_layout=self.model_layout,
             save_consolidated=section.save_consolidated,
             restore_from=section.restore_from,
             save_optimizer=section.save_optimizer,
@@ -365,11 +398,19 @@ class FinetuneRecipe(Lifecycle):
         checkpointer.open()
         return checkpointer
 
-    def build_assets(self) -> dict[str, HFAssets]:
+    def build_assets(self) -> dict[str, Assets]:
         """What an export of ``model`` needs beside its weights; nothing for a model that is not transformers'."""
-        section = self.config.model
+        section, peft = self.config.model, self.config.peft
         if self.model_config is None or isinstance(section, Target):
             return {}
+        if peft is not None:
+            base, run = section.from_pretrained or peft.base_dir or "", Path(self.config.checkpoint.checkpoint_dir)
+            return {
+                "model": adapter_assets(
+                    self.model, self.adapted, base,
+                    run=run, preprocessor=self.preprocessor, is_leader=self.layout.is_leader,
+                )
+            }  # fmt: skip
         base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
         declared = (*section.allow_missing, *section.allow_unexpected, *self.vocabulary)
         assets = HFAssets.from_model(self.model, tokenizer=self.preprocessor, base_dir=base_dir, declared=declared)

@@ -49,17 +49,22 @@ def draw_up(
     seed: int,
     group: ProcessGroup | None,
     keeps_vocabulary: bool = True,
+    needs_values: str = "",
+    loading: Mapping[str, Any] | None = None,
 ) -> Blueprint:
     """The model that a recipe's *section* describes. Called on all ranks, which do alike.
 
     Built whole on each rank, with the reason in the log, where its values cannot be had in parts: files with other
-    names than the model's tensors, a vocabulary that changes. Raises :class:`RecipeError` as
+    names than the model's tensors, a vocabulary that changes, *needs_values* (a reason), *loading* (further arguments
+    of ``from_pretrained``). Raises :class:`RecipeError` as
     :func:`~automodel_ckpt.models.build.build_model`.
     """
     blueprint, reason = None, ""
     try:
         if not keeps_vocabulary and section.from_pretrained is not None:
             raise NotInParts("its vocabulary is to be resized")
+        if needs_values or loading:
+            raise NotInParts(needs_values or "its weights are changed while they are read")
         blueprint = _in_parts(section, config, auto_class, seed, group)
     except NotInParts as error:
         reason = str(error)
@@ -68,10 +73,12 @@ def draw_up(
         return blueprint
     if len(reasons) > 1:
         log.info("each rank builds the whole model first: %s", next(filter(None, reasons)))
-    return Blueprint(_whole(section, config, auto_class))
+    return Blueprint(_whole(section, config, auto_class, loading))
 
 
-def _whole(section: ModelConfig, config: PreTrainedConfig, auto_class: Any) -> nn.Module:
+def _whole(
+    section: ModelConfig, config: PreTrainedConfig, auto_class: Any, loading: Mapping[str, Any] | None
+) -> nn.Module:
     return build_model(
         config,
         auto_class=auto_class,
@@ -80,6 +87,7 @@ def _whole(section: ModelConfig, config: PreTrainedConfig, auto_class: Any) -> n
         attn_implementation=section.attn_implementation,
         allow_missing=section.allow_missing,
         allow_unexpected=section.allow_unexpected,
+        loading=loading,
     )
 
 
@@ -158,7 +166,11 @@ class _Source:
 
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Read this rank's share. *modules* are those of the model as it was built, which may be inside others now."""
-        now = {id(module): name for name, module in unwrap(model).named_modules()}
+        model = unwrap(model)
+        # Of a model with adapters a checkpoint is no more than those; the files are the base's.
+        adapted: Any = getattr(model, "get_base_model", None)
+        model = adapted() if adapted is not None else model
+        now = {id(module): name for name, module in model.named_modules()}
         fillings = {}
         for fqn, stored in self._matches.items():
             parent, _, key = fqn.rpartition(".")

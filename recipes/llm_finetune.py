@@ -32,6 +32,7 @@ class LLMFinetune(FinetuneRecipe):
     """Trains ``model`` on ``dataset`` to predict the next token wherever there is a label."""
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
+    task_type: ClassVar[str | None] = "CAUSAL_LM"
 
     def build(self) -> None:
         """The tokenizer, the data, the model, and what updates it."""

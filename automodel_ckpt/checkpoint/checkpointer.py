@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
+from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.background import Background
 from automodel_ckpt.checkpoint.composed import placed_files
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
@@ -64,7 +65,7 @@ from automodel_ckpt.errors import (
 log = logging.getLogger("automodel_ckpt")
 
 ModelFormat = Literal["safetensors", "torch_save"]
-ModelLayout = Literal["shards", "hf"]
+ModelLayout = Literal["shards", "hf", "adapter"]
 _POLL_SECONDS = 0.02
 # Beside the tensors, and for the alignment of files.
 _SLACK_BYTES = 1 << 20
@@ -179,12 +180,12 @@ class Checkpointer:
         on_incompatible: Literal["error", "sibling"] = "error",
         is_async: bool = False,
     ) -> None:
-        if model_layout == "hf" and model_save_format != "safetensors":
+        if model_layout != "shards" and model_save_format != "safetensors":
             raise RecipeError(
                 "Hugging Face files cannot be written in that format",
                 where="checkpoint.model_save_format",
                 value=model_save_format,
-                remedy="leave it out: with checkpoint.model_layout hf the files are safetensors",
+                remedy=f"leave it out: with checkpoint.model_layout {model_layout} the files are safetensors",
             )
         self.directory = Path(directory)
         self._ranks, self._group = ranks, group
@@ -472,11 +473,13 @@ class Checkpointer:
         return _Proposal(plans, digests, self._ranks.dp_rank, staging, self._naming(snapshot))
 
     def _naming(self, snapshot: _Snapshot) -> dict[str, hf.Naming]:
-        """In the layout hf: what the base says of each module's files. The dtype is that of training."""
-        if self._layout != "hf":
+        """In the layout hf: what the base says of each module's files. The dtype is that of training. In the layout
+        adapter, of adapters only."""
+        if self._layout == "shards":
             return {}
         maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
-        return {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
+        naming = {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
+        return {name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter}
 
     def _plan(self, save: _Save, proposals: list[_Proposal]) -> tuple[Part, list[Job]]:
         """What this rank has to write, and the part that will say so; *save* learns how each attribute is stored."""
@@ -705,7 +708,7 @@ class Checkpointer:
 
     def export_command(self, path: Path) -> str | None:
         """What to type for the Hugging Face files of a checkpoint; None where it has nothing to make them from."""
-        if not self.assets or self._layout == "hf":
+        if not self.assets or self._layout != "shards":
             return None
         return f"ckpt consolidate {shlex.quote(str(path))}"
 
@@ -737,6 +740,7 @@ class Checkpointer:
         if self.is_leader:
             log.info("Loading checkpoint from %s", self._shown(path))
         with self._failing_together(f"loading {path.name}", CheckpointUnusable):
+            self._refuse_other_base(path)
             Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
         self._resumed_step, self._resumed_from = manifest.step, path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
@@ -771,6 +775,11 @@ class Checkpointer:
                 self._lease, self._made_directory = None, False
             if self.is_leader:
                 self._hold()
+
+    def _refuse_other_base(self, path: Path) -> None:
+        for name, assets in self.assets.items():
+            if isinstance(assets, AdapterAssets):
+                assets.refuse_other_base(path, layout.state_directory(name))
 
     def _hold(self) -> None:
         """Be the only run that writes here; a directory that vanishes later is not made again."""
@@ -893,7 +902,7 @@ def _discard(paths: Iterable[Path]) -> None:
 
 
 def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:
-    if model_layout == "hf":
+    if model_layout != "shards":
         return "never"
     if save_consolidated is None:
         return "final" if model_format == "safetensors" else "never"

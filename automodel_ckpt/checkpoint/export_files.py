@@ -52,7 +52,7 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
     if "config.json" in kept:
         kept["config.json"], more = agreeing_config(kept["config.json"], plan, maps, directory / "config.json")
         warnings += more
-    return {**kept, INDEX: plan.index()}, warnings
+    return kept if maps.is_adapter else {**kept, INDEX: plan.index()}, warnings
 
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.safetensors_header import build_header
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Tensor, nbytes_of
@@ -131,6 +132,8 @@ def plan_files(
     stored = export_names(tensors, tied, maps, where, warnings)
     exported = [ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype)) for fqn, tensor in stored.items()]
     warnings += _quantized_warnings(exported, maps)
+    if maps.is_adapter:
+        return tuple(_output_files([exported], lambda _number, _count: layout.ADAPTER_MODEL)), tuple(warnings)
     return tuple(_output_files(_group(exported, maps, max_file_bytes), file_name)), tuple(warnings)
 
 

@@ -69,12 +69,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class BaseMaps:
-    """What is known of the base model: per tensor its file (from 1), its dtype, and its shape; None where unknown."""
+    """What is known of the base model: per tensor its file (from 1), its dtype, and its shape; None where unknown. Of
+    an adapter it is the adapter itself, which is one file under a name of its own."""
 
     file_index: Mapping[str, int] | None = None
     dtype: Mapping[str, str] | None = None
     shape: Mapping[str, tuple[int, ...]] | None = None
     tie_word_embeddings: bool = False
+    is_adapter: bool = False
 
     @property
     def names(self) -> frozenset[str] | None:
@@ -124,6 +126,7 @@ def read_maps(directory: Path | None) -> BaseMaps:
         None if dtype is None else {fqn: dtype_code(str(name)) for fqn, name in dtype.items()},
         None if expected is None else _shapes(expected, directory / EXPECTED_TENSORS),
         bool(config.get("tie_word_embeddings", False)),
+        is_adapter=(directory / layout.ADAPTER_CONFIG).is_file(),
     )
 
 
@@ -139,11 +142,11 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     if name is None or name not in manifest.trees:
         raise _unusable("this checkpoint holds no such model", directory, f"it holds {sorted(modules)}")
     tree, prefix = manifest.trees[name], f"{directory.name}/"
-    if f"{prefix}adapter_config.json" in manifest.files:
+    if f"{prefix}{layout.ADAPTER_CONFIG}" in manifest.files:
         raise CheckpointUnusable(
             "an adapter checkpoint needs no consolidation",
             where=str(directory),
-            value="adapter_model.safetensors",
+            value=layout.ADAPTER_MODEL,
             remedy="load the directory with peft as it is",
         )
     _refuse_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))

@@ -41,6 +41,19 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
+def tensor_specs(model: Any) -> dict[str, TensorSpec]:
+    """The tensors that a checkpoint holds of a model, sharded already or not."""
+    from torch import Tensor
+
+    from automodel_ckpt.checkpoint.trees import module_state
+
+    return {
+        fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
+        for fqn, value in module_state(model)[0].items()
+        if isinstance(value, Tensor)
+    }
+
+
 class HFAssets:
     """What an export needs beside the weights.
 
@@ -73,24 +86,17 @@ class HFAssets:
         cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None, declared: Iterable[str] = ()
     ) -> HFAssets:
         """The assets of a transformers model, sharded already or not; *base_dir* None: not from a local directory."""
-        from torch import Tensor
-
         from automodel_ckpt.checkpoint.trees import module_state, unwrap
 
         inner: Any = unwrap(model)
-        state, tied = module_state(inner)
-        tensors = {
-            fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-            for fqn, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        _, tied = module_state(inner)
         return cls(
             inner.config,
             generation_config=getattr(inner, "generation_config", None) if inner.can_generate() else None,
             tokenizer=tokenizer,
             base_dir=base_dir,
             architecture=type(inner).__name__.removeprefix("FSDP"),
-            tensors=tensors,
+            tensors=tensor_specs(inner),
             tied=tied,
             declared=declared,
         )
@@ -138,6 +144,16 @@ class HFAssets:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
 
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's or processor's files: its own bytes where it was read from files and is unchanged."""
+        if self._tokenizer is None:
+            return {}
+        if self._tokenizer_directory is not None:
+            return _read(self._tokenizer_directory, _TOKENIZER_FILES)
+        with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+            self._tokenizer.save_pretrained(directory)
+            return _read(Path(directory), ("*", "additional_chat_templates/*"))
+
     @functools.cached_property
     def _files(self) -> dict[str, bytes]:
         files = self._generated() | self._copied()
@@ -159,19 +175,14 @@ class HFAssets:
         return str(config.to_json_string()).encode()
 
     def _generated(self) -> dict[str, bytes]:
-        """What transformers writes of the generation config and the tokenizer, except where the base's own is used."""
+        """The generation config as transformers writes it, where the base has none, and the tokenizer's files."""
         with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
             if self._generation_config is not None and _GENERATION_CONFIG not in self._copied():
                 self._generation_config.save_pretrained(directory)
-            if self._tokenizer is not None and self._tokenizer_directory is None:
-                self._tokenizer.save_pretrained(directory)
-            return _read(Path(directory), ("*", "additional_chat_templates/*"))
+            return _read(Path(directory), ("*",)) | self.tokenizer_files()
 
     def _copied(self) -> dict[str, bytes]:
-        files = _read(self._base_dir, (*_MODEL_FILES, _GENERATION_CONFIG)) if self._base_dir else {}
-        if self._tokenizer_directory is not None:
-            files |= _read(self._tokenizer_directory, _TOKENIZER_FILES)
-        return files
+        return _read(self._base_dir, (*_MODEL_FILES, _GENERATION_CONFIG)) if self._base_dir else {}
 
     @functools.cached_property
     def _tokenizer_directory(self) -> Path | None:

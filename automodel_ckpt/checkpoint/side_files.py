@@ -40,8 +40,13 @@ def write_for_export(assets: Assets, staging: Path, part: Part, directory: str) 
 def write_finished(assets: Assets | None, placement: Placement, staging: Path, part: Part) -> None:
     """Beside Hugging Face files: the index and, with *assets*, all that a loader looks for. Raises OSError.
 
-    config.json is made to state the dtype that the weights have.
+    config.json is made to state the dtype that the weights have. An adapter has neither.
     """
+    if assets is not None and assets.maps.is_adapter:
+        for name, data in assets.files.items():
+            if name not in MAPS:
+                _write(staging, part, f"{placement.directory}/{name}", data)
+        return
     plan = Plan(placement.files, {}, ())
     files = {INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
     if assets is not None:

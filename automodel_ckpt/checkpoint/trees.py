@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.checkpoint.adapter import adapter_keys
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.errors import RecipeError
 
@@ -29,9 +30,13 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
     Returns (state dict, {left-out name: kept name}). Of names that share a tensor the first in the module's own order
     is kept, unless the module says otherwise (transformers' ``_tied_weights_keys``). A module whose tensors have other
-    names in files says so in its attribute ``names_in_files``; those are the names here.
+    names in files says so in its attribute ``names_in_files``; those are the names here. Of a PEFT model it is only
+    what its adapter file holds, under the names it has there: the base is not the checkpoint's.
     """
     state = dict(get_model_state_dict(module))
+    keys = adapter_keys(unwrap(module), state)
+    if keys is not None:
+        return {key: state[fqn] for fqn, key in keys.items()}, {}
     tied = tied_names(unwrap(module), state)
     named = _names_in_files(module)
     kept = {named.get(fqn, fqn): value for fqn, value in state.items() if fqn not in tied}
@@ -62,8 +67,13 @@ def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
 def set_module_state(module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool) -> None:
     """Hand a loaded state (of :func:`module_state`'s form) to the module."""
     whole = {**state, **{name: state[kept] for name, kept in tied.items() if kept in state}}
-    fqns = {name: fqn for fqn, name in _names_in_files(module).items()}
-    own = {fqns.get(name, name): value for name, value in whole.items()}
+    keys = adapter_keys(unwrap(module), get_model_state_dict(module))
+    if keys is not None:
+        # The base's tensors are not there.
+        own, strict = {fqn: whole[key] for fqn, key in keys.items() if key in whole}, False
+    else:
+        fqns = {name: fqn for fqn, name in _names_in_files(module).items()}
+        own = {fqns.get(name, name): value for name, value in whole.items()}
     set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
 
 

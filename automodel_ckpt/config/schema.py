@@ -41,6 +41,7 @@ AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
 FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
 FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
+BELOW_1 = Rule(lambda number: 0 <= number < 1, "from 0 to below 1")
 BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
 NOT_EMPTY = Rule(bool, "not empty")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -153,6 +154,51 @@ class ProcessorConfig:
 
     from_pretrained: str | None = None
     """Directory or Hub name of a processor; null takes the model's own."""
+
+
+@dataclass
+class PeftConfig:
+    """Adapters (LoRA) on a frozen base, by the peft library. No section: the model itself is trained."""
+
+    method: Literal["lora"] = "lora"
+    """Kind of adapter."""
+    r: int = setting(8, AT_LEAST_1)
+    """Rank: the inner dimension of an adapter."""
+    alpha: int = setting(16, AT_LEAST_1)
+    """An adapter's output is multiplied by alpha / r; with use_rslora by alpha / sqrt(r)."""
+    dropout: float = setting(0.0, BELOW_1)
+    """Part of an adapter's inputs that is dropped in training."""
+    target_modules: list[str] | str = "all-linear"
+    """Layers that get an adapter: names (q_proj), globs over whole names (*.self_attn.*), or all-linear."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Layers that get none though target_modules says so, in the same way."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained and saved as a whole, in the same way, as lm_head."""
+    use_dora: bool = False
+    """DoRA: train the length of each weight column apart from its direction."""
+    use_rslora: bool = False
+    """rsLoRA: a scale that suits large ranks."""
+    init: Literal["default", "gaussian", "orthogonal"] = "default"
+    """First values of an adapter; with default and gaussian it changes nothing before the first step."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases of the base are trained too."""
+    ensure_weight_tying: bool = True
+    """Where the base ties its embedding to the output layer, keep what is trained of one tied to the other."""
+    dtype: Literal["float32", "base"] = "float32"
+    """Type of the adapters; base: that of the base's weights."""
+    base_dir: str | None = None
+    """With model.from_config: the directory of the base, which the first start fills with fresh weights."""
+    quantize_base: Literal["nf4", "fp4", "int8"] | None = None
+    """Keep the frozen base in so few bits (QLoRA): needs a CUDA device and bitsandbytes."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("init", "r"),
+            lambda peft: peft.init != "orthogonal" or peft.r % 2 == 0,
+            "init orthogonal needs an even r",
+            "make r even, or leave init out",
+        ),
+    )
 
 
 @dataclass
@@ -340,8 +386,9 @@ class CheckpointConfig:
     """The run's directory: checkpoints, training.jsonl, validation.jsonl."""
     model_save_format: Literal["safetensors", "torch_save"] = "safetensors"
     """Format of the model's shards; torch_save is PyTorch's DCP."""
-    model_layout: Literal["shards", "hf"] = "shards"
-    """shards: files of each rank, to be consolidated; hf: the Hugging Face files themselves, filled by all ranks."""
+    model_layout: Literal["shards", "hf", "adapter"] | None = None
+    """shards: files of each rank, to be consolidated; hf, adapter: the final files, filled by all ranks; null: shards,
+    with peft adapter."""
     save_consolidated: Literal["final", "every"] | bool | None = None
     """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false."""
     is_async: bool = False
@@ -376,14 +423,16 @@ class CheckpointConfig:
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("model_layout", "model_save_format"),
-            lambda section: section.model_layout != "hf" or section.model_save_format == "safetensors",
-            "model_layout hf and model_save_format torch_save exclude each other",
+            lambda section: section.model_layout not in ("hf", "adapter") or section.model_save_format == "safetensors",
+            "only model_layout shards can have model_save_format torch_save",
             "leave model_save_format out: Hugging Face files are safetensors",
         ),
         Relation(
             ("save_consolidated", "export_best", "model_layout"),
-            lambda section: section.model_layout != "hf" or not (section.save_consolidated or section.export_best),
-            "with model_layout hf there is nothing to export",
+            lambda section: (
+                section.model_layout not in ("hf", "adapter") or not (section.save_consolidated or section.export_best)
+            ),
+            "only with model_layout shards there is anything to export",
             "leave save_consolidated and export_best out: each checkpoint's model/ holds the Hugging Face files",
         ),
     )
@@ -415,6 +464,7 @@ class RecipeConfig:
     init_from: InitFromConfig | None = None
     tokenizer: TokenizerConfig | Target = field(default_factory=TokenizerConfig)
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
+    peft: PeftConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer", "processor")})
     """The training data: a builder of a map-style or iterable dataset; gets the tokenizer, or the processor."""
@@ -450,5 +500,44 @@ class RecipeConfig:
             lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
             "packed_sequence and dataloader.collate_fn exclude each other",
             "remove one of them: only the built-in collator keeps the samples of a pack apart",
+        ),
+        Relation(
+            ("peft", "model.freeze"),
+            lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
+            "peft and model.freeze exclude each other",
+            "leave model.freeze out: with peft the whole base is frozen but what peft.modules_to_save and bias name",
+        ),
+        Relation(
+            ("peft", "model"),
+            lambda recipe: recipe.peft is None or isinstance(recipe.model, ModelConfig),
+            "peft cannot be used with a model by _target_: its adapters must name a base that can be found again",
+            "name the base in model.from_pretrained, or leave the peft section out",
+        ),
+        Relation(
+            ("checkpoint.model_layout", "peft"),
+            lambda recipe: recipe.checkpoint.model_layout != ("hf" if recipe.peft else "adapter"),
+            "model_layout adapter is that of a run with peft, and hf that of one without",
+            "leave model_layout out, or set it to shards",
+        ),
+        Relation(
+            ("checkpoint.save_consolidated", "checkpoint.export_best", "checkpoint.model_layout", "peft"),
+            lambda recipe: (
+                recipe.peft is None
+                or recipe.checkpoint.model_layout is not None
+                or recipe.checkpoint.model_save_format == "torch_save"
+                or not (recipe.checkpoint.save_consolidated or recipe.checkpoint.export_best)
+            ),
+            "with peft there is nothing to export: each checkpoint's model/ holds the adapter files",
+            "leave save_consolidated and export_best out, or set checkpoint.model_layout to shards",
+        ),
+        Relation(
+            ("peft.base_dir", "model.from_config"),
+            lambda recipe: (
+                recipe.peft is None
+                or not isinstance(recipe.model, ModelConfig)
+                or (recipe.peft.base_dir is None) == (recipe.model.from_config is None)
+            ),
+            "with peft, model.from_config and peft.base_dir go together: adapters are of use with their base only",
+            "name a directory for the fresh base in peft.base_dir, or an existing base in model.from_pretrained",
         ),
     )

@@ -184,13 +184,14 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, *, size: int | No
 def build_model(
     config: PreTrainedConfig, *, auto_class: Any = AutoModelForCausalLM, from_pretrained: str | None = None,
     dtype: str = "float32", attn_implementation: str | None = None, allow_missing: Sequence[str] = (),
-    allow_unexpected: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (), loading: Mapping[str, Any] | None = None,
 ) -> nn.Module:  # fmt: skip
     """A model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
 
     *auto_class* is the class of transformers that makes it. *dtype* is a torch dtype's name or ``auto``: that of the
     files, or of the configuration. *config* is not changed. The globs *allow_missing* and *allow_unexpected* say which
-    weights of the model the files need not hold, and which of theirs the model need not have.
+    weights of the model the files need not hold, and which of theirs the model need not have. *loading* are further
+    arguments of ``from_pretrained``.
     Raises :class:`RecipeError` when the weights cannot be read, for other weights than the model's, or when
     transformers has no such model.
     """
@@ -204,7 +205,9 @@ def build_model(
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
             options["ignore_mismatched_sizes"] = True  # they are refused by name, unless allowed
-            model, differences = _read_model(auto_class, os.path.expanduser(from_pretrained), options)
+            model, differences = _read_model(
+                auto_class, os.path.expanduser(from_pretrained), options | dict(loading or {})
+            )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise RecipeError(
             "the model cannot be built",

@@ -25,6 +25,12 @@ def attention_of(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own"
 
 
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What the model's forward takes; that of the base where adapters wrap one, which pass everything on."""
+    base: Any = getattr(model, "get_base_model", None)
+    return inspect.signature((base() if base is not None else model).forward).parameters
+
+
 def logits_of(output: Any) -> torch.Tensor:
     """What a model returned, or the logits in it."""
     logits: torch.Tensor = getattr(output, "logits", output)
@@ -38,7 +44,7 @@ def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, A
     numbers. *one_row*: with one row at a time. False also for a model that cannot be asked so, and for transformers'
     with ``use_cache``: they look for samples in a row only without a cache.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in forward_parameters(model):
         return False
     rest = [0] * (-len(_FIRST + _SECOND) % multiple)  # samples of one token
     rows = [row + rest for row in (_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST)]

@@ -29,6 +29,14 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
     return len(tokenizer)
 
 
+def num_embeddings(model: nn.Module) -> int | None:
+    """Rows of the input embedding; None for a model that does not say which that is."""
+    of_transformers: Any = model
+    embedding = of_transformers.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(embedding, "weight", None)
+    return None if weight is None else len(weight)
+
+
 def vocabulary_names(model: nn.Module) -> list[str]:
     """The parameters with a row for each token: of the embedding, and of the output layer where that is not tied."""
     return list(dict(_vocabulary(model)))

@@ -1,0 +1,98 @@
+"""What the ``peft`` section adds to a recipe: a base on disk, adapters in the model, side files that describe both."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
+from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
+from automodel_ckpt.data.cache import cache_directory
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.sizes import choose_strategy
+from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
+from automodel_ckpt.models.build import base_directory
+from automodel_ckpt.models.fresh_base import make_base
+from automodel_ckpt.models.quantize import quantized_loading
+from automodel_ckpt.recipes.blueprint import Blueprint
+
+log = logging.getLogger("automodel_ckpt")
+
+
+def lora_of(section: PeftConfig) -> Lora:
+    """The section without what is not the adapters' own."""
+    return Lora(**{field.name: getattr(section, field.name) for field in dataclasses.fields(Lora)})
+
+
+def fresh_base(
+    config: RecipeConfig, model_config: PreTrainedConfig, *, auto_class: Any, preprocessor: Any, layout: RankLayout
+) -> None:
+    """Fill ``peft.base_dir`` with a model by ``model.from_config`` unless it is there. Called on all ranks; raises
+    :class:`RecipeError`, the same on all."""
+    section: Any = config.model
+    assert config.peft is not None and config.peft.base_dir is not None
+    directory, failure = Path(config.peft.base_dir).expanduser(), None
+    try:
+        if layout.is_leader and make_base(
+            directory, model_config, auto_class=auto_class, dtype=section.dtype, seed=config.seed,
+            preprocessor=preprocessor,
+        ):  # fmt: skip
+            log.info("it stands in %s, where the next start will find it", directory)
+    except AutomodelError as error:
+        failure = error
+    agree.all_or_nothing(layout.gloo_group, failure)
+
+
+def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
+    """How ``peft.quantize_base`` has the base read; nothing without it. Raises :class:`RecipeError`."""
+    section: Any = config.model
+    if config.peft is None or config.peft.quantize_base is None:
+        return {}
+    strategy = choose_strategy(config.distributed.strategy, layout.sizes)
+    return quantized_loading(config.peft.quantize_base, device=layout.device, strategy=strategy, dtype=section.dtype)
+
+
+def adapt(model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None) -> Adapted:
+    """The model with the adapters of a ``peft`` section; *num_base_rows* is its base's number of embeddings."""
+    model.names_in_files = {}  # type: ignore[assignment]  # an adapter's file has peft's names
+    return add_adapters(model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows)
+
+
+def with_copies(blueprint: Blueprint, model: nn.Module) -> Blueprint:
+    """The blueprint of a base, for its adapted *model*: what is trained as a whole begins as a copy of the base's."""
+    materialise = blueprint.materialise
+    if materialise is None:
+        return Blueprint(model)
+
+    def materialise_both(shared: nn.Module, device: torch.device) -> None:
+        materialise(shared, device)
+        copy_saved_modules(shared)
+
+    return Blueprint(model, materialise_both)
+
+
+def adapter_assets(
+    model: nn.Module, adapted: Adapted, base_name: str, *, run: Path, preprocessor: Any, is_leader: bool
+) -> AdapterAssets:
+    """What belongs beside the adapters in a checkpoint; the leader reads the base for its digest."""
+    directory = base_directory(base_name)
+    tensors: dict[str, TensorSpec] = tensor_specs(model)
+    identity: BaseIdentity | None = None
+    if is_leader and directory is not None:
+        identity = identify_base(base_name, directory, run=run, cache=cache_directory())
+        if identity.nbytes:
+            log.info("read the base for its digest: %.3g GB in %.1f s, once", identity.nbytes / 1e9, identity.seconds)
+    return AdapterAssets(
+        adapted.peft_config, adapted.description,
+        tensors=tensors, base=identity, tokenizer=preprocessor, base_dir=directory,
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""Adapters on a frozen base: what a checkpoint holds of them, that a run resumes exactly, and on which base."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.recipes.base import Control
+from automodel_ckpt.training.step_scheduler import Due
+from tests.support import ranks
+from tests.support.training import RECIPE, Recipe, steps_of, train, write_recipe
+
+TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
+SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--lr_scheduler=null")
+VARIANTS = {
+    "lora": (
+        "--peft.target_modules=[q_proj,v_proj]",
+        "--checkpoint.model_save_format=torch_save",
+        "--checkpoint.save_consolidated=final",
+    ),
+    "dora": (
+        "--checkpoint.model_layout=shards",
+        "--peft.use_dora",
+        "--peft.target_modules=*.self_attn.*",
+        "--peft.modules_to_save=[norm]",
+    ),
+    "tied embedding": ("--peft.use_rslora", "--peft.modules_to_save=[embed_tokens]", "--peft.bias=all"),
+}
+TOKENS = torch.arange(3, 19).reshape(1, 16)
+
+
+class _Killed(Exception):
+    pass
+
+
+class Interrupted(Recipe):
+    """The run is gone after step 3, which was not saved."""
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        if self.step_scheduler.step == 3:
+            raise _Killed
+        return due
+
+
+class WithLogits(Recipe):
+    """At the end rank 0 keeps what the trained model answers."""
+
+    def end(self) -> None:
+        super().end()
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(input_ids=TOKENS).logits
+        if self.layout.is_leader:
+            torch.save(logits, Path(self.config.checkpoint.checkpoint_dir) / "logits.pt")
+
+
+def alone(recipe: Path, *overrides: str) -> BaseException | None:
+    """Train in a process of its own, so that later tests fork from one that has no group behind it; its error."""
+    (outcome,) = ranks.outcomes(lambda: train(recipe, *SHORT, *overrides), 1, init=False, timeout=120)
+    return outcome.error
+
+
+def recipe_in(directory: Path) -> Path:
+    return write_recipe(directory, TEXT.replace("BASE", str(directory / "base")))
+
+
+def whole_and_interrupted(recipe: Path, ports: list[int], *overrides: str) -> tuple[Any, Any]:
+    """The final digests of a run left alone, and of one that lost its third step and was started again.
+
+    Groups of the same processes one after the other need a port each.
+    """
+    places = [f"--checkpoint.checkpoint_dir={recipe.parent / name}" for name in ("whole", "interrupted")]
+    os.environ["MASTER_PORT"] = str(ports[0])
+    whole = train(recipe, places[0], *SHORT, *overrides, recipe_class=WithLogits)
+    os.environ["MASTER_PORT"] = str(ports[1])
+    with pytest.raises(_Killed):
+        train(recipe, places[1], *SHORT, *overrides, recipe_class=Interrupted)
+    os.environ["MASTER_PORT"] = str(ports[2])
+    return whole, train(recipe, places[1], *SHORT, *overrides, recipe_class=Recipe)
+
+
+GROUPS = [(1, "single", [*VARIANTS]), (2, "fsdp2", ["lora", "tied embedding"]), (2, "ddp", ["dora"])]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=[strategy for _, strategy, _ in GROUPS])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Variants trained by one group of ranks: {name: directory}, and each rank's pairs of digests."""
+    num_ranks, strategy, names = request.param
+    root = tmp_path_factory.mktemp(strategy)
+    directories = {name: root / name for name in names}
+    for directory in directories.values():
+        directory.mkdir()
+    recipes = {name: (recipe_in(directories[name]), [ranks.free_port() for _ in range(3)]) for name in names}
+
+    def all_variants() -> list[Any]:
+        common = (f"--distributed.strategy={strategy}", "--step_scheduler.local_batch_size=2")
+        return [whole_and_interrupted(*recipes[name], *common, *VARIANTS[name]) for name in names]
+
+    return directories, ranks.run(all_variants, num_ranks, init=False, timeout=150)
+
+
+def test_an_interrupted_run_with_adapters_resumes_bit_for_bit(trained: Any) -> None:
+    directories, digests = trained
+    for of_rank in digests:
+        for whole, resumed in of_rank:
+            assert resumed == whole
+    for directory in directories.values():
+        assert steps_of(directory / "interrupted") == steps_of(directory / "whole")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call, transformers' warning
+def test_the_export_loads_with_peft_without_missing_or_unexpected_keys_and_with_equal_logits(trained: Any) -> None:
+    directories, _ = trained
+    for name, directory in directories.items():
+        (run,) = (directory / "whole").glob("epoch_*_step_4")
+        adapter = run / "model" if name == "tied embedding" else run / "model" / "consolidated"
+        assert_loads_with_peft(adapter, torch.load(directory / "whole" / "logits.pt", weights_only=True))
+
+
+def assert_loads_with_peft(directory: Path, logits: torch.Tensor) -> None:
+    from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+
+    model = AutoPeftModelForCausalLM.from_pretrained(directory)
+    with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    held = get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert held.keys() == stored.keys()
+    assert all(torch.equal(held[key], stored[key]) for key in held)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=TOKENS).logits, logits)
+
+
+def test_a_checkpoint_holds_only_what_trains(trained: Any) -> None:
+    directories, _ = trained
+    for directory in directories.values():
+        (run,) = (directory / "whole").glob("epoch_*_step_4")
+        manifest = Manifest.read(run)
+        model, optimizer = manifest.trees["model"].tensors, manifest.trees["optimizer"].tensors
+        assert sum(tensor.nbytes for tensor in model.values()) < 120_000
+        assert all("lora_" in key or "norm" in key or "embed" in key or "lm_head" in key for key in model)
+        # The tied embedding stands twice in the adapter's file, as peft writes it, and is one parameter.
+        trained_elements = sum(t.nbytes for t in model.values() if "lm_head" not in t.fqn)
+        moments = sum(t.nbytes for key, t in optimizer.items() if key.endswith(".exp_avg"))
+        assert moments == trained_elements
+
+
+def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    assert alone(recipe, run, "--step_scheduler.max_steps=2") is None
+    shutil.copytree(tmp_path / "base", tmp_path / "moved")
+    moved = (f"--model.from_pretrained={tmp_path / 'moved'}", "--model.from_config=null", "--peft.base_dir=null")
+    assert alone(recipe, run, *moved, "--step_scheduler.max_steps=3") is None
+    weights = tmp_path / "moved" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    error = alone(recipe, run, *moved)
+    assert isinstance(error, CheckpointUnusable)
+    assert "another base model" in str(error) and "model.safetensors" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("--peft.alpha=32",), "alpha: saved 16, here 32"),
+        (("--peft.use_rslora",), "use_rslora: saved False, here True"),
+        (("--peft.target_modules=q_proj",), "targets: saved"),
+        (("--peft=null",), "is not the one of this recipe"),
+    ],
+)
+def test_other_adapters_than_those_saved_are_refused(saved_run: Path, overrides: tuple[str, ...], said: str) -> None:
+    run = f"--checkpoint.checkpoint_dir={saved_run / 'run'}"
+    error = alone(saved_run / "recipe.yaml", run, *overrides)
+    assert isinstance(error, CheckpointUnusable) and said in str(error)
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    run = f"--checkpoint.checkpoint_dir={root / 'run'}"
+    assert alone(recipe_in(root), run, "--step_scheduler.max_steps=2") is None
+    return root
+
+
+def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refused(saved_run: Path) -> None:
+    base = saved_run / "base"
+    before = {path: path.stat().st_mtime_ns for path in base.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in before}
+    recipe, fresh = saved_run / "recipe.yaml", f"--checkpoint.checkpoint_dir={saved_run / 'fresh'}"
+    assert alone(recipe, fresh, "--step_scheduler.max_steps=1") is None
+    assert {path: path.stat().st_mtime_ns for path in base.iterdir()} == before
+    error = alone(recipe, fresh, "--model.from_config.hidden_size=48")
+    assert isinstance(error, RecipeError) and "another model stands in the directory of the base" in str(error)
+    assert "hidden_size" in str(error)
+
+
+def test_one_rank_goes_on_with_the_adapters_of_two(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    common = (*SHORT, "--peft.dropout=0", "--model.from_config.attention_dropout=0", "--peft.use_dora")
+    one, two = (f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("one", "two"))
+    half = (two, "--distributed.strategy=fsdp2", "--step_scheduler.max_steps=2")
+    ranks.run(lambda: train(recipe, *common, *half), 2, init=False)
+    ranks.run(lambda: [train(recipe, *common, place) for place in (one, two)], 1, init=False)
+    losses = [[float.fromhex(step["loss"]) for step in steps_of(tmp_path / name)] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_side_files_say_where_the_base_is_from_the_run_too(saved_run: Path) -> None:
+    (run,) = (saved_run / "run").glob("epoch_*_step_2")
+    side = run / "model"
+    ours = json.loads((side / "automodel_peft_config.json").read_text())
+    assert json.loads((side / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved_run / "base")
+    assert (ours["base"]["name"], ours["base"]["relative_to_run"]) == (str(saved_run / "base"), "../base")
+    assert ours["adapter"]["targets"][0] == "model.layers.0.self_attn.q_proj"

@@ -1,0 +1,139 @@
+"""Which modules get an adapter, what peft is given for them, and what is refused by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from automodel_ckpt.checkpoint.adapter import adapter_keys
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.adapter import Lora, add_adapters, find_modules, peft_targets
+from automodel_ckpt.models.quantize import quantized_loading
+
+
+def llama(**more: Any) -> Any:
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **more
+        )
+    )
+
+
+class Twins(nn.Module):
+    """Two towers with layers of the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.ModuleDict({"proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
+        self.vision = nn.ModuleDict({"text": nn.ModuleDict({"proj": nn.Linear(2, 2)}), "subproj": nn.Linear(2, 2)})
+
+
+def test_names_wildcards_and_all_linear_choose_layers() -> None:
+    model = llama()
+    everything, _ = find_modules(model, Lora())
+    assert len(everything) == 14 and "lm_head" not in everything
+    assert find_modules(model, Lora(target_modules="q_proj"))[0] == [
+        f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)
+    ]
+    assert find_modules(model, Lora(target_modules=["*.layers.1.*.[qk]_proj"]))[0] == [
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
+    ]
+    without, _ = find_modules(model, Lora(exclude_modules=["*.layers.0.*", "down_proj"]))
+    assert len(without) == 6
+    targets, saved = find_modules(model, Lora(modules_to_save=["lm_head", "norm", "*.1.mlp"]))
+    assert saved == ["model.layers.1.mlp", "model.norm", "lm_head"]
+    assert not [name for name in targets if "layers.1.mlp" in name]
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"target_modules": ["q_porj"]}, "did you mean q_proj"),
+        ({"target_modules": "self_attn"}, "model.layers.0.self_attn is a LlamaAttention"),
+        ({"modules_to_save": ["head"]}, "no module has this name"),
+        ({"exclude_modules": ["lm_haed"]}, "did you mean lm_head"),
+        ({"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]}, "trained as a whole and get an adapter too"),
+        ({"exclude_modules": ["*"]}, "no layer is left to get an adapter"),
+    ],
+)
+def test_names_that_choose_nothing_or_contradict_each_other_are_refused(lora: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_modules(llama(), Lora(**lora))
+    assert said in str(caught.value) and "peft." in str(caught.value)
+
+
+def test_all_wrong_names_are_reported_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_modules(llama(), Lora(target_modules=["a", "b"], exclude_modules=["c"], modules_to_save=["d"]))
+    assert [problem.value for problem in caught.value.problems] == ["d", "c", "a", "b"]
+
+
+def test_what_peft_is_given_selects_exactly_the_layers_that_were_found() -> None:
+    names = [name for name, _ in Twins().named_modules() if name]
+    assert peft_targets(["text.proj", "vision.text.proj"], names) == ["proj"]
+    assert peft_targets(["vision.text.proj"], names) == ["vision.text.proj"]
+    # Every list that selects text.proj would select vision.text.proj too.
+    assert peft_targets(["text.proj"], names) == r"text\.proj"
+
+
+def test_modules_to_save_whose_names_end_like_others_are_refused() -> None:
+    model = Twins()
+    with pytest.raises(RecipeError, match="cannot tell these modules from others"):
+        add_adapters(model, Lora(target_modules=["*subproj"], modules_to_save=["te*.proj"]), task_type=None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"use_dora": True, "bias": "lora_only"},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+    ],
+)
+def test_a_checkpoint_holds_what_trains_under_the_keys_that_peft_saves(tied: bool, lora: dict[str, Any]) -> None:
+    from peft import get_peft_model_state_dict
+
+    model: Any = add_adapters(llama(tie_word_embeddings=tied), Lora(**lora), task_type="CAUSAL_LM").model
+    keys = adapter_keys(model, model.state_dict())
+    assert keys is not None
+    assert {name for name, p in model.named_parameters() if p.requires_grad} <= keys.keys()
+    assert set(keys.values()) == get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    assert all("lora_" in name or "modules_to_save" in name for name in keys)
+
+
+def test_a_resized_embedding_is_saved_with_the_adapters() -> None:
+    model = llama()
+    model.resize_token_embeddings(44)
+    wrapped = add_adapters(model, Lora(), task_type="CAUSAL_LM", num_base_rows=40).model
+    keys = adapter_keys(wrapped, wrapped.state_dict()) or {}
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} <= set(keys.values())
+
+
+def test_other_modules_have_no_adapter_keys() -> None:
+    import peft  # noqa: F401  # so that the class is looked at
+
+    assert adapter_keys(nn.Linear(1, 1), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "said"),
+    [
+        ("cpu", "single", "it needs a CUDA device; this is a cpu"),
+        ("cuda", "fsdp2", "cannot be sharded by fsdp2"),
+        ("cuda", "ddp", "bitsandbytes is not installed"),
+    ],
+)
+def test_a_quantized_base_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, device: str, strategy: str, said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(RecipeError, match=said):
+        quantized_loading("nf4", device=torch.device(device), strategy=strategy, dtype="bfloat16")
