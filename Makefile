@@ -12,7 +12,6 @@ BENCH_ARGS ?=
 
 # Every target here is a command, no file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
-.PHONY: help demo test check format bench crash clients clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,7 +59,7 @@ reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other sa
 	    tests/distributed/test_reshard.py tests/distributed/test_planner.py
 
 clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our exports: half an hour, 8 GB in .clients
-	@OMP_NUM_THREADS=2 $(BIN)/python -m tools.clients
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients
 
 clean:  ## remove .venv, caches and what the demo wrote
 	rm -rf $(VENV) .clients runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from . import bombs
-from .readers import EXPORTS, LISTS
+from .readers import EXPORTS
 from .victim import Attacked
 
 Add = Callable[..., None]
 # They show what is wrong, and go on.
-_SHOWS = LISTS - {"show_LATEST"}
+_SHOWS = frozenset({"ls", "show"})
 
 
 def _bare(case: Attacked) -> Path:

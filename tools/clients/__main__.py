@@ -3,13 +3,12 @@
 python -m tools.clients [NAME ...]
 
 Environments, models and the log lie in .clients, which git ignores. A client that cannot be installed or started fails
-the run, as one does whose answer differs. docs/clients.md is written only by a run of all clients.
+the run, as one does whose answer differs. docs/clients.md is written once the log has an answer of each client.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from tools.clients.environments import TORCH, Environment, python_of
+from tools.clients.environments import TORCH, Environment, own_variables, python_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".clients"
@@ -66,13 +65,22 @@ def main() -> int:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     job = _job(work)
-    answers = {name: _ask(name, CLIENTS[name], job, work) for name in names}
-    if names == list(CLIENTS):
-        LOG.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "answers": answers}, indent=1) + "\n")
-        PAGE.write_text(page(json.loads(LOG.read_text())))
+    answers = {}
+    for name in names:
+        answers[name] = _ask(name, CLIENTS[name], job, work)
+        _note(name, answers[name])
     failed = [check for answer in answers.values() for check in answer["checks"] if not check[3]]
     print(f"{len(failed)} checks failed" if failed else "every client loads what was exported")
     return 1 if failed else 0
+
+
+def _note(name: str, answer: dict[str, Any]) -> None:
+    """Enter an answer into the log, and what the log says into docs/clients.md."""
+    log: dict[str, Any] = json.loads(LOG.read_text()) if LOG.is_file() else {}
+    log[name] = {"date": time.strftime("%Y-%m-%d"), **answer}
+    LOG.write_text(json.dumps(log, indent=1) + "\n")
+    if all(client in log for client in CLIENTS):
+        PAGE.write_text(page({client: log[client] for client in CLIENTS}))
 
 
 def _job(work: Path) -> Path:
@@ -111,9 +119,8 @@ def _ask(name: str, client: Client, job: Path, work: Path) -> dict[str, Any]:
 
 
 def _run(python: Path, script: Path, arguments: list[Path], output: Any) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = ["nice", str(python), str(script), *map(str, arguments)]
+    environment = own_variables() | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [str(python), str(script), *map(str, arguments)]
     subprocess.run(
         command,
         check=True,
@@ -148,15 +155,15 @@ def page(log: dict[str, Any]) -> str:
     lines = [
         "# Clients", "",
         "What other programs make of our checkpoints and exports. Made by `make clients` (tools/clients), each client",
-        f"in an environment of its own, on {log['date']}. Greedy tokens are compared with those of the model that was",
-        "saved, in single precision, 24 tokens to a prompt; weights are random with an initializer range of 0.3.",
-        "SGLang needs a GPU to start: its sources are read, not run.", "",
-        "| client | version | check | found | |", "|---|---|---|---|---|",
+        "in an environment of its own. Greedy tokens are compared with those of the model that was saved, in single",
+        "precision, 24 tokens to a prompt; weights are random with an initializer range of 0.3. SGLang needs a GPU to",
+        "start: its sources are read, not run.", "",
+        "| client | version | asked on | check | found | |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for answer in log["answers"].values():
+    for answer in log.values():
         for program, what, found, good in answer["checks"]:
-            version = answer["versions"].get(program, "")
-            lines.append(f"| {program} | {version} | {what} | {found} | {'yes' if good else '**no**'} |")
+            version, verdict = answer["versions"].get(program, ""), "yes" if good else "**no**"
+            lines.append(f"| {program} | {version} | {answer['date']} | {what} | {found} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 

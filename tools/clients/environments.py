@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -53,9 +54,14 @@ def python_of(environment: Environment, root: Path) -> Path:
     ):  # fmt: skip
         if requirements:
             command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
-            subprocess.run(["nice", *command, *requirements], check=True)
+            subprocess.run(["nice", *command, *requirements], check=True, env=own_variables())
     stamp.write_text(environment.key)
     return python
+
+
+def own_variables() -> dict[str, str]:
+    """This process's environment without what would lead another interpreter to this one's packages."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def _torch_source(requirements: Sequence[str]) -> list[str]:
@@ -82,6 +88,6 @@ def _requirements_of(python: Path, environment: Environment) -> list[str]:
         "    if r.marker is None or r.marker.evaluate({'extra': ''}):\n"
         "        print(r.name, text.split(';')[0].strip(), sep='\\t')\n"
     )
-    done = subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True, env=own_variables())
     pairs = [line.split("\t") for line in done.stdout.splitlines()]
     return [text for name, text in pairs if name.lower() not in environment.without]
