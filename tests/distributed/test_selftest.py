@@ -63,13 +63,15 @@ def test_two_ranks_go_on_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert (code, found["verdict"], found["num_ranks"], found["first_difference"]) == (0, "bit-identical", [2, 2], None)
 
 
+@pytest.mark.parametrize(("before", "after", "packs"), [(1, 2, ()), (2, 1, ("--packed_sequence.size=32",))])
 def test_on_other_ranks_the_samples_are_the_same_and_the_losses_nearly(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: int, after: int, packs: tuple[str, ...]
 ) -> None:
-    still = "--model.from_config.attention_dropout=0"
-    code, out = run(tmp_path, capfd, "--selftest-nproc=2", still, "--step_scheduler.local_batch_size=1")
+    still = ("--model.from_config.attention_dropout=0", "--step_scheduler.local_batch_size=1")
+    code, out = run(tmp_path, capfd, f"--nproc-per-node={before}", f"--selftest-nproc={after}", *still, *packs)
     assert code == 0
-    assert "equal but for the order of additions: 4 steps, stopped after step 2, 1 rank, resumed on 2" in out
+    assert "equal but for the order of additions: 4 steps, stopped after step 2" in out
+    assert f", resumed on {after}" in out
     assert re.search(r"largest relative difference of loss: \S+ \(at most 0\.001 is rounding\)", out)
 
 
