@@ -85,7 +85,10 @@ def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_p
     checkpoint = tmp_path / "whole" / "epoch_0_step_2"
     back = f"--checkpoint.restore_from={checkpoint}"
     assert run(tmp_path, *options, *GRID, back, name="resumed", text=text, num_ranks=4) == whole
-    alone, grown = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole"))
+    assert whole[0]["rng"] == whole[1]["rng"] != whole[2]["rng"]  # what a group holds in common has to stay common
+    run(tmp_path, *options, back, name="on one", text=text)
+    alone, grown, on_one = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole", "on one"))
+    assert [r["loss"] for r in on_one] == pytest.approx([r["loss"] for r in alone[2:]], rel=1e-3)
     for field in ("loss", "grad_norm"):
         assert [r[field] for r in grown] == pytest.approx([r[field] for r in alone], rel=1e-3)
     assert [r["samples"] for r in grown] == [r["samples"] for r in alone]
