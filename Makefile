@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
 	@echo "preparing $(VENV) (the first time this downloads torch and transformers)"
@@ -42,9 +42,13 @@ format: $(STAMP)  ## format the code and sort its imports
 bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
 	@$(BIN)/python tools/bench_startup.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(BENCH_ARGS)
+	@$(MAKE) --no-print-directory bench-async
+
+bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, and what others keep: about an hour and a half
-	@for campaign in "kill --points 2500" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
+	@for campaign in "kill --points 2500" "kill-async --points 300" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 

@@ -120,7 +120,8 @@ class FinetuneRecipe(Lifecycle):
         return Cadence(
             max_steps=steps.max_steps,
             num_epochs=steps.num_epochs,
-            ckpt_every_steps=steps.ckpt_every_steps,
+            ckpt_every_steps=None if steps.ckpt_every_steps == "auto" else steps.ckpt_every_steps,
+            mtbf_seconds=3600 * steps.mtbf_hours if steps.ckpt_every_steps == "auto" else None,
             ckpt_every_epochs=steps.ckpt_every_epochs,
             ckpt_every_minutes=steps.ckpt_every_minutes,
             ckpt_on_best=steps.ckpt_on_best,

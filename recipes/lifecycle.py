@@ -335,9 +335,11 @@ class Lifecycle:
 
     def note_saved(self, report: SaveReport) -> None:
         """On the leader, when a checkpoint is published, perhaps in another thread: a line of each log."""
-        self.step_scheduler.note_published(report.total_seconds)
+        reasoning = self.step_scheduler.note_published(report.stall_seconds, report.total_seconds)
         self.progress.note_saved(report.step)
         log.info("%s", saved_line(report))
+        if reasoning is not None:
+            log.info("%s", reasoning)
         event = {
             "event": "save",
             "step": report.step,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Box, Slice, Tensor, in_one_piece, intersection
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Box, Slice, Tensor, intersection
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.float_cast import Array
@@ -148,7 +148,7 @@ class _Reader:
         self._tensor = tensor
         bits = DTYPE_BITS[tensor.dtype]
         self._dtype = f"<u{bits // 8}" if bits <= 64 else "<c16"
-        self._maps = [(piece, self._mapped(root, piece)) for piece in in_one_piece(tensor) if piece.nbytes]
+        self._maps = [(piece, self._mapped(root, piece)) for piece in tensor.slices if piece.nbytes]
 
     def _mapped(self, root: Path, piece: Slice) -> Array:
         import os

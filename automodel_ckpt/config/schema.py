@@ -38,6 +38,7 @@ class Relation:
 
 AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
+AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
 FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
 FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
@@ -344,8 +345,10 @@ class StepSchedulerConfig:
     """Optimizer steps at most."""
     max_time: str | None = setting(None, DURATION)
     """Training time at most, of this start of the run: seconds or HH:MM:SS."""
-    ckpt_every_steps: int | None = setting(None, AT_LEAST_1)
-    """Save each time the step is a multiple of this."""
+    ckpt_every_steps: int | Literal["auto"] | None = setting(None, AT_LEAST_1_OR_AUTO)
+    """Save each time the step is a multiple of this; auto: as often as pays, by Young and Daly, from measured costs."""
+    mtbf_hours: float = setting(24.0, POSITIVE)
+    """For ckpt_every_steps auto: the mean time between failures of the whole job."""
     ckpt_every_epochs: int | None = setting(1, AT_LEAST_1)
     """Save each time this many epochs are complete."""
     ckpt_every_minutes: float | None = setting(None, POSITIVE)

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.training.interval import AutoInterval
+
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """The triggers of a run; None turns one off. ``max_time_seconds`` counts from the start of this session."""
+    """The triggers of a run; None turns one off. ``max_time_seconds`` counts from the start of this session;
+    ``mtbf_seconds``, a mean time between failures, has the run choose how often it saves."""
 
     max_steps: int | None = None
     num_epochs: int | None = None
@@ -23,6 +26,7 @@ class Cadence:
     ckpt_on_best: bool = False
     val_every_steps: int | None = None
     max_time_seconds: float | None = None
+    mtbf_seconds: float | None = None
     has_validation: bool = False
 
 
@@ -101,6 +105,7 @@ class StepScheduler:
         self._step_start: float | None = None
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
+        self._auto = AutoInterval(cadence.mtbf_seconds) if cadence.mtbf_seconds is not None else None
 
     def is_finished(self) -> bool:
         """Whether no step follows."""
@@ -143,7 +148,10 @@ class StepScheduler:
         self.elapsed_seconds = elapsed_seconds
         self.ended_early = time_is_up
         if self._step_start is not None:
-            self._longest_step_seconds = max(self._longest_step_seconds, self._clock() - self._step_start)
+            seconds = self._clock() - self._step_start
+            self._longest_step_seconds = max(self._longest_step_seconds, seconds)
+            if self._auto is not None:
+                self._auto.note_step(seconds)
         return due_after(
             self.cadence,
             self.step,
@@ -172,18 +180,23 @@ class StepScheduler:
         self._last_save_time = self._clock()
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
 
-    def note_published(self, seconds: float) -> None:
-        """Record how long a save took until its checkpoint was there; on the leader, perhaps in another thread."""
-        self._longest_save_seconds = max(self._longest_save_seconds, seconds)
+    def note_published(self, stall_seconds: float, total_seconds: float) -> str | None:
+        """Record how long a save kept the training, and how long it took until its checkpoint was there; on the leader,
+        perhaps in another thread. Returns why the run now saves as often as it does, where it chooses that anew."""
+        self._longest_save_seconds = max(self._longest_save_seconds, total_seconds)
+        return self._auto.note_save(stall_seconds, total_seconds) if self._auto is not None else None
 
     def note_lost_save(self) -> None:
         """What :meth:`note_save` recorded last did not come about."""
         self._saved_step = -1
 
     def save_is_wanted(self) -> bool:
-        """Whether ``ckpt_every_minutes`` have passed since the last save, by this rank's clock."""
+        """By this rank's clock: whether ``ckpt_every_minutes`` have passed since the last save, or the run's own choice
+        of steps with the one that is about to be counted."""
         minutes = self.cadence.ckpt_every_minutes
-        return minutes is not None and self._clock() - self._last_save_time >= 60 * minutes
+        if minutes is not None and self._clock() - self._last_save_time >= 60 * minutes:
+            return True
+        return self._auto is not None and self.step + 1 - self._saved_step >= self._auto.steps
 
     def time_is_up(self) -> bool:
         """Whether one more step and the saves of both might not fit into ``max_time``, by this rank's clock."""

@@ -14,7 +14,7 @@ import pytest
 
 from automodel_ckpt.checkpoint import commit
 from tools.crash import endurance, faults, flips, inspect, jobs, kill, pair, power, record, syscalls
-from tools.crash.subjects import BASELINES, OURS, Loaded, Ours
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, Loaded, Ours
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,13 @@ def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
     chosen = tuple(scenario(name) for name in ("prune", "recover"))
     done = kill.run((random.choice(OURS),), points=30, seed=int(time.time()), seconds=15, scenarios=chosen)
     assert done.failures == [] and done.points >= 10
+
+
+def test_no_kill_of_a_sample_loses_a_checkpoint_that_is_written_in_the_background(sweep: kill.Sweep) -> None:
+    subject, chosen = random.choice(OURS_ASYNC), scenario("save")
+    for mode, at in (("rank1", 9), ("rank0", 25), ("both", 60)):
+        _, wrong, call = kill.judge(sweep, kill.Point(subject, chosen, mode, at))
+        assert wrong == [], call
 
 
 @pytest.mark.parametrize("name", ["save", "back"])

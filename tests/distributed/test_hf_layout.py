@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint import Manifest, placed, shared_storage
 from automodel_ckpt.checkpoint import verify as check
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.difference import Held, compare
-from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.manifest import Tree
@@ -95,9 +93,6 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
         cut = any(piece.interleaved for tensor in manifest.trees["model"].stored for piece in tensor.slices)
         assert cut == (strategy == "columns")
         stored = open_weights(path).modules["model"]
-        source = open_source(path.resolve())
-        files = compare(Held(path, manifest.trees["model"].tensors), Held(source.root, source.tensors))
-        assert (files.num_equal, files.num_unread) == (len(source.tensors), 0)
         rows = {"embed.weight": torch.empty(2, 8)}
         read_tree(stored.root, Tree("", {"embed.weight": rows_of(stored.tensors["embed.weight"], 2, 4)}, {}), rows,
                   nested=False)  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tools.crash import baseline, endurance, faults, flips, kill, power
 from tools.crash.record import Record
-from tools.crash.subjects import BASELINES, OURS
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC
 from tools.crash.syscalls import unsupported
 
 CANNOT_RUN = 3
@@ -40,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _kill(options: argparse.Namespace) -> Iterable[Record]:
     return [kill.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds, only=options.only)]
+
+
+def _kill_async(options: argparse.Namespace) -> Iterable[Record]:
+    name, limits = "kill sweep, asynchronous", {"points": options.points, "seconds": options.seconds}
+    return [kill.run(OURS_ASYNC, seed=options.seed, only=options.only, name=name, **limits)]
 
 
 def _power(options: argparse.Namespace) -> Iterable[Record]:
@@ -77,6 +82,7 @@ def _always(_: argparse.Namespace) -> str | None:
 
 CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], Iterable[Record]], Callable[..., str | None], str]] = {
     "kill": (_kill, _no_calls, "SIGKILL at every call that changes a file"),
+    "kill-async": (_kill_async, _no_calls, "the same where saves are written in the background"),
     "power": (_power, _no_power, "the file system shut down under running saves (root)"),
     "faults": (_faults, _no_calls, "each call failing with ENOSPC and EIO"),
     "flips": (_flips, _always, "flipped bits, damaged files"),

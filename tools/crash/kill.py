@@ -293,11 +293,11 @@ def chosen(points: Sequence[PointLike], only: str | None, limit: int, seconds: f
 
 def run(
     subjects: tuple[Subject, ...], *, points: int, seed: int, seconds: float, only: str | None = None,
-    scenarios: tuple[Scenario, ...] = SCENARIOS,
+    scenarios: tuple[Scenario, ...] = SCENARIOS, name: str = "kill sweep",
 ) -> Record:  # fmt: skip
     """The campaign over this project's formats."""
     sweep = Sweep(seed)
-    record = Record("kill sweep", {"points": points, "seed": seed, "seconds": seconds, "only": only})
+    record = Record(name, {"points": points, "seed": seed, "seconds": seconds, "only": only})
     try:
         every = all_points(sweep, subjects, scenarios)
         record.notes["distinct points"] = len(every)

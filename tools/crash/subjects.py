@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
@@ -104,10 +104,12 @@ class Ours:
     model_layout: Layout = "shards"
     rows: int = 1
     """How large the tensors are; see :func:`tools.crash.state.build`."""
+    is_async: bool = False
 
     @property
     def name(self) -> str:
-        return f"automodel_ckpt {self.model_layout if self.model_layout == 'hf' else self.model_save_format}"
+        form = self.model_layout if self.model_layout == "hf" else self.model_save_format
+        return f"automodel_ckpt {form}" + (", asynchronous" if self.is_async else "")
 
     def open(self, root: Path, options: Options) -> OursSession:
         return OursSession(root, options, self)
@@ -127,6 +129,7 @@ class OursSession:
             save_consolidated=options.export,
             restore_from=options.restore_from,
             keep_last=options.keep_last,
+            is_async=subject.is_async,
         )
 
     def load(self) -> Loaded | None:
@@ -148,6 +151,7 @@ class OursSession:
             progress={"consumed_samples": step},
             validated=True,
         )
+        self._checkpointer.settle()
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -250,6 +254,7 @@ def _recognised(made: SimpleNamespace, step: int, rows: int) -> Loaded:
 
 
 OURS = (Ours("safetensors"), Ours("torch_save"), Ours("safetensors", "hf"))
+OURS_ASYNC = tuple(replace(subject, is_async=True) for subject in OURS)
 BASELINES = (PlainDcp(), PlainSafetensors())
 
 

@@ -8,6 +8,7 @@ the tensor's bytes, version, an identifier.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
@@ -39,6 +40,7 @@ class TensorArchive(NamedTuple):
     crc_at: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def tensor_archive(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> TensorArchive:
     """Everything but the bytes of ``torch.save``'s archive of a contiguous tensor on the CPU."""
     zip_file = _Zip()

@@ -1,0 +1,311 @@
+"""What an asynchronous save costs the training beside it, on real ranks.
+
+    python -m tools.bench_async [--size 512M] [--runs 5] [--directory DIR] [--docs]
+
+First one rank with a free core, then two ranks that share two. A rank's state is that of AdamW over bf16 weights; a
+step is a forward and a backward of a small network, and with two ranks a sum between them. In each round every row runs
+once: steps left alone, the save, steps until it is done. ``stall`` is how long the call keeps the training, beside a
+copy of the same bytes into memory that is warm; ``step`` is a step's mean time until the save is done, beside those
+left alone; ``lost`` is all the time that training lost, in steps left alone. Medians over the rounds; the slowest rank
+counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from automodel_ckpt.checkpoint import Checkpointer, discover
+from tools.bench_checkpoint import model_of
+from tools.bench_rounds import machine, parse_size
+
+PAGE = Path(__file__).parent.parent / "docs/performance.md"
+BEGIN, END = "<!-- bench-async: begin -->", "<!-- bench-async: end -->"
+NUM_ALONE = 10
+BYTES_PER_WEIGHT = 2 + 2 + 2
+"""bf16 weights and AdamW's two moments of them."""
+
+Pending = Callable[[], bool]
+"""Whether a save is done."""
+
+
+@dataclass
+class Row:
+    """A way of saving: *start* returns when training may go on."""
+
+    name: str
+    start: Callable[[Path], Pending]
+    ours: bool = False
+    stalls: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+    failure: str = ""
+
+
+class Bench:
+    """One rank: its state, a step, and the rows."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.dp_rank, self.dp_size, self.is_leader = self.rank, self.world_size, self.rank == 0
+        self.model = model_of(nbytes * self.world_size * 2 // BYTES_PER_WEIGHT)
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world_size,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+        self.inputs = torch.randn(256, 512)
+        self.savers: dict[bool, Checkpointer] = {}
+        self.group = dist.new_group(backend="gloo")
+        self.stagers: dict[str, Any] = {}
+        self.target = torch.zeros(self.nbytes, dtype=torch.uint8)
+        self.sources = [value.reshape(-1).view(torch.uint8) for value in self.tensors()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        states = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        found = [*self.model.parameters(), *states]
+        return [(value.to_local() if hasattr(value, "to_local") else value).detach() for value in found]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self.tensors())
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        self.net(self.inputs).square().mean().backward()
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(4))
+        return time.perf_counter() - started
+
+    # ---------------------------------------------------------------- rows
+
+    def copy(self, _: Path) -> Pending:
+        at = 0
+        for source in self.sources:
+            self.target[at : at + source.nbytes].copy_(source)
+            at += source.nbytes
+        return lambda: True
+
+    def ours(self, directory: Path, *, is_async: bool) -> Pending:
+        saver = self.savers.get(is_async)
+        if saver is None:
+            saver = Checkpointer(directory / f"async-{is_async}", ranks=self, group=dist.group.WORLD, is_async=is_async,
+                                 keep_last=1)  # fmt: skip
+            self.savers[is_async] = saver
+        state = discover(SimpleNamespace(model=self.model, optimizer=self.optimizer))
+        self.number += 1
+        saver.save(state, step=self.number, epoch=0, config_yaml="", losses={}, progress={})
+        return lambda: saver._background is None or saver._background.state != "busy"
+
+    number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def torch_sync(self, directory: Path) -> Pending:
+        save(self.state_dict(), checkpoint_id=self.fresh(directory), process_group=self.group)
+        return lambda: True
+
+    def torch_async(self, directory: Path, kind: AsyncCheckpointerType, *, cached: bool) -> Pending:
+        stager = self.stagers.get(kind.value) if cached else None
+        if cached and stager is None:
+            stager = self.stagers[kind.value] = BlockingAsyncStager(cache_staged_state_dict=True)
+            # Its own cache is pinned memory, which takes an accelerator.
+            stager.state_dict_cache = _create_cpu_state_dict(self.state_dict(), share_memory=True)
+        answer: Any = async_save(
+            self.state_dict(), checkpoint_id=self.fresh(directory), process_group=self.group,
+            async_checkpointer_type=kind, async_stager=stager,
+        )  # fmt: skip
+        future = getattr(answer, "upload_completion", answer)
+
+        def done() -> bool:
+            if not future.done():
+                return False
+            future.result()
+            return True
+
+        return done
+
+    def fresh(self, directory: Path) -> Path:
+        self.number += 1
+        return directory / f"torch-{self.number}"
+
+    def rows(self) -> list[Row]:
+        thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+        return [
+            Row("copy into warm memory", self.copy),
+            Row("ours, synchronous", lambda d: self.ours(d, is_async=False), ours=True),
+            Row("ours, asynchronous", lambda d: self.ours(d, is_async=True), ours=True),
+            Row("torch DCP save", self.torch_sync),
+            Row("torch DCP async_save, thread", lambda d: self.torch_async(d, thread, cached=False)),
+            Row("the same, cached stager", lambda d: self.torch_async(d, thread, cached=True)),
+            Row("torch DCP async_save, process, cached stager", lambda d: self.torch_async(d, process, cached=True)),
+        ]
+
+    # ---------------------------------------------------------------- rounds
+
+    def measure(self, directory: Path, num_rounds: int) -> list[Row]:
+        rows = self.rows()
+        for row in rows:  # the first save of each allocates and imports
+            self.once(row, directory, record=False)
+        for _ in range(num_rounds):
+            for row in rows:
+                self.once(row, directory, record=True)
+        for saver in self.savers.values():
+            saver.settle()
+            saver.close()
+        return rows
+
+    def once(self, row: Row, directory: Path, *, record: bool) -> None:
+        if row.failure:
+            return
+        self.clear(directory)
+        alone = statistics.mean(self.step() for _ in range(NUM_ALONE))
+        started = time.perf_counter()
+        try:
+            done = row.start(directory)
+            stall = self.slowest(time.perf_counter() - started)
+            beside: list[float] = []
+            was_done = False
+            while not was_done:
+                beside.append(self.step())
+                was_done = self.everywhere(done())
+        except Exception as error:  # a way that does not work here is reported as such
+            row.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            return
+        if record:
+            mean = statistics.mean(beside)
+            row.stalls.append(stall)
+            row.steps.append(self.slowest(mean / alone))
+            row.lost.append(self.slowest((stall + sum(beside) - len(beside) * alone) / alone))
+
+    def clear(self, directory: Path) -> None:
+        """Remove what torch wrote before, and let the disk come to rest."""
+        dist.barrier()
+        if self.rank == 0:
+            for path in directory.glob("torch-*"):
+                shutil.rmtree(path)
+            os.sync()
+        dist.barrier()
+
+    def slowest(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def everywhere(self, holds: bool) -> bool:
+        tensor = torch.tensor(int(holds))
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        return bool(tensor)
+
+
+def rank_main(rank: int, num_ranks: int, port: int, arguments: argparse.Namespace, root: str, queue: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    bench = Bench(arguments.size)
+    rows = bench.measure(Path(root), arguments.runs)
+    if rank == 0:
+        queue.put((bench.nbytes, [(r.name, r.ours, r.stalls, r.steps, r.lost, r.failure) for r in rows]))
+    os._exit(0)  # torch's writer process would be waited for
+
+
+def on_ranks(num_ranks: int, arguments: argparse.Namespace, root: Path) -> tuple[int, list[Row]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    ranks = [
+        context.Process(target=rank_main, args=(rank, num_ranks, port, arguments, str(root), queue))
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit("a rank failed")
+    nbytes, rows = queue.get()
+    return nbytes, [
+        Row(name, lambda _: lambda: True, ours, stalls, steps, lost, failure)
+        for name, ours, stalls, steps, lost, failure in rows
+    ]
+
+
+def as_markdown(results: list[tuple[int, int, list[Row]]], num_rounds: int) -> str:
+    parts = [", ".join(machine().values()) + f"; medians of {num_rounds} rounds."]
+    for num_ranks, nbytes, rows in results:
+        where = "1 rank, a free core" if num_ranks == 1 else f"{num_ranks} ranks on {os.cpu_count()} cores"
+        parts.append(f"\n### Asynchronous saves: {where}, {nbytes / 1e6:.0f} MB per rank\n")
+        parts.append("| | stall, in copies | step while saving | training lost, in steps |\n|---|---:|---:|---:|")
+        copies = rows[0].stalls
+        parts += [_line(row, copies) for row in rows]
+    return "\n".join(parts)
+
+
+def _line(row: Row, copies: list[float]) -> str:
+    name = f"**{row.name}**" if row.ours else row.name
+    if row.failure:
+        return f"| {name} | does not work here: {row.failure} | | |"
+    stall = statistics.median(one / copy for one, copy in zip(row.stalls, copies, strict=True))
+    return f"| {name} | {stall:.2f} | {statistics.median(row.steps):.2f} | {statistics.median(row.lost):.1f} |"
+
+
+def write_page(block: str, page: Path = PAGE) -> None:
+    """Put the tables between the page's markers."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=parse_size, default="512M", help="bytes of a rank's state: 64M, 512M (default)")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
+    parser.add_argument("--docs", action="store_true", help="write docs/performance.md")
+    arguments = parser.parse_args()
+    results = []
+    for num_ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory(prefix="bench-async-", dir=arguments.directory) as root:
+            results.append((num_ranks, *on_ranks(num_ranks, arguments, Path(root))))
+    block = as_markdown(results, arguments.runs)
+    print(block)
+    if arguments.docs:
+        write_page(block)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
