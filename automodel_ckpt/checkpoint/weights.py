@@ -61,7 +61,7 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
     if os.path.lexists(found / layout.MANIFEST):
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
-        return Weights(found, {MODEL: _opened(found)}, found.parent)
+        return Weights(found, {MODEL: _module_in(found)}, found.parent)
     if _is_hugging_face(found):
         return Weights(found, {MODEL: _hugging_face(found)})
     return Weights(found, {MODEL: _opened(found)})
@@ -93,6 +93,14 @@ def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
         for name, tree in trees.items()
     }
     return {name: Tensors(checkpoint, whole[name], tree.tied) for name, tree in trees.items()}
+
+
+def _module_in(directory: Path) -> Tensors:
+    """The module that a checkpoint keeps in *directory*."""
+    modules = {layout.state_directory(name): module for name, module in _modules_of(directory.parent).items()}
+    if directory.name not in modules:
+        raise _unusable("this directory of a checkpoint holds no module", directory, f"those of it: {sorted(modules)}")
+    return modules[directory.name]
 
 
 def _opened(directory: Path) -> Tensors:

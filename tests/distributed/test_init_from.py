@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -212,3 +214,24 @@ def test_a_vocabulary_that_follows_no_tokenizer_is_refused() -> None:
     assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (None, 7, 2)
     with pytest.raises(RecipeError, match="no tokenizer for the vocabulary"):
         wanted_size("tokenizer", None)
+
+
+def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) -> None:
+    adapted = ("--peft.target_modules=[q_proj]", f"--peft.base_dir={tmp_path / 'frozen'}")
+    run(tmp_path, *adapted, "--step_scheduler.max_steps=2", name="adapters")
+    checkpoint = tmp_path / "adapters/epoch_0_step_2"
+    saved = load_file(checkpoint / "model/adapter_model.safetensors")
+    recipe = write_recipe(tmp_path)
+    sources = [tmp_path / "adapters", checkpoint / "model", base / "base"]
+
+    def all_sources() -> list[Weights | str]:
+        here = ("--checkpoint.enabled=false", "--seed=3", *adapted)
+        return [started(recipe, *here, f"--init_from.path={source}") for source in sources]
+
+    *of_adapters, of_whole = ranks.run(all_sources, 1, init=False)[0]
+    for found in of_adapters:
+        assert isinstance(found, dict), found
+        for name, tensor in saved.items():
+            inside = re.sub(r"\.lora_(A|B)\.", r".lora_\1.default.", name)
+            assert torch.equal(found[inside], tensor)
+    assert "lora_A.weight: not there" in str(of_whole)

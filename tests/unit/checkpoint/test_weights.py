@@ -137,6 +137,7 @@ def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> N
     (tmp_path / "twice").mkdir()
     for name in ("a", "b"):
         save_file({"w": torch.ones(1)}, tmp_path / f"twice/{name}.safetensors")
+    tiny.save(tmp_path / "whole", tiny.recipe())
     made = SimpleNamespace(counter=tiny.Counter())
     tiny.save(tmp_path / "run", made)
     for name, what in (
@@ -147,6 +148,7 @@ def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> N
         ("missing", "a file of weights is missing"),
         ("twice", "two files hold the tensor 'w'"),
         ("run", "this checkpoint holds no module"),
+        ("whole/epoch_0_step_20/optim", "this directory of a checkpoint holds no module"),
     ):
         with pytest.raises(CheckpointUnusable, match=what):
             open_weights(tmp_path / name)
