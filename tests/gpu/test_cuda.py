@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.verify import verify
 from tests.support import tiny
 
@@ -123,3 +123,33 @@ def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(tmp_path: 
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name].cpu(), theirs[name].cpu()) for name in ours), device
         assert next(loaded.model.parameters()).device.type == device
+
+
+def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_goes_on(tmp_path: Path) -> None:
+    made = tiny.recipe(1)
+    made.model.register_parameter("large", torch.nn.Parameter(torch.randn(64 << 20)))
+    made.model.cuda()
+    made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=0.1)
+    made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1])
+    saver = tiny.checkpointer(tmp_path, is_async=True)
+    for step in range(1, 6):
+        for parameter in made.optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        saver.await_copies()
+        made.optimizer.step()
+        made.model.steps.add_(1)
+        expected = tiny.tensors_of(made)
+        saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+        made.model.steps.add_(1)  # a forward pass may change buffers, but no parameter
+    saver.await_copies()
+    for parameter in made.model.parameters():
+        parameter.data.zero_()
+    assert saver.settle()
+    saver.close()
+    other = tiny.recipe(2)
+    other.model.register_parameter("large", torch.nn.Parameter(torch.zeros(64 << 20)))
+    other.optimizer = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.1)
+    other.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(other.optimizer, milestones=[1])
+    tiny.load(tmp_path, other)
+    found = tiny.tensors_of(other)
+    assert [name for name, value in expected.items() if not torch.equal(found[name].cpu(), value.cpu())] == []
