@@ -139,18 +139,22 @@ class VLMFinetune(FinetuneRecipe):
         if not self._checked_gradients:
             unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
             if unused:
-                raise RecipeError.all_of([_unused(unused)])
+                raise RecipeError.all_of([_unused(unused, adapters=self.config.peft is not None)])
             self._checked_gradients = True
         return super().clip_gradients()
 
 
-def _unused(names: list[str]) -> Problem:
+def _unused(names: list[str], *, adapters: bool) -> Problem:
     plain = [name.removeprefix("module.") for name in names]
-    parents = sorted({name.rpartition(".")[0] for name in plain})
-    shown = ", ".join(f"'{parent}.*'" for parent in parents)
+    if adapters:
+        plain = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in plain]
+        key, remedy, found = "peft.exclude_modules", "leave them out", sorted(set(plain))
+    else:
+        key, remedy = "model.freeze", "freeze them"
+        found = sorted({f"{name.rpartition('.')[0]}.*" for name in plain})
     return Problem(
         "parameters are to be trained that take no part in the model's output",
-        "model.freeze",
+        key,
         f"{len(plain)} of them: {', '.join(plain[:5])}{' ...' if len(plain) > 5 else ''}",
-        f"freeze them: model.freeze: [{shown}]",
+        f"{remedy}: {key}: [{', '.join(map(repr, found))}]",
     )
