@@ -242,6 +242,7 @@ def test_every_shipped_recipe_can_be_listed_copied_and_passes_a_dry_run(
         assert main(["--copy", name, "copies"]) == EXIT_DONE
         copy = capsys.readouterr().out.strip()
         assert main([copy, "--dry-run", "--trust", "copies"]) == EXIT_DONE
+        capsys.readouterr()
     capsys.readouterr()
     assert "File exists" in say(capsys, "--copy", listed[0], "copies")
     assert "no recipe has this name" in say(capsys, "--copy", "../../etc/passwd", "copies")
