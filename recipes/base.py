@@ -205,7 +205,7 @@ class FinetuneRecipe(Lifecycle):
         if isinstance(section, Target):
             return Blueprint(build(section))
         assert self.model_config is not None
-        size, peft = wanted_size(section.vocab_size, self.preprocessor), self.config.peft
+        size, peft = wanted_size(section.vocab_size, self.text_tokenizer), self.config.peft
         return draw_up(
             replace(section, from_pretrained=self.prepare_base()),
             self.model_config,
@@ -217,9 +217,14 @@ class FinetuneRecipe(Lifecycle):
             loading=quantization(self.config, self.layout),
         )
 
+    @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer, that of a processor included; None: there is none."""
+        return getattr(self.preprocessor, "tokenizer", self.preprocessor)
+
     def resize(self, model: nn.Module, section: ModelConfig) -> None:
         """What ``model.vocab_size`` asks for; a pretrained model has its own size until here."""
-        size = wanted_size(section.vocab_size, getattr(self.preprocessor, "tokenizer", self.preprocessor))
+        size = wanted_size(section.vocab_size, self.text_tokenizer)
         self.vocabulary = vocabulary_names(model) if size is not None else []
         if size is not None and section.from_pretrained is not None:
             resize_vocabulary(model, size, section.new_tokens)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PreTrainedConfig
 
 from automodel_ckpt.checkpoint.starting import Filling, fill_module, module_shapes
-from automodel_ckpt.checkpoint.trees import unwrap
+from automodel_ckpt.checkpoint.trees import name_in_files, unwrap
 from automodel_ckpt.checkpoint.weights import Tensors, open_weights
 from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.distributed.agree import gather_objects
@@ -24,6 +24,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import base_directory, build_model, fresh_dtype
 from automodel_ckpt.models.keys import Names, compare
 from automodel_ckpt.models.meta import InitialValues, allocate, initialise, is_transient, on_meta
+from automodel_ckpt.models.names import names_in_files
 from automodel_ckpt.recipes.starting import MODEL, together
 
 log = logging.getLogger("automodel_ckpt")
@@ -150,6 +151,7 @@ class _Source:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotInParts(f"its files cannot be read in parts ({error})") from error
+        self._names = model.names_in_files = names_in_files(model, directory)
         self._matches = self._compared(model)
         if (directory / "generation_config.json").is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -171,9 +173,10 @@ class _Source:
         adapted: Any = getattr(model, "get_base_model", None)
         model = adapted() if adapted is not None else model
         now = {id(module): name for name, module in model.named_modules()}
-        fillings = {}
-        for fqn, stored in self._matches.items():
-            parent, _, key = fqn.rpartition(".")
+        fqns, fillings = {stored: fqn for fqn, stored in self._names.items()}, {}
+        for name, stored in self._matches.items():
+            parent, _, key = fqns.get(name, name).rpartition(".")
             outer = now[id(modules[parent])]
-            fillings[f"{outer}.{key}" if outer else key] = Filling(self._tensors, stored)
+            fqn = f"{outer}.{key}" if outer else key
+            fillings[name_in_files(model, fqn)] = Filling(self._tensors, stored)
         fill_module(model, fillings, "init")

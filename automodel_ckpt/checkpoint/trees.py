@@ -43,6 +43,11 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
 
 
+def name_in_files(module: nn.Module, fqn: str) -> str:
+    """What checkpoints call the tensor *fqn* of a module."""
+    return _names_in_files(module).get(fqn, fqn)
+
+
 def _names_in_files(module: nn.Module) -> Mapping[str, str]:
     names: Mapping[str, str] = getattr(unwrap(module), "names_in_files", {})
     return names

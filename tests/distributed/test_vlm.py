@@ -99,7 +99,7 @@ def tensors(directory: Path) -> dict[str, bytes]:
     ],
 )
 def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
-    family: str, strategy: str, num_ranks: int, model_format: str, tmp_path: Path
+    family: str, strategy: str, num_ranks: int, model_format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = prepare(tmp_path, family)
     options = (
@@ -108,6 +108,7 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
         "--checkpoint.save_consolidated=final",
     )
     _, trained = run(recipe, "run", *options, num_ranks=num_ranks)[0]
+    assert "builds the whole model" not in capfd.readouterr().err, "each rank reads its part of the base"
     base, export = tmp_path / "base", (tmp_path / "run/LATEST/model/consolidated").resolve()
     export = export.rename(tmp_path / "export")
     model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
@@ -124,7 +125,7 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
     assert type(read_processor(str(export))) is type(read_processor(str(base)))
 
 
-def test_a_killed_run_goes_on_exactly_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
     whole = run(recipe, "whole", num_ranks=2)
     arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}",)
@@ -134,11 +135,6 @@ def test_a_killed_run_goes_on_exactly_and_on_another_number_of_ranks(tmp_path: P
     again = run(recipe, "killed", num_ranks=2)
     assert [state for state, _ in again] == [state for state, _ in whole]
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
-    run(recipe, "fewer", "--step_scheduler.max_steps=2", num_ranks=2)
-    run(recipe, "fewer", "--step_scheduler.max_steps=5", num_ranks=1)
-    for one, other in zip(steps_of(tmp_path / "fewer"), steps_of(tmp_path / "whole"), strict=True):
-        assert one["samples"] == other["samples"]
-        assert float.fromhex(one["loss"]) == pytest.approx(float.fromhex(other["loss"]), rel=1e-4)
 
 
 def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: Path) -> None:
