@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
+_NAME = re.compile(r"[a-z0-9._-]+")
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -48,15 +50,18 @@ def python_of(environment: Environment, root: Path) -> Path:
     print(f"  installing {environment.name} in {directory}", flush=True)
     shutil.rmtree(directory, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    for requirements, options in (
-        (environment.first, _torch_source(environment.first)), (environment.loose, ["--no-deps"]),
-        (_requirements_of(python, environment), []), (environment.then, []),
-    ):  # fmt: skip
-        if requirements:
-            command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
-            subprocess.run(["nice", *command, *requirements], check=True, env=own_variables())
+    _install(python, environment.first, *_torch_source(environment.first))
+    _install(python, environment.loose, "--no-deps")
+    _install(python, _requirements_of(python, environment))
+    _install(python, environment.then)
     stamp.write_text(environment.key)
     return python
+
+
+def _install(python: Path, requirements: Sequence[str], *options: str) -> None:
+    if requirements:
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
+        subprocess.run(["nice", *command, *requirements], check=True, env=own_variables())
 
 
 def own_variables() -> dict[str, str]:
@@ -80,14 +85,11 @@ def _requirements_of(python: Path, environment: Environment) -> list[str]:
     if not environment.all_of_loose:
         return []
     names = [requirement.split("==")[0] for requirement in environment.loose]
-    code = (
-        "import sys; from importlib.metadata import requires\n"
-        "from pip._vendor.packaging.requirements import Requirement\n"
-        "for text in (text for name in sys.argv[1:] for text in requires(name) or []):\n"
-        "    r = Requirement(text)\n"
-        "    if r.marker is None or r.marker.evaluate({'extra': ''}):\n"
-        "        print(r.name, text.split(';')[0].strip(), sep='\\t')\n"
-    )
-    done = subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True, env=own_variables())
-    pairs = [line.split("\t") for line in done.stdout.splitlines()]
-    return [text for name, text in pairs if name.lower() not in environment.without]
+    code = "import sys; from importlib.metadata import requires; print(*requires(sys.argv[1]), sep='\\n')"
+    found = []
+    for name in names:
+        done = subprocess.run(
+            [python, "-c", code, name], check=True, capture_output=True, text=True, env=own_variables()
+        )  # fmt: skip
+        found += [text for text in done.stdout.splitlines() if "extra ==" not in text]
+    return [text for text in found if _NAME.match(text.lower())[0] not in environment.without]  # type: ignore[index]
