@@ -19,6 +19,7 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
     """What ``model.vocab_size`` asks for: ``tokenizer`` as many as that has; None: as many as the model has."""
     if option != "tokenizer":
         return int(option) if option is not None else None
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if tokenizer is None:
         raise RecipeError(
             "there is no tokenizer for the vocabulary to follow",

@@ -7,6 +7,7 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,7 @@ def test_a_vocabulary_that_follows_no_tokenizer_is_refused() -> None:
     from automodel_ckpt.models.vocabulary import wanted_size
 
     assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (None, 7, 2)
+    assert wanted_size("tokenizer", SimpleNamespace(tokenizer=[1])) == 1
     with pytest.raises(RecipeError, match="no tokenizer for the vocabulary"):
         wanted_size("tokenizer", None)
 
