@@ -14,6 +14,7 @@ from automodel_ckpt.config.bind import keys_of
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
+from tests.support.stand_ins import write_stand_ins
 
 RECIPE = """\
 model:
@@ -240,9 +241,9 @@ def test_every_shipped_recipe_can_be_listed_copied_and_passes_a_dry_run(
     assert "llm_finetune/tiny_llama_python_docs" in listed
     for name in listed:
         assert main(["--copy", name, "copies"]) == EXIT_DONE
-        copy = capsys.readouterr().out.strip()
-        assert main([copy, "--dry-run", "--trust", "copies"]) == EXIT_DONE
-        capsys.readouterr()
+        copy = capsys.readouterr().out.splitlines()[-1]
+        write_stand_ins(Path.cwd(), examples()[name].read_text())
+        assert main([copy, "--dry-run", "--trust", "copies", "--nproc-per-node=2"]) == EXIT_DONE
     capsys.readouterr()
     assert "File exists" in say(capsys, "--copy", listed[0], "copies")
     assert "no recipe has this name" in say(capsys, "--copy", "../../etc/passwd", "copies")

@@ -1,0 +1,102 @@
+"""Every recipe that comes with the package does what it says; those of the Hub on small models of the same family."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from automodel_ckpt.cli.train import examples
+from tests.support import ranks
+from tests.support.stand_ins import DATA, MODELS, write_stand_ins
+from tests.support.training import train
+
+SHIPPED = examples()
+HUB = {name: path for name, path in SHIPPED.items() if re.search(r"from_pretrained: [\w-]+/\w", path.read_text())}
+TP = "llm_finetune/qwen3/qwen3_8b_chat_fsdp2_tp"
+SMALLER = {  # what a few steps on two cores ask to be changed
+    "llm_finetune/smollm2/smollm2_360m_stories_packed": [
+        "--packed_sequence.size=160", "--step_scheduler.global_batch_size=8", "--step_scheduler.local_batch_size=4",
+    ],
+    TP: ["--step_scheduler.global_batch_size=4"],
+}  # fmt: skip
+RANKS = {TP: 4}
+FAMILIES = {"llama3_2": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text", "smollm2": "llama"}
+
+
+def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
+    assert len(SHIPPED) == 12
+    assert len(HUB) == 8
+    assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
+    named = " ".join(path.read_text() for path in HUB.values()).split()
+    assert (MODELS.keys() | DATA.keys()) <= set(named)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_overrides(name: str) -> None:
+    lines = SHIPPED[name].read_text().split("\n\n")[0].splitlines()
+    assert all(line == "#" or line.startswith("# ") for line in lines)
+    text = "\n".join(lines)
+    order = [text.index(part) for part in ("# Needs: ", "ckpt-train ", "# Often changed", "#   --")]
+    assert order == sorted(order)
+    assert f"examples/{name}.yaml" in text
+    assert lines[0].endswith("."), "the first line is the title that --list shows"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", HUB)
+def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, *_ = write_stand_ins(tmp_path, HUB[name].read_text())
+    overrides = ("--step_scheduler.max_steps=2", "--checkpoint.checkpoint_dir=run", *SMALLER.get(name, ()))
+    ranks.run(partial(train, HUB[name], *overrides), RANKS.get(name, 1), init=False)
+    records = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "event" not in record]
+    assert len(losses) == 2
+    assert all(0 < loss < 2 * math.log(300) for loss in losses)
+    assert json.loads(Path("run/LATEST/losses.json").read_text())["val_loss"] > 0
+    export = Path("run/LATEST/model" if "peft" in name else "run/LATEST/model/consolidated")
+    trained = AutoModelForCausalLM.from_pretrained(export)
+    assert trained.config.model_type == FAMILIES[HUB[name].parent.name]
+    assert AutoTokenizer.from_pretrained(export).chat_template == AutoTokenizer.from_pretrained(model).chat_template
+
+
+# Slurm
+
+
+def run_batch_script(directory: Path, code: int, *words: str) -> tuple[int, list[str]]:
+    """The batch script beside an `srun` that ends with *code*; its exit code, and what it called."""
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        command = directory / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name} $*" >> {directory}/calls\nexit {ends}\n')
+        command.chmod(0o755)
+    script = next(iter(SHIPPED.values())).parents[1] / "slurm" / "train.sbatch"
+    environment = {"PATH": f"{directory}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "VENV": "/my env"}
+    done = subprocess.run(["bash", script, *words], env=environment, capture_output=True, text=True, check=False)
+    calls = directory / "calls"
+    return done.returncode, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_the_batch_script_starts_the_ranks_and_goes_back_into_the_queue_after_a_signal(tmp_path: Path) -> None:
+    assert run_batch_script(tmp_path, 75, "my recipe.yaml", "--seed=1") == (
+        75,
+        ["srun /my env/bin/ckpt-train my recipe.yaml --seed=1", "scontrol requeue 7"],
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 4])
+def test_the_batch_script_ends_with_the_runs_code_otherwise(tmp_path: Path, code: int) -> None:
+    assert run_batch_script(tmp_path, code, "recipe.yaml") == (code, ["srun /my env/bin/ckpt-train recipe.yaml"])
+
+
+def test_the_batch_script_says_how_it_is_used(tmp_path: Path) -> None:
+    assert run_batch_script(tmp_path, 0) == (2, [])
