@@ -89,6 +89,8 @@ class FinetuneRecipe(Lifecycle):
     """Reads the validation set from its start; None: there is none."""
     model_config: PreTrainedConfig | None
     """The transformers configuration; None for a model by ``_target_``."""
+    only_planned: bool = False
+    """Whether the model is only counted, for ``--dry-run`` (recipes.planning): it stays without values."""
     preprocessor: Any
     """The tokenizer or processor, whose files an export carries along; None: there is none."""
 
@@ -192,6 +194,8 @@ class FinetuneRecipe(Lifecycle):
         takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
         self.log_model(model)
+        if self.only_planned:
+            return model
         shared = self.parallelize(model, blueprint.materialise)
         # These run the model on a few tokens, which all its ranks do together.
         self.row_layout = self.choose_row_layout(model)

@@ -16,6 +16,7 @@ from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.difference import Held
+    from automodel_ckpt.config.nodes import Node
 
 Find = Callable[[Path], Path]
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
@@ -75,7 +76,9 @@ def _side(path: Path) -> Side:
 
     if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(path.parent / layout.MANIFEST):
         source = open_foreign(path)
-        return Side(path, trees={"model": Held(source.root, source.tensors)}, recipe=_recipe(path / layout.CONFIG))
+        return Side(
+            path, trees={"model": Held(source.root, source.tensors)}, recipe=recipe_leaves(path / layout.CONFIG)
+        )
     path = path if os.path.lexists(path / layout.MANIFEST) else path.parent
     manifest = Manifest.read(path)
     files = {name: record.files for name, record in manifest.state.items()}
@@ -83,27 +86,29 @@ def _side(path: Path) -> Side:
         path,
         {key: getattr(manifest, key) for key in _GENERAL},
         manifest.environment,
-        _recipe(path / layout.CONFIG),
+        recipe_leaves(path / layout.CONFIG),
         {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()},
         _plain_state(path, files.get("step_scheduler", ())),
         _plain_state(path, files.get("dataloader", ())),
     )
 
 
-def _recipe(path: Path) -> dict[str, str]:
+def recipe_leaves(path: Path) -> dict[str, str]:
     """Dotted key to the text of each value; empty where there is no recipe, or none that can be read."""
-    from automodel_ckpt.config.nodes import Node, read_file
-
-    def leaves(node: Node, key: str) -> Iterator[tuple[str, str]]:
-        children = node.children()
-        if not children:
-            yield key, str(node)
-        for name, child in children:
-            yield from leaves(child, f"{key}.{name}" if key else name)
+    from automodel_ckpt.config.nodes import read_file
 
     if not path.is_file() or path.is_symlink():
         return {}
-    return dict(leaves(read_file(path, []), ""))
+    return dict(leaves(read_file(path, [])))
+
+
+def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of each value of a recipe's tree."""
+    children = node.children()
+    if not children:
+        yield key, str(node)
+    for name, child in children:
+        yield from leaves(child, f"{key}.{name}" if key else name)
 
 
 def _plain_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:

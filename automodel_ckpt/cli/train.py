@@ -15,7 +15,7 @@ from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
-from automodel_ckpt.distributed.sizes import choose_strategy, share_out
+from automodel_ckpt.distributed.sizes import Sizes, choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
@@ -71,8 +71,10 @@ def _run_recipe(line: CommandLine) -> int:
 
     trust = targets.Trust(line.flags.trust)
     if "dry_run" in line.modes:
+        from automodel_ckpt.cli.dry_run import report
+
         recipe = targets.prepare(loaded, trust)
-        print(summary(loaded, recipe, line.flags, ranks), end="")
+        print(report(loaded, recipe, line.flags, grid(loaded, ranks) if ranks else None), end="")
         return EXIT_DONE
     from automodel_ckpt.cli.launch import launch
 
@@ -129,7 +131,7 @@ def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
     steps = loaded.config.step_scheduler
     if ranks is None:
         return
-    ranks = data_parallel_ranks(loaded, ranks)
+    ranks = grid(loaded, ranks).dp
     if steps.global_batch_size % (steps.local_batch_size * ranks) == 0:
         return
     keys = ("global_batch_size", "local_batch_size")
@@ -142,8 +144,8 @@ def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
     )
 
 
-def data_parallel_ranks(loaded: LoadedRecipe, ranks: int) -> int:
-    """How many parts each global batch is cut into. Raises :class:`RecipeError` for sizes that do not fit together."""
+def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:
+    """What the ranks share. Raises :class:`RecipeError` for sizes that do not fit together."""
     section = loaded.config.distributed
     sizes = share_out(
         ranks,
@@ -153,28 +155,7 @@ def data_parallel_ranks(loaded: LoadedRecipe, ranks: int) -> int:
         pp_size=section.pp_size,
     )
     choose_strategy(section.strategy, sizes)
-    return sizes.dp
-
-
-def summary(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, ranks: int | None) -> str:
-    """What would run, for ``--dry-run``."""
-    steps, tree = loaded.config.step_scheduler, loaded.tree
-    count = f"{ranks}" if ranks else f"{flags.nproc_per_node} on each of {flags.nnodes} machines"
-    per_step = f"{steps.global_batch_size} samples"
-    if ranks:
-        parts = data_parallel_ranks(loaded, ranks)
-        accumulated = steps.global_batch_size // (steps.local_batch_size * parts)
-        per_step += f" = {steps.local_batch_size} x {parts} ranks x {accumulated} accumulated"
-    ends = [f"{key}: {tree.at(f'step_scheduler.{key}')}" for key in ("num_epochs", "max_steps", "max_time")]
-    rows = {
-        "recipe": f"{recipe.__module__}.{recipe.__qualname__}",
-        "ranks": count,
-        "each step": per_step,
-        "until": ", ".join(ends),
-        "checkpoints": str(tree.at("checkpoint.checkpoint_dir")) if loaded.config.checkpoint.enabled else "none",
-    }
-    body = "".join(f"  {name + ':':13}{text}\n" for name, text in rows.items())
-    return f"{loaded.path} is sound; nothing was built or trained\n{body}"
+    return sizes
 
 
 def examples() -> dict[str, Path]:

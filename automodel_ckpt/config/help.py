@@ -27,7 +27,7 @@ Flags, recipe and overrides may stand in any order. A later override wins.
 MODES = """\
 instead of training:
   --print-config  print the recipe with defaults and overrides, and where each value comes from
-  --dry-run       check all that can be checked without building the model, and say what would run
+  --dry-run       check recipe, data and model without weights, and say what it takes and goes on from
   --list          list the recipes that come with the package
   --copy NAME DIR copy one of them
   --version       print the version

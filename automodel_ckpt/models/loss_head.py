@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 LossOf = Callable[[torch.Tensor, torch.Tensor], AbstractContextManager[None]]
 """:meth:`LossHead.loss_of` of a model's head."""
 
-_CHUNK_ELEMENTS = 2**25
+CHUNK_ELEMENTS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
 
 
@@ -136,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = math.ceil(_CHUNK_ELEMENTS / (part.most if part is not None else weight.shape[0]))
+        size = math.ceil(CHUNK_ELEMENTS / (part.most if part is not None else weight.shape[0]))
         for start in range(0, len(targets), size):
             chunk = hidden[start : start + size]
             errors = F.linear(chunk, weight, bias).float()

@@ -76,7 +76,7 @@ def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
 
 
 def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", 5 * 19)  # of 37 tokens the ranks have 19 and 18
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 5 * 19)  # of 37 tokens the ranks have 19 and 18
 
     def on_two_ranks() -> None:
         by_a_vocabulary_in_parts({"tie_word_embeddings": True}, frozen=False)

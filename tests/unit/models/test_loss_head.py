@@ -20,7 +20,7 @@ OPTIONS = {"use_cache": False}
 
 @pytest.fixture(params=[1, 3, 1000], ids=lambda rows: f"chunks of {rows}")
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", 53 * request.param)
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 53 * request.param)
 
 
 def inputs(dtype: torch.dtype, num: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_without_labels_the_loss_is_zero_and_so_are_the_gradients() -> None:
 
 
 def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", 4 * 1000)
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 4 * 1000)
     weight = torch.randn(1000, 4, requires_grad=True)
     hidden = torch.randn(500, 4, requires_grad=True)
     with torch.profiler.profile(profile_memory=True) as profile:

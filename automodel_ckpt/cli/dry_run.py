@@ -1,0 +1,172 @@
+"""``ckpt-train --dry-run``: what would run, what it would take, and what it would go on from. Needs no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.difference import leaves, recipe_leaves
+from automodel_ckpt.cli.terminal import printable, size_text
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.distributed.sizes import Sizes
+from automodel_ckpt.errors import CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.recipes.planning import Plan
+
+Rows = Iterator[tuple[str, str]]
+_MOST_CHANGES = 12
+_NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")
+
+
+def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> str:
+    """The text of a dry run on a grid of *sizes*; None where the number of ranks is not known yet.
+
+    Raises :class:`RecipeError` for what could not train: data or a model that cannot be read, sizes that do not fit.
+    """
+    from automodel_ckpt.recipes.base import FinetuneRecipe
+    from automodel_ckpt.recipes.planning import plan
+
+    rows = [*_what_runs(loaded, recipe, flags, sizes)]
+    if issubclass(recipe, FinetuneRecipe):
+        made = plan(recipe(loaded.config, config_yaml=loaded.to_yaml()), sizes or Sizes())
+        rows += [*_what_it_takes(loaded, made)]
+    if loaded.config.checkpoint.enabled:
+        rows += [*_what_it_goes_on_from(loaded, sizes)]
+    body = "".join(f"  {name + ':' if name else '':13}{printable(text)}\n" for name, text in rows)
+    return f"{loaded.path} is sound; nothing was trained or written\n{body}"
+
+
+def _what_runs(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> Rows:
+    steps, tree = loaded.config.step_scheduler, loaded.tree
+    yield "recipe", f"{recipe.__module__}.{recipe.__qualname__}"
+    yield "ranks", f"{sizes.world}" if sizes else f"{flags.nproc_per_node} on each of {flags.nnodes} machines"
+    per_step = f"{steps.global_batch_size} samples"
+    if sizes:
+        accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
+        per_step += f" = {steps.local_batch_size} x {sizes.dp} ranks x {accumulated} accumulated"
+    yield "each step", per_step
+    ends = [f"{key}: {tree.at(f'step_scheduler.{key}')}" for key in ("num_epochs", "max_steps", "max_time")]
+    yield "until", ", ".join(ends)
+
+
+def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
+    trained = "all" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,}"
+    yield "model", f"{plan.model}, {plan.num_parameters:,} parameters, {trained} of them trained"
+    yield "steps", "unknown" if plan.steps is None else f"{plan.steps:,}"
+    memory = plan.memory
+    parts = {
+        "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
+        "gathered": memory.gathered, "activations": memory.activations, "process": memory.process,
+    }  # fmt: skip
+    listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    unknown = "" if memory.activations is not None else "; activations unknown"
+    yield "memory", f"about {size_text(memory.total)} per rank: {listed}{unknown}"
+    if plan.checkpoint_bytes is None:
+        yield "checkpoints", "none"
+        return
+    yield "checkpoints", _checkpoints(loaded, plan, plan.checkpoint_bytes)
+
+
+def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
+    section = loaded.config.checkpoint
+    root = Path(section.checkpoint_dir).expanduser().absolute()
+    free = free_bytes(root)
+    most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch)
+    text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
+    if most is not None:
+        text += f", {most} kept at most: {size_text(most * nbytes)}"
+    return text + f"; {size_text(free)} free" + ("" if nbytes * (most or 1) <= free else ", TOO LITTLE")
+
+
+def kept_at_once(config: Any, steps: int | None, steps_per_epoch: int | None) -> int | None:
+    """How many checkpoints stand on disk when there are most; None where that cannot be known.
+
+    What validation or the clock decides (``ckpt_on_best``, ``ckpt_every_minutes``) is not counted.
+    """
+    if steps is None:
+        return None
+    scheduler, keep = config.step_scheduler, config.checkpoint
+    saved = {steps}
+    every = scheduler.ckpt_every_steps
+    if isinstance(every, int):
+        saved |= {*range(every, steps + 1, every)}
+    if scheduler.ckpt_every_epochs and steps_per_epoch:
+        stride = scheduler.ckpt_every_epochs * steps_per_epoch
+        saved |= {*range(stride, steps + 1, stride)}
+    if keep.keep_last is None:
+        return len(saved)
+    milestones = {step for step in saved if step in keep.keep_steps}
+    if keep.keep_every_steps:
+        milestones |= {step for step in saved if step % keep.keep_every_steps == 0}
+    # A new one is there before an old one goes.
+    return min(len(saved), max(int(keep.keep_last), 1) + int(keep.keep_best) + len(milestones) + 1)
+
+
+def free_bytes(path: Path) -> int:
+    """Free to this user on the file system that *path* is, or will be, on."""
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None) -> Rows:
+    from automodel_ckpt.checkpoint import resume
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.verify import verify
+
+    section = loaded.config.checkpoint
+    root = Path(section.checkpoint_dir).expanduser().absolute()
+    request = resume.candidates(root, section.restore_from)
+    if request.note:
+        yield "resume", request.note
+    for path in request.candidates:
+        try:
+            manifest = Manifest.read(path)
+            problems = [str(problem).splitlines()[0] for problem in verify(path, manifest, "size")]
+        except CheckpointUnusable as error:
+            manifest, problems = None, [error.problems[0].what]
+        if manifest is not None and not problems:
+            why = f"as checkpoint.restore_from says: {section.restore_from}" if request.by_name else "the newest usable"
+            yield "resume", f"from {path.name}, {why} (sizes compared, digests at the start)"
+            yield from _differences(loaded, path, manifest.world_size, sizes)
+            return
+        yield "skip", f"{path.name}: {problems[0]}"
+    start = loaded.config.init_from
+    yield "resume", "nothing: a new run" + (f" from the weights of {start.path}" if start is not None else "")
+
+
+def _differences(loaded: LoadedRecipe, path: Path, world_size: int, sizes: Sizes | None) -> Rows:
+    before, now = _whole_lists(recipe_leaves(path / "config.yaml")), _whole_lists(dict(leaves(loaded.tree)))
+    given = {key for key, origin in loaded.origins.items() if origin != "default"}
+    keys = [key for key in sorted({*before, *now}) if not key.startswith(_NOT_COMPARED)]
+    # A key that the saved recipe lacks may be younger than it: what was done then is the default now.
+    keys = [key for key in keys if key in before or any(name.startswith(key) for name in given)]
+    changes = [
+        f"{key}: {before.get(key, 'not there')} -> {now.get(key, 'not there')}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+    if sizes and world_size != sizes.world:
+        changes.insert(0, f"ranks: {world_size} -> {sizes.world} (the same global batches; random numbers anew)")
+    for number, change in enumerate(changes[:_MOST_CHANGES]):
+        yield ("" if number else "changed"), change
+    if len(changes) > _MOST_CHANGES:
+        yield "", f"and {len(changes) - _MOST_CHANGES} more: `ckpt diff` lists what checkpoints differ in"
+
+
+def _whole_lists(values: dict[str, str]) -> dict[str, str]:
+    """The elements of a list as one value."""
+    whole: dict[str, str] = {}
+    for key, value in values.items():
+        parent, _, last = key.rpartition(".")
+        if not last.isdecimal():
+            whole[key] = value
+        else:
+            before = whole.get(parent, "[]")
+            whole[parent] = f"{before[:-1]}, {value}]" if before != "[]" else f"[{value}]"
+    return whole

@@ -1,0 +1,183 @@
+"""What a recipe would do, counted without doing it: the model stays on the meta device, nothing is allocated."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.forecast import forecast_bytes
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
+from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
+from automodel_ckpt.recipes.base import FinetuneRecipe
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by what they hold; on a GPU ``process`` is host memory, not counted."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int | None
+    process: int
+
+    @property
+    def total(self) -> int:
+        return sum((self.weights, self.gradients, self.optimizer, self.gathered, self.activations or 0, self.process))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run before it is one. Steps are None where they cannot be known; *checkpoint_bytes* is of one checkpoint."""
+
+    model: str
+    num_parameters: int
+    num_trained: int
+    steps: int | None
+    steps_per_epoch: int | None
+    memory: Memory
+    checkpoint_bytes: int | None
+
+
+def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
+    """Build *recipe* for a grid of ranks without weights. Raises :class:`RecipeError` for what could not train."""
+    recipe.only_planned = True
+    recipe.layout = RankLayout(0, sizes, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
+    recipe.build()
+    parameters = list(recipe.model.parameters())
+    items = classify(discover(recipe))
+    nbytes = None
+    if recipe.config.checkpoint.enabled:
+        saves_optimizer = recipe.config.checkpoint.save_optimizer
+        nbytes = forecast_bytes(items, world_size=sizes.world, save_optimizer=saves_optimizer)
+    return Plan(
+        type(recipe.model).__name__,
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+        recipe.step_scheduler.planned_steps,
+        _length(recipe.dataloader),
+        memory_of(recipe, sizes),
+        nbytes,
+    )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
+    """An estimate: exact for what is kept per parameter, traced for activations, a layer's worth for the rest."""
+    parameters = list(recipe.model.parameters())
+    strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
+    cut = sizes.tp * sizes.pp * (sizes.dp_shard if strategy == "fsdp2" else 1)
+    trained = [p for p in parameters if p.requires_grad]
+    kept = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]
+    overhead = forecast_bytes([], world_size=1, save_optimizer=True)
+    state = forecast_bytes(kept, world_size=1, save_optimizer=True) - overhead
+    layers = [nbytes(layer.parameters()) for layer in decoder_layers(recipe.model)]
+    # A layer and the one fetched ahead, what is outside of the layers, and the gradients of as much.
+    gathered = 2 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
+    tokens = row_tokens(recipe)
+    activations = None if tokens is None else traced_activations(recipe, *tokens)
+    return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, resident())
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def row_tokens(recipe: FinetuneRecipe) -> tuple[int, int] | None:
+    """(rows, tokens per row) of a full micro-batch; None where the recipe does not tell how long samples are."""
+    packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
+    length = packed.size if packed is not None else recipe.config.dataset.kwargs.get("seq_length")
+    return None if length is None else (rows, int(length))
+
+
+def traced_activations(recipe: FinetuneRecipe, rows: int, length: int) -> int | None:
+    """Bytes that a forward pass keeps for the backward one, from a pass over tensors without values, and the logits'.
+
+    None for a model whose forward pass needs values, or more than tokens.
+    """
+    backbone = getattr(recipe.model, "base_model", recipe.model)
+    try:
+        kept = _kept_bytes(backbone, length, recipe.forward_options)
+        with _remembering(recipe.model):
+            whole = _kept_bytes(backbone, length, recipe.forward_options)
+    except Exception as error:
+        log.debug("the activations cannot be traced: %r", error)
+        return None
+    head = getattr(recipe.model, "get_output_embeddings", lambda: None)()
+    logits = min(rows * length * head.out_features, CHUNK_ELEMENTS) if isinstance(head, nn.Linear) else 0
+    layers = max(len(decoder_layers(recipe.model)), 1)
+    computed = recipe.parallelism.compute_dtype
+    narrower = computed.itemsize / next(recipe.model.parameters()).element_size() if computed is not None else 1.0
+    # The backward pass of a layer holds about what its forward pass keeps once more; so do the logits.
+    return int((kept + whole / layers) * rows * narrower) + 8 * logits
+
+
+@contextmanager
+def _remembering(model: nn.Module) -> Iterator[None]:
+    """Without activation checkpointing."""
+    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in switched:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def _kept_bytes(backbone: nn.Module, length: int, options: Mapping[str, Any]) -> int:
+    with FakeTensorMode():
+        here = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]
+        }
+        kept = _Kept(here.values())
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+            torch.func.functional_call(backbone, here, kwargs={"input_ids": tokens, **options})
+    return kept.nbytes
+
+
+class _Kept:
+    """Counts each storage that autograd keeps once, but not the model's *own*."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._storages: list[Any] = [tensor.untyped_storage() for tensor in own]  # alive: no address comes twice
+        self._seen = {storage._cdata for storage in self._storages}
+        self.nbytes = 0
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._storages.append(storage)
+            self.nbytes += storage.nbytes()
+        return tensor
+
+
+def resident() -> int:
+    """Peak host memory of this process so far: about what a rank has before its model."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,95 @@
+"""What --dry-run foretells is what then happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from automodel_ckpt.cli.dry_run import kept_at_once
+from automodel_ckpt.cli.train import main
+
+RECIPE = """
+model:
+  from_config:
+    {model_type: llama, hidden_size: 384, intermediate_size: 1024, num_hidden_layers: 4, num_attention_heads: 6,
+     num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
+tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 4096}
+dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 256}
+step_scheduler: {global_batch_size: 16, local_batch_size: 8, max_steps: 2}
+"""
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+def command(*words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "automodel_ckpt.cli.train", *words], capture_output=True, text=True,
+                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def foretold(pattern: str, report: str) -> float:
+    found = re.search(pattern.replace("SIZE", r"([\d.]+) (\w+)"), report)
+    assert found, report
+    return float(found[1]) * UNITS[found[2]]
+
+
+def test_memory_and_size_are_what_training_then_takes(recipe: Path) -> None:
+    report = command("--dry-run", "recipe.yaml")
+    assert not Path("checkpoints").exists()
+    command("recipe.yaml", "--checkpoint.save_consolidated", "false")
+    lines = [json.loads(line) for line in Path("checkpoints/training.jsonl").read_text().splitlines()]
+    measured = max(line["mem"] for line in lines if "mem" in line)
+    assert foretold("about SIZE per rank", report) == pytest.approx(measured, rel=0.25)
+    assert foretold("checkpoints: +SIZE each", report) == pytest.approx(lines[-1]["bytes"], rel=0.1)
+    assert "steps:       2\n" in report
+    again = command("--dry-run", "recipe.yaml", "--optimizer.lr", "3e-4", "--nproc-per-node", "2")
+    assert "resume:      from epoch_0_step_2, the newest usable" in again
+    assert "changed:     ranks: 1 -> 2" in again
+    assert re.search(r"optimizer\.lr: \S+ -> 3e-4", again)
+    (manifest,) = Path("checkpoints").glob("epoch_*/MANIFEST.json")
+    manifest.write_text("{")
+    damaged = command("--dry-run", "recipe.yaml")
+    assert re.search(r"skip: +epoch_0_step_2: ", damaged)
+    assert "resume:      nothing: a new run" in damaged
+
+
+def test_what_cannot_train_is_an_error_of_the_dry_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "recipe.yaml", "--dataset.seq_length", "1024"]) == 2
+    assert "longer than the model's context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "keep", "most"),
+    [
+        ({"ckpt_every_steps": 10}, {}, 10),
+        ({"ckpt_every_steps": 30}, {}, 4),
+        ({"ckpt_every_steps": 10, "ckpt_every_epochs": 1}, {}, 14),
+        ({"ckpt_every_steps": 10}, {"keep_last": 2}, 3),
+        ({"ckpt_every_steps": 10}, {"keep_last": 2, "keep_best": 1, "keep_every_steps": 50, "keep_steps": [10]}, 7),
+        ({"ckpt_every_steps": "auto"}, {}, 1),
+    ],
+)
+def test_the_number_of_checkpoints_follows_from_cadence_and_keep_policy(
+    scheduler: dict[str, object], keep: dict[str, object], most: int
+) -> None:
+    defaults = {"keep_last": None, "keep_best": 0, "keep_every_steps": None, "keep_steps": []}
+    config = SimpleNamespace(
+        step_scheduler=SimpleNamespace(**({"ckpt_every_steps": None, "ckpt_every_epochs": None} | scheduler)),
+        checkpoint=SimpleNamespace(**(defaults | keep)),
+    )
+    assert kept_at_once(config, 100, 25) == most
+    assert kept_at_once(config, None, None) is None
