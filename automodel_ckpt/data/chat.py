@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Truncation, require_choice
+from automodel_ckpt.data.encode import Truncation, needed, require_choice
 from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
@@ -174,7 +174,7 @@ class ChatTemplate:
 def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
     if given is None:
         try:
-            return str(tokenizer.get_chat_template())
+            return str(needed(tokenizer).get_chat_template())
         except ValueError as error:
             raise RecipeError(
                 "the tokenizer has no chat template",

@@ -65,10 +65,23 @@ class Truncation:
         return TokenizedDataset.of([sample for sample in kept if sample is not None], self.num_cut, self.num_left_out)
 
 
+def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer; :class:`RecipeError` where there is none."""
+    if tokenizer is None:
+        raise RecipeError(
+            "text needs a tokenizer, and the recipe names none",
+            where="tokenizer",
+            value="none",
+            remedy="name one in tokenizer.from_pretrained (a pretrained model brings its own)",
+        )
+    return tokenizer
+
+
 class Encoder:
     """Turns documents and pairs into tokens, with the start and end tokens that the tokenizer's model expects."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        tokenizer = needed(tokenizer)
         if tokenizer.eos_token_id is None:
             raise RecipeError(
                 "the tokenizer has no end-of-sequence token",

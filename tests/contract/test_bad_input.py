@@ -98,9 +98,13 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "checkpoint:\n  model_layout: hf\n  model_save_format: torch_save\n",
         [],
-        ["model_layout hf and model_save_format"],
+        ["only model_layout shards can have model_save_format torch_save"],
     ),
-    ("checkpoint: {model_layout: hf}\n", ["--checkpoint.export_best"], ["there is nothing to export"]),
+    (
+        "checkpoint: {model_layout: hf}\n",
+        ["--checkpoint.export_best"],
+        ["only with model_layout shards there is anything to export"],
+    ),
     ("checkpoint:\n  model_save_format: safetensor\n", [], ["safetensors, torch_save", "did you mean safetensors?"]),
     ("checkpoint:\n  checkpoint_dir: null\n", [], ["checkpoint.checkpoint_dir must be text"]),
     ("distributed:\n  strategy: fsdp\n", [], ["distributed.strategy must be auto, fsdp2, ddp, single", "fsdp2?"]),
@@ -226,13 +230,15 @@ def test_print_config_shows_every_value_with_its_origin(recipe: Path, capsys: py
     assert (origins["lr"], origins["seq_length"], origins["seed"]) == ("--optimizer.lr", "recipe.yaml:5", "default")
 
 
-def test_a_dry_run_says_what_would_run_and_builds_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(recipe), "--dry-run", "--nproc-per-node=2"]) == EXIT_DONE
-    assert "8 samples = 1 x 2 ranks x 4 accumulated" in capsys.readouterr().out
+def test_a_dry_run_says_what_is_missing_before_anything_is_built(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe), "--dry-run", "--nproc-per-node=2"]) == EXIT_USAGE
+    assert "text needs a tokenizer" in capsys.readouterr().err
     assert not Path("checkpoints").exists()
 
 
-def test_every_shipped_recipe_can_be_listed_copied_and_passes_a_dry_run(
+def test_every_shipped_recipe_can_be_listed_and_copied_and_is_sound(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--list"]) == EXIT_DONE

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
 
 PLAIN = """{%- if tools %}<s>tools{{ tools | tojson }}</s>
@@ -190,3 +192,12 @@ def test_a_template_that_refuses_a_conversation_is_quoted(tokenizer: Any, tmp_pa
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RecipeError, match="roles must alternate"):
         messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
+
+
+@pytest.mark.parametrize("build", [messages, prompt_completion])
+def test_text_without_a_tokenizer_is_refused_with_what_to_name(tmp_path: Path, build: Callable[..., object]) -> None:
+    file = tmp_path / "x.jsonl"
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    file.write_text(json.dumps({"prompt": "a", "completion": "b", "messages": turns}) + "\n")
+    with pytest.raises(RecipeError, match="text needs a tokenizer"):
+        build(tokenizer=None, path=str(file), seq_length=16)
