@@ -386,6 +386,8 @@ class Lifecycle:
     def stop(self) -> NoReturn:
         """End for a signal: save the last completed step unless it is saved. Raises :class:`Stopped`."""
         scheduler = self.step_scheduler
+        if self.checkpointer is not None:
+            self.checkpointer.leave_out_exports()
         if scheduler.unsaved:
             self.save(None, time.monotonic(), last=False)
         self.settle()
@@ -406,7 +408,7 @@ class Lifecycle:
         newest = self.last_save or self.resumed
         if self.checkpointer is not None and newest is not None:
             command = self.checkpointer.export_command(newest.path)
-            if command is not None:
+            if command is not None and not self.checkpointer.is_exported(newest.path):
                 log.info("not exported, since a signal leaves little time; to export it: %s", command)
 
     def end(self) -> None:

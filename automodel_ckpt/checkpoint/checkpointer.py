@@ -639,6 +639,15 @@ class Checkpointer:
     def _exports(self, last: bool) -> bool:
         return bool(self.assets) and (self._export_when == "every" or (self._export_when == "final" and last))
 
+    def leave_out_exports(self) -> None:
+        """Export nothing from now on, not even a save that is being published. Called on all ranks."""
+        self._export_when = "never"
+
+    def is_exported(self, path: Path) -> bool:
+        """Whether a checkpoint has its Hugging Face export."""
+        places = [path / layout.state_directory(attribute) / layout.CONSOLIDATED for attribute in self.assets]
+        return all(place.is_dir() for place in places)
+
     def export_if_missing(self, resumed: Resumed) -> None:
         """The final export of a finished run that was killed before it had one. Called on all ranks."""
         if self._exports(last=True) and resumed.path.parent == self.directory.absolute():
@@ -657,11 +666,8 @@ class Checkpointer:
     def _export_once(self, name: str | None) -> None:
         """The leader's *name* counts; nothing happens where it is None or its export is there."""
         self.settle()
-        if name is not None:
-            places = [layout.state_directory(attribute) for attribute in self.assets]
-            path = self.directory.absolute() / name
-            if all((path / place / layout.CONSOLIDATED).is_dir() for place in places):
-                name = None
+        if name is not None and self.is_exported(self.directory.absolute() / name):
+            name = None
         name = agree.broadcast_object(self._group, name)
         parsed = layout.parse_checkpoint_name(name) if name else None
         if parsed is not None and (export := self._export(parsed)):

@@ -25,6 +25,8 @@ from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_SAVE_FAILED, EXIT_STOPPED,
 
 FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
 """Codes that a restart cannot better: the ranks return them instead of dying."""
+STOPPED_AT_ONCE = 128
+"""A second signal ends a process with this and the signal's number."""
 
 LOST_PEER = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed")
 NOT_CONNECTED = re.compile(r"connectFullMesh failed")
@@ -85,7 +87,7 @@ def stopped_at_once(rank: int, number: int) -> FailureRecord:
     """The record of a rank that a second signal ends."""
     name = signal.Signals(number).name
     message = f"stopped at once by a second {name}; the last complete checkpoint is as it was"
-    return FailureRecord(time.time(), rank, 128 + number, message, names_rank=True)
+    return FailureRecord(time.time(), rank, STOPPED_AT_ONCE + number, message, names_rank=True)
 
 
 def verdict(records: Iterable[FailureRecord]) -> FailureRecord | None:

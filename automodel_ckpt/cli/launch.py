@@ -5,7 +5,7 @@ this process has imported torch, transformers and the recipe's class, so that th
 nothing and leaves CUDA alone, since neither survives a fork. :mod:`automodel_ckpt.cli.worker` tells how ranks end.
 
 Signals go to the ranks, which save and return 75. The agent would stop them itself after a few seconds, so it handles
-SIGQUIT only; SIGTERM, SIGUSR1 and SIGINT are ours, from before the imports.
+SIGQUIT only; those of the recipe (``step_scheduler.stop_signals``) and SIGINT are ours, from before the imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -59,6 +59,7 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     the environment that torch reads at import is set. Raises nothing.
     """
     try:
+        stop_request().signals = _stop_signals(loaded)
         started = started_by(os.environ, flags)
         if started == "srun":
             os.environ.update(slurm_ranks(os.environ, flags))
@@ -71,6 +72,14 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         record = record_of(error, 0)
         say(text_of(record, several_ranks=False))
         return record.code
+
+
+def _stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
+    """What the recipe says; a foreign configuration need not."""
+    numbers: Sequence[signal.Signals] = getattr(
+        getattr(loaded.config, "step_scheduler", None), "stop_signal_numbers", SIGNALS
+    )
+    return numbers
 
 
 def _imported(prepare: Prepare) -> RecipeClass:
@@ -283,7 +292,7 @@ class _Forwarder:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Forwarder:
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in stop_request().signals}
         return self
 
     def __exit__(self, *error: object) -> None:

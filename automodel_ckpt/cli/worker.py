@@ -12,7 +12,7 @@ When only one rank fails, its peers wait for it in a collective. They learn of i
    raises in their collectives. A rank that fails so finds the record there, and returns its code if that is final.
 2. Every rank has a thread that looks for records of other ranks and for ranks that died without one. It ends its own
    rank when that has not ended by itself after PEER_GRACE_SECONDS: a backend may not notice (NCCL), or the rank may be
-   busy elsewhere.
+   busy elsewhere. After a second signal to one rank it waits for nothing.
 3. The agent sends SIGTERM when a rank died, and SIGKILL later.
 
 A rank whose connections broke waits ECHO_SECONDS before it leaves, so that the agent meets the one that died first.
@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Protocol
 
 from automodel_ckpt.cli.failure import (
     FINAL_CODES,
+    STOPPED_AT_ONCE,
     Board,
     FailureRecord,
     is_gone,
@@ -200,7 +201,8 @@ def _announce_restart(earlier: FailureRecord | None) -> None:
 def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event) -> None:
     while not done.wait(POLL_SECONDS):
         failed = _failed_peer(board, attempt, rank)
-        if failed is not None and not done.wait(PEER_GRACE_SECONDS):
+        at_once = any(record.code > STOPPED_AT_ONCE for record in board.records(attempt))
+        if failed is not None and not done.wait(0 if at_once else PEER_GRACE_SECONDS):
             message = f"rank {rank} was ended because rank {failed} had failed"
             echo = FailureRecord(time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True)
             board.write(attempt, echo)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -49,6 +50,9 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 KNOWN_TRACKERS = Rule(lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}")
 OPTIONS = Rule(lambda given: all(isinstance(value, dict) for value in given.values()), "sections of options, as {}")
 POSITIVE_OR_WORD = Rule(lambda size: isinstance(size, str) or size >= 1, "1 or more, or tokenizer")
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+"""The rest is taken by Python, torch or the system: what asks for a stop must not be their message to each other."""
+KNOWN_SIGNALS = Rule(lambda names: set(names) <= set(STOP_SIGNALS), f"a list out of {', '.join(STOP_SIGNALS)}")
 DURATION = Rule(lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS")
 
 
@@ -357,6 +361,10 @@ class StepSchedulerConfig:
     """Save when a validation improved checkpoint.best_metric_key."""
     val_every_steps: int | None = setting(None, AT_LEAST_1)
     """Validate each time the step is a multiple of this; checkpoints are validated anyway."""
+    stop_signals: list[str] = field(
+        default_factory=lambda: ["SIGTERM", "SIGUSR1"], metadata={"rules": (KNOWN_SIGNALS,)}
+    )
+    """Save and stop when one of these comes, to any rank or the launcher; Ctrl-C (SIGINT) always does."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
@@ -372,6 +380,11 @@ class StepSchedulerConfig:
             "set one, or the run would never end",
         ),
     )
+
+    @property
+    def stop_signal_numbers(self) -> tuple[signal.Signals, ...]:
+        """``stop_signals`` and SIGINT."""
+        return (*(signal.Signals[name] for name in dict.fromkeys(self.stop_signals)), signal.SIGINT)
 
     @property
     def max_time_seconds(self) -> float | None:

@@ -14,11 +14,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""What asks for a stop unless the recipe says otherwise (``step_scheduler.stop_signals``)."""
 SAME_SIGNAL_SECONDS = 1.0
 """One Ctrl-C reaches a rank from the terminal and from the launcher; what comes this close together is one request."""
 WAKE = signal.SIGURG
@@ -34,6 +35,8 @@ class StoppedWaiting(BaseException):
 class StopRequest:
     """Whether a signal has asked for a stop. One per process: :func:`stop_request`."""
 
+    signals: Sequence[signal.Signals] = SIGNALS
+    """What asks for a stop; to be set before :meth:`install`."""
     requested: int = 0
     """The number of the first signal, 0 while there was none. Read it at a point where stopping is safe."""
     at_once: Callable[[int], None] | None = None
@@ -50,14 +53,14 @@ class StopRequest:
         self._interrupts = False
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGUSR1 and SIGINT from now on. Main thread only; harmless when repeated."""
+        """Handle :attr:`signals` from now on. Main thread only; harmless when repeated."""
         if self._installed:
             return
         self._installed = True
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in self.signals:
             signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._let_go)
         threading.Thread(target=self._watch, args=(receiver,), name="stop-request", daemon=True).start()
@@ -103,7 +106,7 @@ class StopRequest:
     def _watch(self, receiver: int) -> None:
         while True:
             for number in os.read(receiver, 64):
-                if number in SIGNALS:
+                if number in self.signals:
                     self._arrived(number)
 
     def _arrived(self, number: int) -> None:
@@ -123,9 +126,9 @@ class StopRequest:
         """In a forked child (a data loader's worker) signals are not the child's affair, but SIGTERM ends it."""
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
+            for number in self.signals:
+                signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 _this_process = StopRequest()

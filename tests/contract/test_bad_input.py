@@ -70,6 +70,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("optimizer:\n  lr: -1\n", [], ["optimizer.lr must be 0 or more", "value:  -1"]),
     ("optimizer:\n  betas: [1, 0.9]\n", [], ["optimizer.betas must be two numbers from 0 to below 1"]),
     ("optimizer:\n  betas: [0.9]\n", [], ["optimizer.betas must be a list of 2"]),
+    (
+        "step_scheduler:\n  stop_signals: [SIGTERM, SIGKILL]\n",
+        [],
+        ["step_scheduler.stop_signals must be a list out of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU", ":7"],
+    ),
     ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
     ("step_scheduler:\n  ckpt_every_steps: 0\n", [], ["step_scheduler.ckpt_every_steps must be 1 or more", ":7"]),
     ("step_scheduler:\n  max_time: soon\n", [], ["step_scheduler.max_time must be a number of seconds"]),

@@ -247,6 +247,15 @@ def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number:
     assert done.note("closed_0") == done.note("closed_1") == [""]
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGUSR1, -signal.SIGUSR1)])
+def test_the_recipe_says_which_signals_stop(start: Start, number: signal.Signals, code: int) -> None:
+    command = start("train_until_stopped", "--stop-signals", "SIGUSR2", "SIGHUP").wait_for("training_0", "training_1")
+    command.process.send_signal(number)
+    assert command.wait(20).code == code
+    assert ("stopped by SIGHUP" in command.err) == (number == signal.SIGHUP)
+    wait_until(lambda: not any(is_alive(pid) for pid in command.pids()), 10)
+
+
 def test_ctrl_c_to_the_whole_terminal_counts_once(start: Start) -> None:
     command = start("train_until_stopped").wait_for("training_0", "training_1")
     os.killpg(command.process.pid, signal.SIGINT)
@@ -288,6 +297,17 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(start: Start, flags:
     done = command.wait(15)
     assert done.code == 128 + signal.SIGTERM
     assert done.err == "stopped at once by a second SIGTERM; the last complete checkpoint is as it was\n"
+    assert not any(is_alive(pid) for pid in command.pids())
+
+
+def test_a_second_signal_to_one_rank_stops_the_others_at_once_too(start: Start) -> None:
+    command = start("deaf_until_stopped").wait_for("training_0", "training_1")
+    for pause in (1.2, 0):
+        os.kill(command.pids()[1], signal.SIGUSR1)
+        time.sleep(pause)
+    begun = time.monotonic()
+    done = command.wait(15)
+    assert (done.code, time.monotonic() - begun < 5) == (128 + signal.SIGUSR1, True)
     assert not any(is_alive(pid) for pid in command.pids())
 
 

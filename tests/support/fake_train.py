@@ -17,6 +17,7 @@ from typing import Any
 
 from automodel_ckpt.cli.launch import launch, leave
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.schema import StepSchedulerConfig
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError, SaveFailed, Stopped
 
@@ -155,10 +156,14 @@ def main() -> int:
     parser.add_argument("--notes", default=".")
     for flag in ("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--master-addr"):
         parser.add_argument(flag)
+    parser.add_argument("--stop-signals", nargs="+", default=["SIGTERM", "SIGUSR1"])
     for flag in ("--max-restarts", "--node-rank", "--master-port"):
         parser.add_argument(flag, type=int)
     given = vars(parser.parse_args())
-    loaded = SimpleNamespace(config=SimpleNamespace(case=given.pop("case"), notes=given.pop("notes")))
+    steps = StepSchedulerConfig(stop_signals=given.pop("stop_signals"))
+    loaded = SimpleNamespace(
+        config=SimpleNamespace(case=given.pop("case"), notes=given.pop("notes"), step_scheduler=steps)
+    )
     loaded.to_yaml = lambda: ""
     flags = LaunchFlags(**{name: value for name, value in given.items() if value is not None})
     return launch(loaded, flags, import_recipe)

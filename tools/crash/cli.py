@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from tools.crash import baseline, endurance, faults, flips, kill, power
+from tools.crash import baseline, endurance, faults, flips, kill, power, signals
 from tools.crash.record import Record
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC
 from tools.crash.syscalls import unsupported
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.crash", description=__doc__)
     parser.add_argument("campaign", choices=CAMPAIGNS, help="; ".join(f"{n}: {c[2]}" for n, c in CAMPAIGNS.items()))
-    parser.add_argument("--points", type=int, default=200, help="kills, cuts, faults or flips (200)")
+    parser.add_argument("--points", type=int, default=200, help="kills, cuts, faults, flips or signals (200)")
     parser.add_argument("--seed", type=int, default=1, help="another seed chooses other points and instants (1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, at the latest")
     parser.add_argument("--only", help="the one point of a record's failures to run again (kill, faults)")
@@ -67,6 +67,10 @@ def _endurance(options: argparse.Namespace) -> Iterable[Record]:
     return [endurance.run(kills=options.points, seed=options.seed, seconds=options.seconds)]
 
 
+def _signals(options: argparse.Namespace) -> Iterable[Record]:
+    return [signals.run(points_wanted=options.points, seed=options.seed, seconds=options.seconds)]
+
+
 def _no_calls(_: argparse.Namespace) -> str | None:
     return unsupported()
 
@@ -87,5 +91,6 @@ CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], Iterable[Record]], Cal
     "faults": (_faults, _no_calls, "each call failing with ENOSPC and EIO"),
     "flips": (_flips, _always, "flipped bits, damaged files"),
     "endurance": (_endurance, _always, "the trainer killed again and again; --points is the number of kills"),
+    "signals": (_signals, _always, "SIGTERM, SIGUSR1, SIGINT in every phase of a training, to a rank or the launcher"),
     "baseline": (_baseline, _always, "the same over torch's DCP and safetensors, for comparison; counts only"),
 }

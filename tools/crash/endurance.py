@@ -56,24 +56,24 @@ def train(directory: Path, steps: int, *, kill_after: float | None = None) -> in
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _kill_session(process.pid)
+            kill_session(process.pid)
 
 
-def _kill_session(session: int) -> None:
+def kill_session(session: int) -> None:
     """SIGKILL to every process of the session at once, and until none is left."""
     end = time.monotonic() + 20
-    while members := [*_members(session)]:
-        for pid in members:
+    while left := [*members(session)]:
+        for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > end:
-            raise RuntimeError(f"processes {members} do not end")
+            raise RuntimeError(f"processes {left} do not end")
         time.sleep(0.01)
 
 
-def _members(session: int) -> Iterator[int]:
+def members(session: int) -> Iterator[int]:
     for entry in os.listdir("/proc"):
         try:
             if entry.isdigit() and os.getsid(int(entry)) == session and not _is_zombie(entry):

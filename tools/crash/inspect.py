@@ -70,10 +70,11 @@ def leftovers(root: Path, *, running: bool) -> list[str]:
 
 
 def wrong_pointers(root: Path) -> list[str]:
-    """LATEST must name the newest checkpoint, LOWEST_VAL the best; where there is none, neither may be there."""
+    """LATEST must name the newest checkpoint, LOWEST_VAL the best validated one; without one, neither may be there."""
     losses = {str(name): manifest.losses["val_loss"] for name in checkpoints(root) if (manifest := _read(root, name))}
     latest = next(iter(losses), None)
-    lowest = min(losses, key=lambda name: losses[name]) if losses else None
+    validated = {name: loss for name, loss in losses.items() if loss is not None}
+    lowest = min(validated, key=lambda name: validated[name]) if validated else None
     return [
         f"{pointer} is {_target(root / pointer)}, not {right}"
         for pointer, right in ((layout.LATEST, latest), (layout.LOWEST_VAL, lowest))

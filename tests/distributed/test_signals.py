@@ -1,0 +1,71 @@
+"""Signals to a real training on two ranks: a sample of the campaign `signals`, and what happens when a rank is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.crash import endurance, signals
+from tools.crash.trainer import Trainer
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _imports() -> None:
+    signals.import_what_ranks_need()
+
+
+def wait_for(trainer: Trainer, rank: int, name: str, times: int = 1, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while sum(mark.name == name for mark in trainer.marks(rank)) < times:
+        assert not trainer.wait(0.005), trainer.log
+        assert time.monotonic() < end, f"no {name} in time\n{trainer.log}"
+
+
+def test_signals_at_ten_random_instants_stop_all_ranks_in_order() -> None:
+    done = signals.run(points_wanted=10, seed=int(time.time()), seconds=30, compares=False)
+    assert done.failures == []
+    assert done.points >= 2, "ten, unless the machine is busy"
+
+
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(is_async=is_async, save_consolidated="every") as trainer:
+        wait_for(trainer, 0, "accumulation")
+        trainer.send("rank1", signal.SIGUSR1)
+        assert trainer.wait(40) and trainer.code == 75, trainer.log
+    (checkpoint,) = chain.root.glob("epoch_*")
+    assert not (checkpoint / "model" / "consolidated").exists()
+    assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole, killed = signals.Chain(tmp_path, "whole"), signals.Chain(tmp_path, "killed")
+    with whole.start(steps=STEPS) as trainer:
+        assert trainer.wait(60) and trainer.code == 0, trainer.log
+    with killed.start(steps=STEPS, max_restarts=1) as trainer:
+        wait_for(trainer, 1, "step", 6)
+        since = trainer.send("rank1", signal.SIGKILL)
+        assert trainer.wait(90) and trainer.code == 0, trainer.log
+        again = next(mark for mark in trainer.marks(0) if mark.name == "data" and mark.seconds > since + 0.5)
+    assert "restart 1 of 1" in trainer.log
+    assert again.step == 4, "the newest checkpoint's"
+    assert again.seconds - since < 30
+    assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
+
+
+def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(tmp_path: Path) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(hang="step 3 1") as trainer:
+        wait_for(trainer, 1, "hang")
+        time.sleep(0.3)  # rank 0 waits for it in the forward pass
+        since = trainer.send("rank1", signal.SIGKILL)
+        assert trainer.wait(30) and trainer.code == 1, trainer.log
+        assert time.monotonic() - since < 30
+        assert trainer.orphans() == []
+    assert trainer.log.endswith("error: rank 1 was killed by SIGKILL (out of memory?)\n")

@@ -1,0 +1,125 @@
+"""What the ranks of the `signals` campaign run: a tiny recipe that notes when it does what, and data that can block.
+
+Each rank appends lines ``seconds name step`` (of the system's monotonic clock) to ``marks_{rank}`` in the directory
+that CRASH_MARKS names. CRASH_HANG="place step rank" makes that rank hang there, once its training has come so far.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.checkpointer import SaveReport
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.recipes.base import Control
+from automodel_ckpt.recipes.lifecycle import Validation
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+
+MICRO_BATCH_SECONDS = 0.04
+SAMPLE_SECONDS = 0.005
+HANG_SECONDS = 60.0
+
+_last_step = 0
+
+
+def mark(name: str, step: int | None = None) -> None:
+    """Note that *name* begins now."""
+    global _last_step
+    _last_step = _last_step if step is None else step
+    path = os.path.join(os.environ["CRASH_MARKS"], f"marks_{os.environ['RANK']}")
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(descriptor, f"{time.monotonic()} {name} {_last_step}\n".encode())
+    os.close(descriptor)
+
+
+def hang(place: str) -> None:
+    """Sleep here if CRASH_HANG says so; a signal's handler may end it."""
+    where, step, rank = os.environ.get("CRASH_HANG", "nowhere 0 0").split()
+    if where == place and int(step) <= _last_step and rank == os.environ["RANK"]:
+        mark("hang")
+        time.sleep(HANG_SECONDS)
+
+
+class Samples:
+    """96 samples of 12 tokens that take their time; in training they can ``hang``."""
+
+    def __init__(self, *, trains: bool = True) -> None:
+        self.trains = trains
+
+    def __len__(self) -> int:
+        return 96 if self.trains else 16
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        time.sleep(SAMPLE_SECONDS)
+        if self.trains:
+            hang("data")
+        tokens = [3 + (index * 7 + position * position * 11) % 120 for position in range(12)]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Marked(LLMFinetune):
+    """The language model recipe, each phase a little longer than its work takes."""
+
+    def build_checkpointer(self) -> Checkpointer | None:
+        checkpointer = super().build_checkpointer()
+        for name in ("_with_export", "_export_in_background"):
+            setattr(checkpointer, name, _between("export", "exported", getattr(checkpointer, name)))
+        return checkpointer
+
+    def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
+        name = "data" if source is self.dataloader else "validation"
+        mark(name, self.step_scheduler.step)
+        for batch in super().batches(source):
+            mark("agree" if name == "data" else name)
+            yield batch
+            mark(name, self.step_scheduler.step)
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+        self.left = len(batch.micro_batches)
+        result = super().train_step(batch, control)
+        mark("finish")
+        return result
+
+    def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.model.training:
+            self.left -= 1
+            mark("accumulation" if self.left else "step", self.step_scheduler.step)
+            hang("step")
+        else:
+            hang("validation")
+        time.sleep(MICRO_BATCH_SECONDS)
+        return super().micro_batch_loss(micro_batch)
+
+    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
+        mark("save", self.step_scheduler.step)
+        report = super().save_now(checkpointer, validation, last=last)
+        mark("saved" if report.published else "upload")
+        return report
+
+    def flush_logs(self) -> None:
+        hang("save")
+        super().flush_logs()
+
+    def note_saved(self, report: SaveReport) -> None:
+        mark("published")
+        super().note_saved(report)
+
+    def stop(self) -> NoReturn:
+        mark("stop", self.step_scheduler.step)
+        super().stop()
+
+
+def _between(begun: str, ended: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*arguments: Any) -> Any:
+        mark(begun)
+        try:
+            return function(*arguments)
+        finally:
+            mark(ended)
+
+    return marked

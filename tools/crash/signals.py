@@ -1,0 +1,315 @@
+"""SIGTERM, SIGUSR1 and SIGINT at random instants, to the launcher or a rank of two, and what is left then.
+
+Each start of ``ckpt-train`` gets its signal at an instant drawn within one phase of its work, and has to end with 75 as
+the contract says (:func:`judge`). The next start goes on from there with another phase, until the run is done: then it
+has to be what a run without signals is. Some starts hang in one place; a second signal ends them at once.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from tools.crash import endurance, inspect
+from tools.crash.record import Record
+from tools.crash.trainer import Mark, Trainer
+
+PHASES = ("step", "accumulation", "validation", "data", "save", "upload", "export", "start", "twice")
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+TARGETS = ("launcher", "rank0", "rank1")
+HANGS = ("step", "validation", "save")
+STEPS, SAVE_EVERY, VALIDATE_EVERY = 36, 4, 3
+STARTED_SECONDS, ENDED_SECONDS, WAITING_SECONDS, AT_ONCE_SECONDS = 60.0, 40.0, 5.0, 5.0
+FIRST_TO_SECOND = 1.1
+LASTING = {"upload": "published", "export": "exported"}
+"""What goes on beside the training, and the mark that ends it."""
+
+BETWEEN = {"agree": "step", "finish": "step", "saved": "step", "published": "step", "exported": "step", "hang": "data"}
+"""Marks that begin no phase of their own: what follows belongs to the step, and data is all that hangs once."""
+
+RECIPE = """
+recipe: tools.crash.signal_parts.Marked
+seed: 5
+model:
+  from_config: {model_type: llama, vocab_size: 128, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32, attention_dropout: 0.1}
+distributed: {backend: gloo}
+dataset: {_target_: tools.crash.signal_parts.Samples}
+validation_dataset: {_target_: tools.crash.signal_parts.Samples, trains: false}
+optimizer: {lr: 1e-2}
+lr_scheduler: {name: cosine}
+step_scheduler: {global_batch_size: 8, local_batch_size: 2, num_epochs: 100, ckpt_every_epochs: null}
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One start and its signal: *share* of the phase's usual length after its *occurrence*-th beginning."""
+
+    phase: str
+    target: str
+    number: signal.Signals
+    occurrence: int = 1
+    share: float = 0.0
+    hang: str = ""
+    """Where a start hangs that gets two signals, or waits for data until it gets one; empty: nowhere."""
+
+    def __str__(self) -> str:
+        place = f" hanging in {self.hang}" if self.hang else ""
+        return f"{self.phase}/{self.occurrence}+{self.share:.2f}/{self.target}/{self.number.name}{place}"
+
+
+def points(seed: int, met: Mapping[str, int]) -> Iterator[Point]:
+    """Points without end, each of the phase that signals have *met* least."""
+    chance = random.Random(seed)
+    while True:
+        phase = min(chance.sample(PHASES, len(PHASES)), key=lambda one: met.get(one, 0))
+        blocked = phase == "data" and chance.random() < 0.5
+        hang = "data" if blocked else chance.choice(HANGS) if phase == "twice" else ""
+        yield Point(
+            phase, chance.choice(TARGETS), chance.choice(NUMBERS), chance.choice((1, 1, 2)), chance.random(), hang
+        )
+
+
+class Chain:
+    """A run in its *directory*, from start to start."""
+
+    def __init__(self, base: Path, name: str) -> None:
+        self.base, self.root = base, base / name
+        self.recipe = base / "recipe.yaml"
+        self.recipe.write_text(RECIPE)
+        self.starts = 0
+
+    def start(self, **settings: Any) -> Trainer:
+        """The next start; *settings*: ``is_async``, ``save_consolidated``, ``hang``, ``steps``, ``max_restarts``."""
+        self.starts += 1
+        keys = {
+            "checkpoint.checkpoint_dir": self.root, "checkpoint.is_async": settings.get("is_async", "false"),
+            "checkpoint.save_consolidated": settings.get("save_consolidated", "false"),
+            "step_scheduler.max_steps": settings.get("steps", STEPS), "step_scheduler.ckpt_every_steps": SAVE_EVERY,
+            "step_scheduler.val_every_steps": VALIDATE_EVERY,
+        }  # fmt: skip
+        flags = ["--nproc-per-node=2", "--trust=tools", f"--max-restarts={settings.get('max_restarts', 0)}"]
+        words = [*flags, str(self.recipe), *(f"--{k}={v}" for k, v in keys.items())]
+        hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}
+        directory = self.base / f"{self.root.name}-start-{self.starts}"
+        return Trainer(words, directory, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **hang})
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint, 0 without one."""
+        return next((name.step for name in inspect.checkpoints(self.root)), 0)
+
+
+def settings_of(point: Point, newest: int) -> dict[str, Any]:
+    """How the start differs from the others: what the phase needs."""
+    rank = point.target[-1] if point.target != "launcher" else "1"
+    at = newest + 1 + point.occurrence
+    hang = f"{point.hang} {at} {'0' if point.hang == 'save' else rank}" if point.hang else ""
+    return {
+        "is_async": str(point.phase == "upload" or (point.phase == "export" and point.occurrence == 2)).lower(),
+        "save_consolidated": "every" if point.phase in ("export", "save") else "false",
+        "hang": hang,
+    }
+
+
+def usual_seconds(marks: list[Mark], phase: str) -> float:
+    """The mean length of a phase in an undisturbed run."""
+    lengths = [
+        end.seconds - begin.seconds
+        for at, begin in enumerate(marks)
+        if begin.name == phase and (end := _end_of(marks[at + 1 :], LASTING.get(phase)))
+    ]
+    return sum(lengths) / len(lengths) if lengths else 0.2
+
+
+def _end_of(later: list[Mark], name: str | None) -> Mark | None:
+    return next((mark for mark in later if name in (None, mark.name)), None)
+
+
+class Campaign:
+    """Runs points along chains; *compares* their ends with an undisturbed run, whose phases it measures."""
+
+    def __init__(self, base: Path, *, compares: bool = True) -> None:
+        self.base = base
+        self.number = 0
+        self.chain: Chain | None = None
+        self.lengths: dict[str, float] = {"start": 1.5}
+        self.right = self._undisturbed() if compares else None
+
+    def _undisturbed(self) -> dict[str, Any]:
+        for is_async in ("true", "false"):
+            chain = Chain(self.base, f"undisturbed-{is_async}")
+            with chain.start(is_async=is_async, save_consolidated="every") as trainer:
+                if not trainer.wait(180) or trainer.code != 0:
+                    raise RuntimeError(f"the undisturbed run failed: {trainer.code}\n{trainer.log[-3000:]}")
+                marks = trainer.marks(0)
+            for phase in PHASES[:7] if is_async == "false" else ("upload",):
+                self.lengths[phase] = usual_seconds(marks, phase)
+        return endurance.result_of(chain.root, STEPS)
+
+    def run(self, point: Point, record: Record) -> str | None:
+        """One start and its signal; the phase that it met, None when the run ended before it."""
+        chain = self.chain = self.chain or self._next_chain()
+        before = chain.newest()
+        with chain.start(**settings_of(point, before)) as trainer:
+            sent = self._signal(point, trainer)
+            ended = trainer.wait(ENDED_SECONDS)
+            met, wrong = judge(point, trainer, chain, before, sent) if ended else (point.phase, ["it does not end"])
+        if trainer.code == 0 and self.right is not None:
+            wrong += endurance.differences(chain.root, self.right, STEPS)
+        record.add(met, wrong, point=str(point), chain=chain.root.name, start=chain.starts,
+                   log=trainer.log[-3000:] if wrong else "")  # fmt: skip
+        if trainer.code == 0 or wrong:
+            self.chain = None
+        return met
+
+    def _next_chain(self) -> Chain:
+        self.number += 1
+        return Chain(self.base, f"run-{self.number}")
+
+    def _signal(self, point: Point, trainer: Trainer) -> list[float]:
+        """Wait for the instant and send; the instants, of both where there are two. Empty when there is none to get
+        it."""
+        rank = int(point.target[-1]) if point.target != "launcher" else 0
+        name = "hang" if point.hang else point.phase
+        if not _await(trainer, rank, name, point):
+            return []
+        time.sleep(point.share * self.lengths.get(point.phase, 0.1))
+        try:
+            sent = [trainer.send(point.target, point.number)]
+            if point.phase == "twice":
+                time.sleep(FIRST_TO_SECOND)
+                sent.append(trainer.send(point.target, point.number))
+            return sent
+        except ProcessLookupError:
+            return []
+
+
+def _await(trainer: Trainer, rank: int, name: str, point: Point) -> bool:
+    """Whether the phase begins as often as the point says before the command ends."""
+    ranks = (0, 1) if point.hang or name == "export" else (rank,)
+    times = 1 if point.hang else point.occurrence
+    end = time.monotonic() + STARTED_SECONDS
+    while time.monotonic() < end:
+        begun = max(sum(mark.name == name for mark in trainer.marks(rank)) for rank in ranks)
+        if begun >= times or (name == "start" and trainer.listens(point.target)):
+            return True
+        if trainer.wait(0.002):
+            return False
+    return False
+
+
+def judge(point: Point, trainer: Trainer, chain: Chain, before: int, sent: list[float]) -> tuple[str, list[str]]:
+    """What the start came to, and which promises it broke."""
+    wrong = [f"process {pid} is left" for pid in trainer.orphans()]
+    wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
+    wrong += inspect.damage(chain.root)
+    if not sent:
+        return "ended before", wrong + ([] if trainer.code == 0 else [f"exit code {trainer.code}"])
+    if point.phase == "twice" and trainer.code != 75:
+        return "twice", wrong + _at_once(point, trainer, chain, before, sent[1])
+    wrong += [text for text in inspect.leftovers(chain.root, running=False) if not text.endswith(".jsonl")]
+    marks = [trainer.marks(rank) for rank in (0, 1)]
+    if trainer.code == 0 and chain.newest() == STEPS:
+        return "after the last step", wrong
+    met = phase_at(marks[0 if point.target != "rank1" else 1], marks[0], sent[0])
+    return met, wrong + stopped_wrongly(met, trainer, chain, before, marks, sent[0])
+
+
+def phase_at(marks: list[Mark], leader: list[Mark], instant: float) -> str:
+    """What a rank was doing; what the leader does in the background comes first."""
+    for name in ("export", "upload"):
+        began = max((mark.seconds for mark in leader if mark.name == name and mark.seconds <= instant), default=0.0)
+        ended = max((m.seconds for m in leader if m.name == LASTING[name] and m.seconds <= instant), default=0.0)
+        if began > ended:
+            return name
+    now = next((mark.name for mark in reversed(marks) if mark.seconds <= instant), "start")
+    return BETWEEN.get(now, now)
+
+
+def stopped_wrongly(
+    met: str, trainer: Trainer, chain: Chain, before: int, marks: list[list[Mark]], sent: float
+) -> list[str]:
+    """What is not as a stop has to be."""
+    wrong = [] if trainer.code == 75 else [f"exit code {trainer.code}, not 75"]
+    stops = [[mark for mark in one if mark.name == "stop"] for one in marks]
+    if not all(stops):
+        return wrong if met == "start" else [*wrong, "a rank did not stop in order"]
+    steps = {stop[0].step for stop in stops}
+    if len(steps) > 1:
+        wrong.append(f"the ranks stopped at steps {sorted(steps)}")
+    step = max(steps)
+    wrong += _wrong_saves(chain, step, before, marks[0])
+    late = {m.step for one in marks for m in one if m.seconds > sent and m.name in ("accumulation", "step")}
+    begun = {m.step for one in marks for m in one if m.seconds <= sent and m.name in ("accumulation", "step")}
+    if len(late - begun) > 1:
+        wrong.append(f"steps after {sorted(late - begun)} were begun after the signal")
+    for one in marks:
+        batches = [m for m in one if m.name == "validation" and m.seconds > sent]
+        if met == "validation" and len(batches) > 2:
+            wrong.append(f"{len(batches)} batches were validated after the signal")
+    if met == "data" and stops[0][0].seconds - sent > WAITING_SECONDS:
+        wrong.append(f"it stopped {stops[0][0].seconds - sent:.1f} s after the signal")
+    return wrong
+
+
+def _wrong_saves(chain: Chain, step: int, before: int, leader: list[Mark]) -> list[str]:
+    """Whether the step where it stopped is the newest checkpoint, saved once, and exported only if it was before."""
+    wrong = [] if chain.newest() == step else [f"stopped at step {step}, saved is step {chain.newest()}"]
+    saves = Counter(mark.step for mark in leader if mark.name == "save")
+    wrong += [f"step {at} was saved {count} times" for at, count in saves.items() if count > 1]
+    lines = [line["step"] for line in endurance.log_of(chain.root / "training.jsonl")] if step else []
+    if lines != list(range(1, step + 1)):
+        wrong.append(f"training.jsonl holds steps {lines[-3:]} at its end, the checkpoint is of step {step}")
+    name = next(iter(inspect.checkpoints(chain.root)), None)
+    exported = name is not None and (chain.root / str(name) / "model" / layout.CONSOLIDATED).exists()
+    if exported and step > before and step % SAVE_EVERY:
+        wrong.append("the signal made an export")
+    return wrong
+
+
+def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: float) -> list[str]:
+    """What is wrong with a run that a second signal ended."""
+    wrong = [] if trainer.code == 128 + point.number else [f"exit code {trainer.code}, not {128 + point.number}"]
+    seconds = time.monotonic() - second
+    wrong += [f"it ended {seconds:.1f} s after the second signal"] if seconds > AT_ONCE_SECONDS else []
+    saved = [mark.step for mark in trainer.marks(0) if mark.name in ("saved", "published")]
+    last = max([before, *saved])
+    return wrong + ([] if chain.newest() == last else [f"the newest checkpoint is {chain.newest()}, not {last}"])
+
+
+def import_what_ranks_need() -> None:
+    """Before anything is forked."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
+
+    import automodel_ckpt.cli.train  # noqa: F401
+    import tools.crash.signal_parts  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def run(*, points_wanted: int, seed: int, seconds: float, compares: bool = True) -> Record:
+    """The campaign; the outcomes of its record are the phases that signals met. Each gets its share."""
+    import_what_ranks_need()
+    record = Record("signals", {"points": points_wanted, "seed": seed, "seconds": seconds})
+    base = Path(tempfile.mkdtemp(prefix="signals-"))
+    end = time.monotonic() + seconds
+    try:
+        campaign = Campaign(base, compares=compares)
+        for point in points(seed, record.outcomes):
+            campaign.run(point, record)
+            if record.points >= points_wanted or time.monotonic() > end:
+                break
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    return record

@@ -1,0 +1,146 @@
+"""`ckpt-train` on two ranks, forked from this process, which has imported torch: a start costs a second, not ten."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from tools.crash.endurance import kill_session, members
+
+
+class Mark(NamedTuple):
+    """A line of a rank's marks (:mod:`tools.crash.signal_parts`)."""
+
+    seconds: float
+    name: str
+    step: int
+
+
+@dataclass
+class Trainer:
+    """A started command. *directory* gets its output, its marks and its temporary files."""
+
+    words: Sequence[str]
+    directory: Path
+    environment: Mapping[str, str]
+    pid: int = 0
+    code: int | None = None
+    _marks: dict[int, tuple[int, list[Mark]]] = field(default_factory=dict)
+
+    def __enter__(self) -> Trainer:
+        (self.directory / "tmp").mkdir(parents=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a test runner's threads, which it never touches
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._be_the_command()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        kill_session(self.pid)
+        self.wait(5)
+
+    def _be_the_command(self) -> NoReturn:
+        code = 1
+        try:
+            os.setsid()
+            output = os.open(self.directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for number in (1, 2):
+                os.dup2(output, number)
+            os.environ.update(self.environment)
+            os.environ |= {"TMPDIR": str(self.directory / "tmp"), "CRASH_MARKS": str(self.directory)}
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            tempfile.tempdir = None  # it was asked for before
+            code = _command(self.words)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the command ends within so many seconds; then *code* is its exit code, negative for a signal."""
+        end = time.monotonic() + seconds
+        while self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                return False
+            else:
+                time.sleep(0.002)
+        return True
+
+    def marks(self, rank: int) -> list[Mark]:
+        """What this rank has noted so far."""
+        done, known = self._marks.get(rank, (0, []))
+        try:
+            with (self.directory / f"marks_{rank}").open() as file:
+                file.seek(done)
+                text = file.read()
+        except FileNotFoundError:
+            return known
+        whole = text[: text.rfind("\n") + 1]
+        for line in whole.splitlines():
+            seconds, name, step = line.split()
+            known.append(Mark(float(seconds), name, int(step)))
+        self._marks[rank] = (done + len(whole), known)
+        return known
+
+    def ranks(self) -> dict[int, int]:
+        """The process ids of the ranks that have started, by rank."""
+        pids = sorted((self.directory / "tmp").glob("ckpt-train-*/launch_*/attempt_*/rank_*.pid"))
+        return {int(path.stem.removeprefix("rank_")): int(path.read_text()) for path in pids}
+
+    def orphans(self, seconds: float = 2.0) -> list[int]:
+        """Processes of the command that are left so long after its end."""
+        end = time.monotonic() + seconds
+        while (left := [*members(self.pid)]) and time.monotonic() < end:
+            time.sleep(0.01)
+        return left
+
+    @property
+    def log(self) -> str:
+        """All that it has printed."""
+        path = self.directory / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def send(self, target: str, number: signal.Signals) -> float:
+        """Send a signal to ``launcher``, ``rank0`` or ``rank1``; the instant. ProcessLookupError when it is gone."""
+        pid = self._pid_of(target)
+        if pid is None:
+            raise ProcessLookupError(target)
+        os.kill(pid, number)
+        return time.monotonic()
+
+    def listens(self, target: str) -> bool:
+        """Whether it is there and has a handler for SIGUSR1; before, a signal does what the system lets it do."""
+        try:
+            status = Path(f"/proc/{self._pid_of(target)}/status").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
+        return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
+
+    def _pid_of(self, target: str) -> int | None:
+        return self.pid if target == "launcher" else self.ranks().get(int(target[-1]))
+
+
+def _command(words: Sequence[str]) -> int:
+    from automodel_ckpt.cli.train import main
+
+    logging.getLogger("automodel_ckpt").setLevel(logging.NOTSET)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return main(list(words))
