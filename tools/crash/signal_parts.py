@@ -72,7 +72,7 @@ class Marked(LLMFinetune):
         return checkpointer
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
-        name = "data" if source is self.dataloader else "validation"
+        name = "data" if source is self.dataloader else "batch"
         mark(name, self.step_scheduler.step)
         for batch in super().batches(source):
             mark("agree" if name == "data" else name)
@@ -91,6 +91,7 @@ class Marked(LLMFinetune):
             mark("accumulation" if self.left else "step", self.step_scheduler.step)
             hang("step")
         else:
+            mark("validation")
             hang("validation")
         time.sleep(MICRO_BATCH_SECONDS)
         return super().micro_batch_loss(micro_batch)

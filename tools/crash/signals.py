@@ -33,8 +33,11 @@ FIRST_TO_SECOND = 1.1
 LASTING = {"upload": "published", "export": "exported"}
 """What goes on beside the training, and the mark that ends it."""
 
-BETWEEN = {"agree": "step", "finish": "step", "saved": "step", "published": "step", "exported": "step", "hang": "data"}
-"""Marks that begin no phase of their own: what follows belongs to the step, and data is all that hangs once."""
+BETWEEN = {
+    "agree": "step", "finish": "step", "saved": "step", "published": "step", "exported": "step", "batch": "validation",
+    "hang": "data",
+}  # fmt: skip
+"""Marks that begin no phase of their own, and what they belong to; with one signal, only waits for data hang."""
 
 RECIPE = """
 recipe: tools.crash.signal_parts.Marked
@@ -255,8 +258,8 @@ def stopped_wrongly(
         wrong.append(f"steps after {sorted(late - begun)} were begun after the signal")
     for one in marks:
         batches = [m for m in one if m.name == "validation" and m.seconds > sent]
-        if met == "validation" and len(batches) > 2:
-            wrong.append(f"{len(batches)} batches were validated after the signal")
+        if met == "validation" and len(batches) > 1:
+            wrong.append(f"{len(batches)} batches of validation were begun after the signal")
     if met == "data" and stops[0][0].seconds - sent > WAITING_SECONDS:
         wrong.append(f"it stopped {stops[0][0].seconds - sent:.1f} s after the signal")
     return wrong
