@@ -8,8 +8,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from automodel_ckpt.distributed.sizes import Sizes, share_out
 from automodel_ckpt.errors import RecipeError
@@ -127,8 +128,11 @@ def _refuse_unknown(backend: str) -> None:
 def _init_process_group(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    # torchrun's store outlives a restart, with the addresses of the ranks before and their wish to stop.
+    attempt = PrefixStore(f"attempt_{_environment_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _device(backend: str | None, local_rank: int) -> torch.device:

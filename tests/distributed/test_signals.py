@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from automodel_ckpt.distributed.mesh import init_distributed
+from automodel_ckpt.distributed.stop import PeerStop
+from tests.support import ranks
 from tools.crash import endurance, signals
 from tools.crash.trainer import Trainer
 
@@ -57,6 +64,26 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
     assert again.step == 4, "the newest checkpoint's"
     assert again.seconds - since < 30
     assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
+
+
+def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives a restart: addresses, and a wish to stop."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert ranks.run(partial(joined, store.port, attempt=0), 2, init=False) == [(2, False)] * 2
+    assert ranks.run(partial(joined, store.port, attempt=1), 2, init=False) == [(2, False)] * 2
+
+
+def joined(port: int, attempt: int) -> tuple[int, bool]:
+    """How many ranks there are, and whether one was told to stop; then all are told."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    init_distributed(backend="gloo", timeout_minutes=0.25)
+    told = dist.distributed_c10d._get_default_store()
+    found = bool(told.check([PeerStop.KEY]))
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    told.set(PeerStop.KEY, "1")
+    return int(count), found
 
 
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(tmp_path: Path) -> None:
