@@ -2,7 +2,7 @@
 
 A fence ``yaml file=NAME`` (any language) is written to NAME; ``bash`` is run; ``bash norun=REASON`` is not, and says
 why (underscores for spaces); ``text`` and ``yaml`` without a file are only shown. A comment ``uses: my-llama
-train.jsonl`` asks for a small model and data.
+train.jsonl examples`` asks for a small model, data, this repository's examples.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,11 @@ def blocks(page: Path) -> list[Block]:
 def prepare(page: Path, directory: Path) -> None:
     uses = re.search(r"<!-- uses: ([^>]*) -->", page.read_text())
     for thing in uses[1].split() if uses else ():
-        {"my-llama": make_model, "train.jsonl": write_samples}[thing](directory / thing)
+        {"my-llama": make_model, "train.jsonl": write_samples, "examples": link_examples}[thing](directory / thing)
+
+
+def link_examples(place: Path) -> None:
+    place.symlink_to(ROOT / "examples")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,7 @@ def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandSe
                                   capture_output=True, text=True, timeout=170, check=False)  # fmt: skip
             assert done.returncode == 0, f"{block.body}\n{done.stdout}\n{done.stderr}"
         elif block.language == "python":
-            compile(block.body, str(page), "exec")
+            compile(textwrap.dedent(block.body), str(page), "exec")
         else:
             assert block.language in SHOWN_ONLY or block.options["norun"]
 
