@@ -26,7 +26,8 @@ from automodel_ckpt.checkpoint.gguf_llama import KeyValue, Llama, name_faults, r
 from automodel_ckpt.checkpoint.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.checkpoint.hf_source import is_hf_directory, open_hf, read_json
 from automodel_ckpt.checkpoint.inside import read_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Tensor
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS
+from automodel_ckpt.checkpoint.stored import whole
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
@@ -263,22 +264,3 @@ def _values(root: Path, tensor: ExportTensor, model: Llama, name: str) -> Array:
     values = cast(whole(root, tensor.stored), tensor.stored.dtype, _code(tensor))
     heads = model.heads_of(name)
     return values if heads is None else values[rotary_order(heads, model.head_dim)]
-
-
-def whole(root: Path, tensor: Tensor) -> Array:
-    """A tensor put together from its slices, as in :func:`storage_dtype`; mapped, not read, where it is one slice."""
-    dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
-    pieces = [
-        (piece, _mapped(root / piece.file, dtype, piece.start, piece.sizes)) for piece in tensor.slices if piece.nbytes
-    ]
-    if len(pieces) == 1 and pieces[0][0].sizes == tensor.shape:
-        return pieces[0][1]
-    result: Array = np.empty(tensor.shape, dtype)
-    for piece, values in pieces:
-        result[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))] = values
-    return result
-
-
-def _mapped(path: Path, dtype: np.dtype[Any], start: int, sizes: tuple[int, ...]) -> Array:
-    array: Array = np.memmap(path, dtype, "r", start, sizes or (1,))
-    return array.reshape(sizes)

@@ -263,6 +263,16 @@ class HFAssets:
                 log.warning("Exports will differ from the base: %d tensors %s: %s", len(others), kind, others[:5])
 
 
+def base_files(directory: Path) -> dict[str, bytes]:
+    """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, licence."""
+    return _read(directory, ("config.json", _GENERATION_CONFIG, *_MODEL_FILES, *_TOKENIZER_FILES))
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of that name, relative to the model's directory, is a tokenizer's or a processor's."""
+    return any(fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)
+
+
 def _main_dtype(specs: Iterable[TensorSpec]) -> str:
     """Torch's name of the dtype of most elements."""
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}

@@ -183,9 +183,9 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
         remedy = "remove it if it is not yours; nothing reads it"
         problems.append(Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy))
     for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
-        directory = Path(entry.path, layout.CONSOLIDATED)
-        if entry.is_dir(follow_symlinks=False) and os.path.lexists(directory):
-            problems += _export_problems(directory)
+        for directory in (Path(entry.path, name) for name in sorted(layout.EXPORTS)):
+            if entry.is_dir(follow_symlinks=False) and os.path.lexists(directory):
+                problems += _export_problems(directory)
     return problems
 
 
@@ -200,7 +200,7 @@ def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterabl
 
 def _export_problems(directory: Path) -> list[Problem]:
     """An export against its own manifest."""
-    remedy = "export again: bash consolidate.sh"
+    remedy = "export again: ckpt export" + (" --merge" if directory.name == layout.MERGED else "")
     try:
         text = read_inside(directory.parent, f"{directory.name}/{layout.EXPORT_MANIFEST}", limit=MAX_LIST_BYTES)
         listed = {path: _Listed.parse(entry) for path, entry in json.loads(text)["files"].items()}
@@ -238,11 +238,11 @@ class _Listed(NamedTuple):
 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
-    """Files in the checkpoint that the manifest does not name, itself and the export aside; relative, sorted."""
+    """Files in the checkpoint that the manifest does not name, itself and exports aside; relative, sorted."""
     known = {*manifest.files, layout.MANIFEST}
     found = (
         os.path.relpath(os.path.join(directory, name), checkpoint)
         for directory, _, names in os.walk(checkpoint)
         for name in names
     )
-    return sorted(path for path in found if path not in known and layout.CONSOLIDATED not in path.split("/"))
+    return sorted(path for path in found if path not in known and layout.EXPORTS.isdisjoint(path.split("/")))

@@ -33,6 +33,11 @@ def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
     command.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or (hf only) fp64")
     command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, hf only (default: 1)")
     command.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
+    command.add_argument(
+        "--merge", action="store_true",
+        help="hf only: the base with the checkpoint's adapter in it; default of OUT: merged/ in the model's directory",
+    )  # fmt: skip
+    command.add_argument("--base", metavar="BASE", help="with --merge: where the adapter's base is now")
     command.add_argument("--force", action="store_true", help="gguf only: replace OUT where it is a file")
     return command
 
@@ -55,9 +60,32 @@ def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.consolidate import export as consolidate
 
     _refuse(arguments, "hf", force=arguments.force)
+    if arguments.merge:
+        return _merged(arguments, source)
+    _refuse(arguments, "hf without --merge", base=arguments.base is not None)
     report = consolidate(
         source, arguments.output, arguments.cast_dtype, arguments.nproc, arguments.num_threads, quiet=arguments.json
     )
+    return report_hf(report)
+
+
+def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    _refuse(arguments, "hf --merge", nproc=arguments.nproc != 1)
+    from automodel_ckpt.checkpoint.merge import merge
+    from automodel_ckpt.checkpoint.merge_rules import Naming
+    from automodel_ckpt.consolidate import say, summary
+    from automodel_ckpt.data.cache import cache_directory
+    from automodel_ckpt.models.build import base_directory
+    from automodel_ckpt.models.outline import outline
+
+    report = merge(
+        source, arguments.output, base=arguments.base, directory_of=base_directory,
+        naming_of=lambda directory: Naming(*outline(directory)), cast_dtype=arguments.cast_dtype,
+        cache=cache_directory(), log=say,
+    )  # fmt: skip
+    say(summary(report))
+    if not arguments.json:
+        print_path(report.output)
     return report_hf(report)
 
 
@@ -65,7 +93,7 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.checkpoint.gguf_export import export_gguf
     from automodel_ckpt.consolidate import say
 
-    _refuse(arguments, "gguf", nproc=arguments.nproc != 1)
+    _refuse(arguments, "gguf", nproc=arguments.nproc != 1, merge=arguments.merge, base=arguments.base is not None)
     report = export_gguf(
         source, arguments.output, cast_dtype=arguments.cast_dtype, overwrite=arguments.force,
         num_threads=arguments.num_threads, log=say,

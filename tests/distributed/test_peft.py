@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.recipes.base import Control
@@ -139,6 +141,26 @@ def assert_loads_with_peft(directory: Path, logits: torch.Tensor) -> None:
     assert all(torch.equal(held[key], stored[key]) for key in held)
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=TOKENS).logits, logits)
+
+
+def test_base_and_adapter_are_merged_into_a_model_that_transformers_alone_loads(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
+    directories, _ = trained
+    for name, directory in directories.items():
+        output = tmp_path / name
+        assert main(["export", "--merge", str(directory / "whole"), "--output", str(output)]) == 0
+        assert_is_whole(output, torch.load(directory / "whole" / "logits.pt", weights_only=True))
+        for file in ("config.json", "generation_config.json", "tokenizer.json"):
+            assert (output / file).read_bytes() == (directory / "base" / file).read_bytes(), file
+
+
+def assert_is_whole(directory: Path, logits: torch.Tensor) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_checkpoint_holds_only_what_trains(trained: Any) -> None:

@@ -1,0 +1,30 @@
+"""A stored tensor as an array. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.checkpoint.float_cast import Array, storage_dtype
+from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Tensor
+
+
+def whole(root: Path, tensor: Tensor) -> Array:
+    """A tensor put together from its slices, as in :func:`storage_dtype`; mapped, not read, where it is one slice."""
+    dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
+    pieces = [
+        (piece, _mapped(root / piece.file, dtype, piece.start, piece.sizes)) for piece in tensor.slices if piece.nbytes
+    ]
+    if len(pieces) == 1 and pieces[0][0].sizes == tensor.shape:
+        return pieces[0][1]
+    result: Array = np.empty(tensor.shape, dtype)
+    for piece, values in pieces:
+        result[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))] = values
+    return result
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], start: int, sizes: tuple[int, ...]) -> Array:
+    array: Array = np.memmap(path, dtype, "r", start, sizes or (1,))
+    return array.reshape(sizes)
