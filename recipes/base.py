@@ -84,6 +84,8 @@ class FinetuneRecipe(Lifecycle):
     """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
     task_type: ClassVar[str | None] = None
     """peft's name of the task; None where peft has no class of models for it."""
+    longest_checked = 0
+    """Tokens of the longest sample that is known to fit into the model's context."""
     loss_fn: LossFn
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
     """Reads the validation set from its start; None: there is none."""
@@ -545,8 +547,9 @@ class FinetuneRecipe(Lifecycle):
 
     def check_length(self, num_tokens: int) -> None:
         """:class:`RecipeError` for a sample, padding included, that is longer than the model's context."""
-        if self.model_config is not None:
+        if self.model_config is not None and num_tokens > self.longest_checked:
             check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
+            self.longest_checked = num_tokens
 
     def check_cut(self, length: int) -> None:
         """:class:`RecipeError` for rows that sequence parallelism cannot cut evenly."""

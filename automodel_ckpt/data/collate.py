@@ -23,6 +23,8 @@ class PadCollator:
     sample of another shape.
     """
 
+    draws_nothing = True
+
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
         if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
             raise RecipeError(

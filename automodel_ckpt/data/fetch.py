@@ -54,6 +54,7 @@ class SampleReader(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
+        self.may_draw = not (_draws_nothing(dataset) and _draws_nothing(collate_fn))
 
     def __getitem__(self, request: Request) -> Batch | Failure:
         ids = request.sample_ids or [request.filler]
@@ -64,11 +65,18 @@ class SampleReader(Dataset[Any]):
             return Failure(error)
 
     def _read(self, request: Request, sample_id: int) -> Any:
-        seed_everything(derive_seed(request.seed, request.epoch, sample_id))
+        if self.may_draw:
+            seed_everything(derive_seed(request.seed, request.epoch, sample_id))
         try:
             return self.dataset[sample_id]
         except Exception as error:
             raise located(error, f"dataset[{sample_id}]", "could not be read") from error
+
+
+def _draws_nothing(part: Any) -> bool:
+    """Whether a data set or collator is known to draw no random number; what is derived from one may draw."""
+    inner = getattr(part, "dataset", None)
+    return vars(type(part)).get("draws_nothing") is True and (inner is None or _draws_nothing(inner))
 
 
 def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empty: bool) -> Batch:

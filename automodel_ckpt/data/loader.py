@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -172,7 +172,7 @@ class GlobalBatchLoader:
         with closing(read_all(reader, requests, self.num_workers)) as batches:
             for start in starts:
                 ids = order[start : start + size].tolist()
-                with isolated_rng():
+                with isolated_rng() if reader.may_draw or self.num_workers else nullcontext():
                     mine = list(islice(batches, len(self._rank_part(ids))))
                 yield GlobalBatch(epoch, start // size, start, ids, mine, last_of_epoch=start == starts[-1])
 

@@ -65,6 +65,8 @@ class PackedDataset:
     iterable data set and for a sample of more than *size* tokens.
     """
 
+    draws_nothing = True
+
     def __init__(self, dataset: Any, size: int) -> None:
         self.dataset = dataset
         self.size = size
@@ -127,8 +129,8 @@ class RowLayout:
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The rows of *batch*, int64 tensors of shape (batch, length): padded rows or packs, as collated.
 
-        Without padding it is returned as it is, and so is a batch with tensors of other kinds. The sums of losses over
-        labels stay the same.
+        Without padding it is returned as it is but for its mask, with tensors of other kinds just as it is. The sums of
+        losses over labels stay the same.
         """
         if not {"input_ids", "labels", "attention_mask"} <= batch.keys() <= _ROWS_OF_TOKENS:
             return dict(batch)
@@ -137,7 +139,9 @@ class RowLayout:
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
         rows, length = self._cheapest(lengths, batch["labels"].shape[1])
         if rows is None:
-            return dict(batch)
+            # A mask that hides nothing costs the model a look at it in each pass.
+            is_padded = sum(lengths) < batch["labels"].numel()
+            return {name: tensor for name, tensor in batch.items() if is_padded or name != "attention_mask"}
         return _laid_out(batch, rows, length)
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:

@@ -39,6 +39,8 @@ class TokenizedSample(NamedTuple):
 class TokenizedDataset:
     """Map-style: ``dataset[i]`` is ``{"input_ids": list[int], "labels": list[int]}``, with -100 for no label."""
 
+    draws_nothing = True
+
     def __init__(
         self,
         tokens: npt.NDArray[np.int32],

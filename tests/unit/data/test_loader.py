@@ -13,7 +13,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.data.fetch import SampleReader
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.data.packing import PackedDataset
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
 
@@ -370,3 +374,26 @@ def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_wo
         before = train(first, stop)
         second.load_state_dict(first.state_dict())
         assert contents(before + train(second, 12 - stop)) == contents(whole)
+
+
+class Drawing(TokenizedDataset):
+    """Derived from one that draws nothing, it may draw."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        sample = super().__getitem__(index)
+        return {name: [*values, int(torch.randint(9, ()))] for name, values in sample.items()}
+
+
+@pytest.mark.parametrize("kind", [TokenizedDataset, Drawing])
+def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(kind: type[TokenizedDataset]) -> None:
+    samples = TokenizedDataset.of([TokenizedSample([n, n], [True, True]) for n in range(4)])
+    dataset = PackedDataset(kind(samples.tokens, samples.ends, samples.labelled, samples.counts), 3)
+    reads = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        loader = GlobalBatchLoader(dataset, global_batch_size=4, local_batch_size=4, collate_fn=PadCollator(0))
+        reads.append(next(iter(loader)).micro_batches[0]["input_ids"].tolist())
+        assert torch.equal(torch.get_rng_state(), before)
+        assert SampleReader(dataset, PadCollator(0)).may_draw == (kind is Drawing)
+    assert reads[0] == reads[1]
