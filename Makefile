@@ -47,11 +47,10 @@ bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolid
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
 
-crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: a quarter of an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loop --docs $(BENCH_ARGS)
 
-crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, and what others keep: about an hour and a half
+crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
