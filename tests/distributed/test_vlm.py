@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
+from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
@@ -123,6 +125,25 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
         if file.name not in ("model.safetensors", "config.json"):
             assert (export / file.name).read_bytes() == file.read_bytes(), file.name
     assert type(read_processor(str(export))) is type(read_processor(str(base)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call, transformers' warning
+def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    options = (
+        "--model.freeze=[]",
+        "--peft={r: 4, target_modules: '*.language_model.*'}",
+        "--step_scheduler.max_steps=2",
+    )
+    _, trained = run(recipe, "run", *options, num_ranks=1)[0]
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "LATEST" / "model")
+    assert torch.equal(logits(adapted, recipe), trained)
+    assert main(["export", "--merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(logits(model, recipe), trained, rtol=1e-4, atol=1e-4)
+    assert tensors(tmp_path / "merged").keys() == tensors(tmp_path / "base").keys()
 
 
 def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
