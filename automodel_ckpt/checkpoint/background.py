@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from automodel_ckpt.checkpoint.discovery import flat_bytes
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats.planning import Fetch
-from automodel_ckpt.checkpoint.jobs import Data, Job, Span
-from automodel_ckpt.checkpoint.manifest import Part
+from automodel_ckpt.checkpoint.jobs import Data, FileJob, Job, Span
+from automodel_ckpt.checkpoint.manifest import Blob, Part
 from automodel_ckpt.checkpoint.writer import Export, Write, Writer
 from automodel_ckpt.errors import AutomodelError
 
@@ -59,12 +59,24 @@ class HostMemory:
         if self._pinned:
             torch.cuda.check_error(int(_cudart().cudaHostRegister(self.tensor.data_ptr(), wanted, 0)))
 
-    def filled(self, place: _Place) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Put a piece's bytes in their place; those of a tensor are left to the caller: (target, source)."""
-        if isinstance(place.source, torch.Tensor):
-            return (self.tensor[place.at : place.at + place.nbytes], place.source) if place.nbytes else None
-        self._view[place.at : place.at + place.nbytes] = place.source
-        return None
+    @torch.no_grad()
+    def filled(self, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put a layout's constants in their places; what is left to be copied: (target, source) of each tensor."""
+        for start, data in layout.constants:
+            self._view[start : start + len(data)] = data
+        layout.constants = []
+        sources = [fetch.tensor() for _, fetch in layout.tensors]
+        if layout.memory is not self.tensor:
+            places = [start for start, _ in layout.tensors]
+            layout.targets = [self._place(*one) for one in zip(places, sources, strict=True)]
+            layout.memory = self.tensor
+        return [pair for pair in zip(layout.targets, sources, strict=True) if pair[1].nbytes]
+
+    def _place(self, start: int, source: torch.Tensor) -> torch.Tensor:
+        """Memory from *start*, as a tensor like the source."""
+        if source.numel() == 0:
+            return torch.empty_like(source, device="cpu")
+        return torch.frombuffer(self._view, dtype=source.dtype, count=source.numel(), offset=start).view(source.shape)
 
     def _release(self) -> None:
         if self._pinned and self.tensor.nbytes:
@@ -85,7 +97,7 @@ def _faulted_in(mapped: mmap.mmap) -> mmap.mmap:
     try:
         mapped.madvise(_MADV_POPULATE_WRITE)
     except OSError:
-        mapped[::PAGE_BYTES] = bytes(-(-len(mapped) // PAGE_BYTES))
+        mapped[::PAGE_BYTES] = mapped[::PAGE_BYTES]
     return mapped
 
 
@@ -137,21 +149,19 @@ class Background:
 
     # ---------------------------------------------------------------- copy
 
-    def stage(self, jobs: Sequence[Job], *, at_once: Collection[int] = ()) -> list[Job]:
-        """The same jobs over a copy of their bytes. Raises :class:`OSError` where memory does not suffice.
+    def stage(self, layouts: Sequence[Layout], *, at_once: Collection[int] = ()) -> list[bytes]:
+        """Copy what these lay out; returns their jobs for :meth:`start`. Raises :class:`OSError` where memory is short.
 
         On CUDA the copies are only under way when this returns: what they are of may change after :meth:`await_copies`.
         Tensors whose data pointer is among *at_once* may change before.
         """
-        placed, nbytes = _lay_out(jobs)
-        self._memory.reserve(nbytes)
-        distinct = {place.at: place for places in placed for place in places}
-        pairs = [pair for place in distinct.values() if (pair := self._memory.filled(place))]
+        self._memory.reserve(max(layout.end for layout in layouts))
+        pairs = [pair for layout in layouts for pair in self._memory.filled(layout)]
         if self._stream is None:
             _copy(pairs)
         else:
             self._copy_from_device(pairs, at_once)
-        return [job.over([place.span for place in places]) for job, places in zip(jobs, placed, strict=True)]
+        return [layout.packed() for layout in layouts]
 
     def _copy_from_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], at_once: Collection[int]) -> None:
         """Beside the next forward and backward, but for tensors that those change."""
@@ -173,8 +183,12 @@ class Background:
 
     # ---------------------------------------------------------------- upload
 
+    def fail(self, failure: AutomodelError) -> None:
+        """There is nothing to upload: what was to be could not be copied."""
+        self._failure = failure
+
     def start(
-        self, staging: Path, part: Part, jobs: Sequence[Job], *, then: Callable[[], None] | None, doing: str
+        self, staging: Path, part: Part, jobs: Sequence[bytes], *, then: Callable[[], None] | None, doing: str
     ) -> None:
         """Write in the background, and *then* do that, in a thread. The upload before has to have ended.
 
@@ -234,48 +248,82 @@ class Cancelled(Exception):
     """The upload is not wanted any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Bytes, and where in the memory they are copied to."""
+@dataclass(slots=True)
+class Layout:
+    """Jobs over a stretch of the memory up to *end*, and what has to be copied there.
 
-    source: torch.Tensor | bytes | memoryview
-    at: int
+    *tensors* are copied at every staging, *constants* once (those of a layout that is staged again are there already).
+    *values* says where the bytes of each value that is no tensor stand, by tree and name. *targets* are the places of
+    the tensors in *memory*.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.source) if isinstance(self.source, bytes) else self.source.nbytes
+    jobs: list[Job]
+    end: int
+    tensors: list[tuple[int, Fetch]] = field(default_factory=list)
+    constants: list[tuple[int, bytes | memoryview]] = field(default_factory=list)
+    values: dict[tuple[str, str], Span] = field(default_factory=dict)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    memory: torch.Tensor | None = None
+    pickled: bytes = b""
 
-    @property
-    def span(self) -> Span:
-        return Span(self.at, self.nbytes)
+    def packed(self) -> bytes:
+        """The jobs for the writer, pickled once."""
+        self.pickled = self.pickled or pickle.dumps(self.jobs)
+        return self.pickled
+
+    def replace(self, name: tuple[str, str], data: bytes) -> bool:
+        """Let a value have other bytes at the next staging; False where they do not fit its place."""
+        span = self.values[name]
+        self.constants.append((span.start, data))
+        return len(data) == span.nbytes
 
 
-def _lay_out(jobs: Sequence[Job]) -> tuple[list[list[_Place]], int]:
-    """Places for all bytes, and how many they take. What follows on each other in a file does in memory, and stands at
-    the same place of a page, so that it can go to disk from there. Data that go to several places are copied once."""
-    placed, end = [], 0
-    known: dict[int, _Place] = {}
+def lay_out(jobs: Sequence[Job], after: int = 0) -> Layout:
+    """Places behind the byte *after* for all that the jobs take. What follows on each other in a file does in memory,
+    and stands at the same place of a page, so that it can go to disk from there. Data that go to several places are
+    copied once."""
+    layout = Layout([], after)
+    known: dict[int, Span] = {}
     for job in jobs:
-        places: list[_Place] = []
+        spans: list[Span] = []
         follows = -1
         for start, data in job.data():
-            place = known.get(id(data)) if isinstance(data, Fetch) else None
-            if place is None:
+            span = known.get(id(data)) if isinstance(data, Fetch) else None
+            if span is None:
                 if start != follows:
-                    end = -(-end // PAGE_BYTES) * PAGE_BYTES + start % PAGE_BYTES
-                place = known[id(data)] = _Place(_source(data), end)
-                end, follows = end + place.nbytes, start + place.nbytes
-            places.append(place)
-        placed.append(places)
-    return placed, end
+                    layout.end = -(-layout.end // PAGE_BYTES) * PAGE_BYTES + start % PAGE_BYTES
+                span = known[id(data)] = _laid(layout, data)
+                follows = start + span.nbytes
+            spans.append(span)
+        layout.jobs.append(job.over(spans))
+        layout.values.update(_values(job, spans))
+    return layout
 
 
-def _source(data: Data) -> torch.Tensor | bytes | memoryview:
+def _laid(layout: Layout, data: Data) -> Span:
+    """The place of these data, behind all others."""
     if isinstance(data, Fetch):
-        return flat_bytes(data.tensor())
+        layout.tensors.append((layout.end, data))
+        span = Span(layout.end, data.nbytes)
+    else:
+        constant = data if isinstance(data, bytes) else _fetched(data)
+        layout.constants.append((layout.end, constant))
+        span = Span(layout.end, len(constant))
+    layout.end += span.nbytes
+    return span
+
+
+def _values(job: Job, spans: Sequence[Span]) -> Iterator[tuple[tuple[str, str], Span]]:
+    if isinstance(job, FileJob) and job.tree is not None:
+        for piece, span in zip(job.pieces, spans, strict=True):
+            if isinstance(piece.entry, Blob):
+                yield (job.tree, piece.entry.fqn), span
+
+
+def _fetched(data: Span | Callable[[], memoryview]) -> memoryview:
     if isinstance(data, Span):
         raise ValueError("the data are a copy already")
-    return data if isinstance(data, bytes) else data()
+    return data()
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -16,10 +16,11 @@ import json
 import logging
 import math
 import os
+import pickle
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.background import Background
+from automodel_ckpt.checkpoint.background import Background, Layout, lay_out
 from automodel_ckpt.checkpoint.composed import placed_files
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
@@ -39,10 +40,11 @@ from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.failures import RETRY, as_failure
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.planning import TreePlan, saved_value
 from automodel_ckpt.checkpoint.inline_export import export_from_memory
-from automodel_ckpt.checkpoint.jobs import Job, run_all
+from automodel_ckpt.checkpoint.jobs import FileJob, Job, run_all
 from automodel_ckpt.checkpoint.lease import Lease
+from automodel_ckpt.checkpoint.live_state import LiveState, look
 from automodel_ckpt.checkpoint.loading import Loader, shown
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, TreePart, merge_files, merge_tree
 from automodel_ckpt.checkpoint.objects import ObjectPlanner
@@ -131,6 +133,31 @@ class _Proposal:
 
 
 @dataclass(slots=True)
+class _Again:
+    """What a rank tells the others where its plan of the save before is still good."""
+
+    digests: dict[str, str]
+    staging: str
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The plan of an asynchronous save, for those that follow: it is good as long as the state has this *outline*.
+
+    *layout* is that of the trees in the writer's memory; *values* are those in it that are no tensors, pickled;
+    *part* is what the manifest learns of the trees beside what is written; *nbytes* what a save takes on the disk.
+    """
+
+    outline: list[Any]
+    snapshot: _Snapshot
+    dp_ranks: list[int]
+    layout: Layout
+    part: Part
+    nbytes: int
+    values: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _Save:
     """One save, from its plan to its publication. *staging* is where it is written, *records* how each attribute is."""
 
@@ -208,6 +235,8 @@ class Checkpointer:
         self._wants_background = is_async
         self._background: Background | None = None
         self._in_flight: _Save | None = None
+        self._kept: _Kept | None = None
+        self._forecast_bytes = 0
 
     @property
     def is_leader(self) -> bool:
@@ -312,23 +341,25 @@ class Checkpointer:
         name = layout.CheckpointName(step=step, epoch=epoch)
         if self.is_leader:
             log.info("Saving checkpoint to %s", self.directory / str(name))
+        make = partial(
+            _Save, name, config_yaml=config_yaml, losses=dict(losses), progress=dict(progress), validated=validated,
+            last=last, before_publishing=before_publishing, on_saved=on_saved, started=started,
+        )  # fmt: skip
+        if self._kept is not None and (report := self._save_again(self._kept, state, make)) is not None:
+            return report
         with self._failing_together(f"saving {name}"):
             snapshot = self._snapshot(state)
             proposal = self._propose(snapshot, name)
         proposals = agree.gather_objects(self._group, proposal)
-        staging = Path(proposals[0].staging or "")
-        save = _Save(
-            name, staging, snapshot, config_yaml, dict(losses), dict(progress), validated, last,
-            before_publishing, on_saved, started,
-        )  # fmt: skip
+        save = make(staging=Path(proposals[0].staging or ""), snapshot=snapshot)
         return self._save_now(save, proposals) if self._background is None else self._save_later(save, proposals)
 
     def _save_now(self, save: _Save, proposals: list[_Proposal]) -> SaveReport:
         name, published = save.name, None
         try:
             with self._failing_together(f"saving {name}"):
-                part, jobs = self._plan(save, proposals)
-                run_all(jobs, save.staging, part)
+                part, jobs, objects = self._plan(save, proposals)
+                run_all([*jobs, *objects], save.staging, part)
                 if self.is_leader:
                     self._write_common(save, part)
                 commit.write_file(save.staging / layout.part_file(self._ranks.rank), part.to_bytes())
@@ -347,22 +378,97 @@ class Checkpointer:
         return report
 
     def _save_later(self, save: _Save, proposals: list[_Proposal]) -> SaveReport:
-        background = self._background
-        assert background is not None
         try:
             with self._failing_together(f"saving {save.name}"):
-                part, jobs = self._plan(save, proposals)
-                staged = background.stage(jobs, at_once=_buffers(save.snapshot.items))
-                # From here on the state may change.
-                then = partial(self._complete, save) if self.is_leader else None
-                self._in_flight = save
-                background.start(save.staging, part, staged, then=then, doing=f"saving {save.name}")
+                part, jobs, objects = self._plan(save, proposals)
+                live = self._live(save.snapshot)
+                trees = lay_out(jobs)
+                self._upload(save, part, trees, objects)
         except SaveFailed:
             self._abandon(save)
             raise
         self._tell_once(save.snapshot.items)
+        if all(agree.gather_objects(self._group, live is not None)) and live is not None:
+            dp_ranks = [proposal.dp_rank for proposal in proposals]
+            self._kept = _Kept(live.outline, save.snapshot, dp_ranks, trees, part, self._forecast_bytes)
+        return self._under_way(save)
+
+    def _under_way(self, save: _Save) -> SaveReport:
+        for tree in save.snapshot.trees.values():
+            tree.hold({})  # what training replaces is to be freed
+            tree.state_dict = {}
         save.stall_seconds = time.monotonic() - save.started
         return SaveReport(self.directory / str(save.name), save.name.step, save.stall_seconds, published=False)
+
+    def _upload(self, save: _Save, part: Part, trees: Layout, objects: Iterable[Job]) -> None:
+        """Copy the state, and have the copy written."""
+        assert self._background is not None
+        self._in_flight = save
+        staged = self._background.stage(
+            [trees, lay_out(list(objects), trees.end)], at_once=_buffers(save.snapshot.items)
+        )
+        # From here on the state may change.
+        then = partial(self._complete, save) if self.is_leader else None
+        self._background.start(save.staging, part, staged, then=then, doing=f"saving {save.name}")
+
+    def _live(self, snapshot: _Snapshot) -> LiveState | None:
+        """The state as a later save can look at it; None where that is not what was planned."""
+        with contextlib.suppress(Exception):  # a custom state_dict may do anything: it has succeeded otherwise
+            live = look(snapshot.items, save_optimizer=self._save_optimizer)
+            if live.is_what({name: tree.flat() for name, tree in snapshot.trees.items()}):
+                return live
+        return None
+
+    # ---------------------------------------------------------------- a save like the one before
+
+    def _save_again(self, kept: _Kept, state: Mapping[str, Any], make: Callable[..., _Save]) -> SaveReport | None:
+        """Save with the plan of the save before; None, and nothing has happened, where it does not fit on some rank.
+
+        What fails from the agreement on is raised by :meth:`settle`, on all ranks.
+        """
+        assert self._background is not None
+        before = kept.snapshot
+        snapshot = _Snapshot(classify(state), before.trees, before.tied, before.placements)
+        save, live = make(staging=Path(), snapshot=snapshot), LiveState()
+        with contextlib.suppress(Exception):  # planning anew meets it again, and says so
+            live = look(snapshot.items, save_optimizer=self._save_optimizer)
+        answers = agree.gather_objects(self._group, self._again(kept, live, save))
+        agreed = [answer for answer in answers if answer is not None]
+        if len(agreed) < len(answers):
+            self._kept = None
+            if self.is_leader and answers[0] is not None:
+                commit.discard(Path(answers[0].staging))
+            return None
+        save.staging = Path(agreed[0].staging)
+        try:
+            for name, tree in before.trees.items():
+                tree.hold(live.trees[name])
+            objects = self._object_plans(save, [answer.digests for answer in agreed], kept.dp_ranks)
+            self._upload(save, kept.part, kept.layout, objects)
+        except Exception as error:
+            self._background.fail(as_failure(error, f"saving {save.name}", self.directory))
+        return self._under_way(save)
+
+    def _again(self, kept: _Kept, live: LiveState, save: _Save) -> _Again | None:
+        """This rank's word on whether the plan is good for what it has now; on the leader that reserves a place."""
+        snapshot = save.snapshot
+        with contextlib.suppress(Exception):
+            if live.outline == kept.outline and self._refreshed(kept, live):
+                snapshot.objects = {i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"}
+                digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+                return _Again(digests, self._reserve(snapshot, save.name, kept.nbytes) if self.is_leader else "")
+        return None
+
+    def _refreshed(self, kept: _Kept, live: LiveState) -> bool:
+        """Lay out what values are now; False where one does not fit where it stood."""
+        for name in kept.layout.values:
+            value = live.trees[name[0]][name[1]]
+            now = pickle.dumps(value)
+            if kept.values.get(name) != now:
+                if not kept.layout.replace(name, saved_value(value)):
+                    return False
+                kept.values[name] = now
+        return True
 
     def _complete(self, save: _Save) -> None:
         """On the leader, in the background, when its own share is written: what there is to do until it is published,
@@ -430,7 +536,7 @@ class Checkpointer:
         """A background save failed: end it on all ranks, clear it away, and raise what it was."""
         assert self._background is not None
         failure = self._background.abandon()
-        self._in_flight = None
+        self._in_flight, self._kept = None, None
         try:
             agree.all_or_nothing(self._group, failure)
         finally:
@@ -439,7 +545,7 @@ class Checkpointer:
 
     def _end_background(self) -> None:
         if self._background is not None:
-            background, self._background = self._background, None
+            background, self._background, self._kept = self._background, None, None
             background.close()
 
     # ---------------------------------------------------------------- the parts of a save
@@ -464,13 +570,18 @@ class Checkpointer:
         digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
         staging = None
         if self.is_leader:
-            self._hold()
-            self._refuse_what_does_not_fit(self.forecast({item.name: item.value for item in snapshot.items}))
-            path = commit.reserve(self.directory.absolute(), str(name))
-            for tree in snapshot.trees.values():
-                (path / tree.directory).mkdir()
-            staging = str(path)
+            self._forecast_bytes = self.forecast({item.name: item.value for item in snapshot.items}).nbytes
+            staging = self._reserve(snapshot, name, self._forecast_bytes)
         return _Proposal(plans, digests, self._ranks.dp_rank, staging, self._naming(snapshot))
+
+    def _reserve(self, snapshot: _Snapshot, name: layout.CheckpointName, nbytes: int) -> str:
+        """On the leader: a staging directory for a checkpoint of about so many bytes."""
+        self._hold()
+        self._refuse_what_does_not_fit(Forecast(nbytes, _free_bytes(self.directory)))
+        path = commit.reserve(self.directory.absolute(), str(name))
+        for tree in snapshot.trees.values():
+            (path / tree.directory).mkdir()
+        return str(path)
 
     def _naming(self, snapshot: _Snapshot) -> dict[str, hf.Naming]:
         """In the layout hf: what the base says of each module's files. The dtype is that of training. In the layout
@@ -481,8 +592,9 @@ class Checkpointer:
         naming = {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
         return {name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter}
 
-    def _plan(self, save: _Save, proposals: list[_Proposal]) -> tuple[Part, list[Job]]:
-        """What this rank has to write, and the part that will say so; *save* learns how each attribute is stored."""
+    def _plan(self, save: _Save, proposals: list[_Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
+        """What this rank has to write of trees and of objects, and the part that will say so; *save* learns how each
+        attribute is stored."""
         part, jobs, snapshot = Part(self._ranks.rank), list[Job](), save.snapshot
         kinds = {item.name: item.kind for item in snapshot.items}
         for tree in snapshot.trees.values():
@@ -499,9 +611,15 @@ class Checkpointer:
                 job, items = torch_save.plan_jobs(tree, part.rank)
                 part.trees[tree.name] = TreePart(dcp_items=items)
                 jobs.append(job)
-        objects = ObjectPlanner(self._ranks, [p.digests for p in proposals], [p.dp_rank for p in proposals])
-        save.records = {item.name: self._record(item, snapshot, objects) for item in snapshot.items}
-        return part, [*jobs, *objects.jobs]
+        objects = self._object_plans(save, [p.digests for p in proposals], [p.dp_rank for p in proposals])
+        return part, jobs, objects
+
+    def _object_plans(
+        self, save: _Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]
+    ) -> list[FileJob]:
+        objects = ObjectPlanner(self._ranks, digests, dp_ranks)
+        save.records = {item.name: self._record(item, save.snapshot, objects) for item in save.snapshot.items}
+        return objects.jobs
 
     def _record(self, item: Item, snapshot: _Snapshot, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":

@@ -34,12 +34,18 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     what its adapter file holds, under the names it has there: the base is not the checkpoint's.
     """
     state = dict(get_model_state_dict(module))
+    kept, tied = stored_names(module, state)
+    return {name: state[fqn] for name, fqn in kept.items()}, tied
+
+
+def stored_names(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """({name it is stored under: its FQN}, {left-out name: kept name}) of a module's *state*; see above."""
     keys = adapter_keys(unwrap(module), state)
     if keys is not None:
-        return {key: state[fqn] for fqn, key in keys.items()}, {}
+        return {key: fqn for fqn, key in keys.items()}, {}
     tied = tied_names(unwrap(module), state)
     named = _names_in_files(module)
-    kept = {named.get(fqn, fqn): value for fqn, value in state.items() if fqn not in tied}
+    kept = {named.get(fqn, fqn): fqn for fqn in state if fqn not in tied}
     return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.jobs import Job, run_all
+from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.manifest import Part
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
@@ -40,16 +40,18 @@ _START = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Carry out *jobs* below *staging* with the first *memory_bytes* of the shared memory, and leave the part there."""
+    """Carry out *jobs* (lists of :class:`~automodel_ckpt.checkpoint.jobs.Job`, pickled) below *staging* with the first
+    *memory_bytes* of the shared memory, and leave the part there."""
 
     staging: str
     part: Part
-    jobs: Sequence[Job]
+    jobs: Sequence[bytes]
     memory_bytes: int
 
     def run(self, memory: SharedMemory) -> None:
         staging = Path(self.staging)
-        run_all(self.jobs, staging, self.part, memory.view(self.memory_bytes))
+        for jobs in self.jobs:
+            run_all(pickle.loads(jobs), staging, self.part, memory.view(self.memory_bytes))
         commit.replace_file(staging / layout.part_file(self.part.rank), self.part.to_bytes())
 
 

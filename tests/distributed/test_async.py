@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint import Manifest, commit
+from automodel_ckpt.checkpoint import Manifest, commit, discover
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.recipes.lifecycle import Control
 from automodel_ckpt.training.step_scheduler import Due
-from tests.support import ranks, training
+from tests.support import ranks, tiny, training
 
 ASYNC = ("--checkpoint.is_async", "true")
 
@@ -106,6 +106,29 @@ def test_a_writer_killed_on_one_rank_is_reported_by_the_next_steps_on_all(tmp_pa
     keys = ("--checkpoint.on_save_failure", "continue")
     assert [code for _, code, _ in ranks.run(writer_killed, 2, recipe, tmp_path / "on", *keys, init=False)] == [0, 0]
     assert saves(tmp_path / "on") == [10, 12] and commit.pointed(tmp_path / "on", "LATEST") == "epoch_1_step_12"
+
+
+def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
+    """After each save: whether its plan was kept, and what the checkpoint lacks."""
+    made = tiny.recipe(1)
+    tiny.train(made, 1)
+    saver = tiny.checkpointer(directory, is_async=True)
+    found = []
+    for step in (1, 2, 3):
+        if step == 3 and saver.is_leader:
+            made.optimizer.param_groups[0]["note"] = "long" * 100
+        kept = saver._kept
+        saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+        saver.settle()
+        newest = directory / "LATEST"
+        found.append((saver._kept is kept, [str(p) for p in verify(newest, Manifest.read(newest))]))
+    saver.close()
+    return found
+
+
+def test_a_plan_that_one_rank_cannot_keep_is_made_anew_on_all(tmp_path: Path) -> None:
+    expected = [(False, []), (True, []), (False, [])]
+    assert ranks.run(changed_on_one_rank, 2, tmp_path / "run") == [expected, expected]
 
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"

@@ -55,6 +55,7 @@ class Fetch:
     """Data that stay where they are until they are asked for."""
 
     tensor: Callable[[], torch.Tensor]
+    nbytes: int
 
     def __call__(self) -> memoryview:
         """The row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
@@ -94,20 +95,32 @@ class TreePlan:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
         for item in self.items:
             if item.type == WriteItemType.BYTE_IO:
-                value = self.planner.lookup_object(item.index)
-                buffer = io.BytesIO()
-                torch.save(value, buffer)
-                yield item.index.fqn, buffer.getvalue()
+                yield item.index.fqn, saved_value(self.planner.lookup_object(item.index))
 
     def tensor(self, share: TensorShare) -> torch.Tensor:
-        """The local data of a slice, on its device."""
-        value = self.planner.lookup_object(share.item.index)
-        local = value.to_local() if isinstance(value, DTensor) else value
-        return local.detach().reshape(share.sizes)
+        """The local data of a slice, on its device: those of the state dict that is there now."""
+        value = self.planner.state_dict[share.fqn]
+        local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+        return local.detach() if local.shape == share.sizes else local.detach().reshape(share.sizes)
 
     def fetching(self, share: TensorShare) -> Fetch:
         """The slice's data, to be fetched when it is its turn."""
-        return Fetch(partial(self.tensor, share))
+        return Fetch(partial(self.tensor, share), share.nbytes)
+
+    def flat(self) -> Mapping[str, Any]:
+        """The state dict that was planned, in one level."""
+        return self.planner.state_dict
+
+    def hold(self, state: Mapping[str, Any]) -> None:
+        """Have :meth:`tensor` find other values, of the same names and shapes, in place of those that were planned."""
+        self.planner.state_dict = dict(state)
+
+
+def saved_value(value: Any) -> bytes:
+    """A value that is no tensor, as ``torch.save`` writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def _share(item: WriteItem) -> TensorShare:

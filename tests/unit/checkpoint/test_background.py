@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import signal
@@ -289,6 +290,107 @@ def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_pa
     assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
     assert stored(tmp_path / "LATEST")["model.large"] == bytes(saver.made.model.large.view(torch.uint8).numpy())
     saver.checkpointer.close()
+
+
+def replace_data(made: Any) -> None:
+    made.model.one_row.data = torch.full((1, 3), 7.0)
+
+
+def replace_parameter(made: Any) -> None:
+    made.model.one_row = torch.nn.Parameter(torch.full((1, 3), 8.0))
+    made.optimizer.state.clear()
+    made.optimizer.zero_grad()
+    made.optimizer.param_groups[0]["params"] = [p for p in made.model.parameters() if p.requires_grad]
+
+
+def transpose_data(made: Any) -> None:
+    made.model.brief.data = torch.arange(6).to(torch.bfloat16).reshape(2, 3).t()
+
+
+def replace_moments(made: Any) -> None:
+    entry = made.optimizer.state[made.model.embed]
+    entry["exp_avg"] = torch.full_like(entry["exp_avg"], 9.0)
+
+
+def other_rate(made: Any) -> None:
+    made.optimizer.param_groups[0]["lr"] = 0.012345
+
+
+def train_frozen(made: Any) -> None:
+    made.model.frozen.requires_grad_(True)
+    made.optimizer.add_param_group({"params": [made.model.frozen], "lr": 0.5})
+    made.model.frozen.grad = torch.ones(5, 3)
+    made.optimizer.step()
+
+
+def resize(made: Any) -> None:
+    made.model.register_buffer("empty", torch.ones(4, 3))
+
+
+def other_dtype(made: Any) -> None:
+    made.model.steps = made.model.steps.to(torch.int32)
+
+
+def untie(made: Any) -> None:
+    made.model.head = torch.nn.Parameter(torch.full((7, 4), 3.0), requires_grad=False)
+
+
+def long_value(made: Any) -> None:
+    made.optimizer.param_groups[0]["note"] = "long" * made.optimizer.param_groups[0].get("length", 100)
+    made.optimizer.param_groups[0]["length"] = 200
+
+
+CHANGES = {
+    replace_data: True, transpose_data: True, replace_moments: True, other_rate: True, replace_parameter: False,
+    train_frozen: False, resize: False, other_dtype: False, untie: False, long_value: False,
+}  # fmt: skip
+"""Whether the plan of the save before is still good after it."""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_can_be(tmp_path: Path, form: str) -> None:
+    saver = Saver(tmp_path, **FORMATS[form])
+    saver.made.optimizer.state.clear()  # made by the save
+    saver.made.optimizer.zero_grad()
+    step = 0
+    for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
+        change(saver.made)
+        kept, step = saver.checkpointer._kept, step + 1
+        expected, rate = tiny.tensors_of(saver.made), saver.made.optimizer.param_groups[0]["lr"]
+        saver.save(step)
+        assert (saver.checkpointer._kept is kept) is keeps, change
+        twin = copy.deepcopy(saver.made)  # loading into what is saved would change it
+        for value in twin.model.state_dict().values():
+            value.zero_()
+        twin.optimizer.param_groups[0]["lr"] = 0.0
+        tiny.train(saver.made, 1)
+        saver.checkpointer.settle()
+        assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+        saver.checkpointer.load(discover(twin))
+        found = tiny.tensors_of(twin)
+        assert found.keys() >= expected.keys() and twin.optimizer.param_groups[0]["lr"] == rate
+        assert all(torch.equal(found[name], expected[name]) for name in expected if name != "model.scratch"), change
+    saver.checkpointer.close()
+
+
+def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_settling(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.save(1)
+    saver.checkpointer.settle()
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(background, "_copy", fails)
+    root = saver.save(2).path.parent
+    assert saver.checkpointer.upload_failed
+    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOMEM"):
+        saver.checkpointer.settle()
+    monkeypatch.undo()
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
+    saver.save(3)
+    assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
 
 
 def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
