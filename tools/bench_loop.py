@@ -289,14 +289,14 @@ def measure(way: str, size: str, num_steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         output = Path(directory) / "figures"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        places: list[dict[str, str]] = [{}]  # one process without them: Trainer and accelerate would take DDP
+        if ranks > 1:
+            environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         environment["BENCH_LOOP_DIRECTORY"] = directory
         command = [sys.executable, "-m", "tools.bench_loop", "--one", way, size, str(num_steps), str(output)]
         started = time.time()
-        ran = [
-            subprocess.Popen(command, cwd=ROOT, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(ranks)
-        ]  # fmt: skip
+        ran = [subprocess.Popen(command, cwd=ROOT, env=environment | place) for place in places]
         codes = [process.wait() for process in ran]
         if any(codes):
             sys.exit(f"{way}, {size}: a process failed, see above")
