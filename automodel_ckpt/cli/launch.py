@@ -39,7 +39,7 @@ from automodel_ckpt.cli.topology import (
 )
 from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, joined_rank, launched_rank, run_rank, say
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.distributed.network import address_towards, is_loopback, is_own_address
+from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_loopback
 from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, describe
 
@@ -213,7 +213,7 @@ def _launch_config(api: Any, meet: Rendezvous, num_ranks: int, max_restarts: int
     if meet.rdzv_backend == "static":
         configs: dict[str, Any] = {"rank": meet.node_rank}
     else:
-        configs = {"is_host": is_own_address(host)} if meet.rdzv_backend == "c10d" else {}
+        configs = {"is_host": True} if meet.rdzv_backend == "c10d" and hosts_unknowingly(meet.rdzv_endpoint) else {}
     return api.LaunchConfig(
         min_nodes=meet.min_nodes,
         max_nodes=meet.max_nodes,

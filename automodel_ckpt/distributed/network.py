@@ -25,6 +25,20 @@ def is_own_address(host: str) -> bool:
     return False
 
 
+def hosts_unknowingly(endpoint: str) -> bool:
+    """Whether this machine has to serve the rendezvous at HOST:PORT and torch would not see it: the address is its own,
+    but its name leads to loopback only; and nobody serves there yet (of several launchers on it, one does)."""
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    if is_loopback(host) or not is_loopback(socket.gethostname()) or not is_own_address(host):
+        return False
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return True
+    return False
+
+
 def address_towards(host: str) -> str | None:
     """This machine's address on the way to *host*; None where there is no way. Nothing is sent."""
     for family, _, _, _, place in _resolved(host):
