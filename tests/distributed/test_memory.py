@@ -60,7 +60,7 @@ def loading(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_save_takes_its_buffer_and_a_load_no_more_than_a_training_step(tmp_path: Path) -> None:
-    saved, loaded = ranks.run(saving, 2, tmp_path), ranks.run(loading, 2, tmp_path)
+    saved, loaded = (ranks.run(what, 2, tmp_path, timeout=80) for what in (saving, loading))
     for grown in saved:
         assert grown["training"] > NUM_LAYERS * TENSOR_BYTES
         assert max(grown["shards"], grown["hf"]) < BUFFER_BYTES, grown
