@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
 from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
 from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.training.metrics import peak_memory_bytes
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -96,9 +95,11 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     layers = [nbytes(layer.parameters()) for layer in decoder_layers(recipe.model)]
     # A layer and the one fetched ahead, what is outside of the layers, and the gradients of as much.
     gathered = 2 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
+    # What this process has taken so far is about what a rank has before its model.
+    process = peak_memory_bytes(recipe.layout.device)
     tokens = row_tokens(recipe)
     activations = None if tokens is None else traced_activations(recipe, *tokens)
-    return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, resident())
+    return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, process)
 
 
 def nbytes(tensors: Any) -> int:
@@ -175,9 +176,3 @@ class _Kept:
             self._storages.append(storage)
             self.nbytes += storage.nbytes()
         return tensor
-
-
-def resident() -> int:
-    """Peak host memory of this process so far: about what a rank has before its model."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

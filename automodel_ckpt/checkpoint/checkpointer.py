@@ -38,7 +38,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.failures import RETRY, as_failure
-from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes
+from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan, saved_value
 from automodel_ckpt.checkpoint.inline_export import export_from_memory
@@ -270,7 +270,7 @@ class Checkpointer:
             save_optimizer=self._save_optimizer,
             num_exports=1 if self.assets and self._export_when == "every" else 0,
         )
-        return Forecast(nbytes, _free_bytes(self.directory))
+        return Forecast(nbytes, free_bytes(self.directory))
 
     def refuse_too_little_space(self, state: Mapping[str, Any]) -> None:
         """Before the first step: say what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits."""
@@ -577,7 +577,7 @@ class Checkpointer:
     def _reserve(self, snapshot: _Snapshot, name: layout.CheckpointName, nbytes: int) -> str:
         """On the leader: a staging directory for a checkpoint of about so many bytes."""
         self._hold()
-        self._refuse_what_does_not_fit(Forecast(nbytes, _free_bytes(self.directory)))
+        self._refuse_what_does_not_fit(Forecast(nbytes, free_bytes(self.directory)))
         path = commit.reserve(self.directory.absolute(), str(name))
         for tree in snapshot.trees.values():
             (path / tree.directory).mkdir()
@@ -822,12 +822,12 @@ class Checkpointer:
 
     def _report(self, save: _Save) -> SaveReport:
         seconds = time.monotonic() - save.started
-        free_bytes = None
+        free = None
         with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now
-            free_bytes = _free_bytes(self.directory)
+            free = free_bytes(self.directory)
         stall, path = seconds if self._background is None else save.stall_seconds, self.directory / str(save.name)
         return SaveReport(
-            path, save.name.step, stall, seconds, free_bytes=free_bytes, export_command=self.export_command(path)
+            path, save.name.step, stall, seconds, free_bytes=free, export_command=self.export_command(path)
         )
 
     def export_command(self, path: Path) -> str | None:
@@ -1052,12 +1052,3 @@ def human(nbytes: float) -> str:
             break
         size /= 1000
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-
-
-def _free_bytes(directory: Path) -> int:
-    """Free to this user on the file system that the directory is, or will be, on."""
-    path = directory.absolute()
-    while not path.exists():
-        path = path.parent
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize

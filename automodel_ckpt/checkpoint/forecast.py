@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,15 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return self.nbytes <= self.free_bytes
+
+
+def free_bytes(directory: Path) -> int:
+    """Free to this user on the file system that *directory* is, or will be, on."""
+    path = directory.absolute()
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def forecast_bytes(items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0) -> int:

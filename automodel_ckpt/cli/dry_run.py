@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +71,10 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
 
 
 def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
+    from automodel_ckpt.checkpoint.forecast import free_bytes
+
     section = loaded.config.checkpoint
-    root = Path(section.checkpoint_dir).expanduser().absolute()
-    free = free_bytes(root)
+    free = free_bytes(Path(section.checkpoint_dir).expanduser())
     most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch)
     text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
     if most is not None:
@@ -104,14 +104,6 @@ def kept_at_once(config: Any, steps: int | None, steps_per_epoch: int | None) ->
         milestones |= {step for step in saved if step % keep.keep_every_steps == 0}
     # A new one is there before an old one goes.
     return min(len(saved), max(int(keep.keep_last), 1) + int(keep.keep_best) + len(milestones) + 1)
-
-
-def free_bytes(path: Path) -> int:
-    """Free to this user on the file system that *path* is, or will be, on."""
-    while not path.exists():
-        path = path.parent
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
 
 
 def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None) -> Rows:
