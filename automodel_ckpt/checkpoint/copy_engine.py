@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
-import os
 import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -22,19 +19,15 @@ from typing import Any
 
 import xxhash
 
-from automodel_ckpt.checkpoint.durable import SECTOR_BYTES
+from automodel_ckpt.checkpoint.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.export_blocks import BLOCK_BYTES, Block, Read, Segment, Stretch, blocks, boxes
+from automodel_ckpt.checkpoint.export_input import Inputs
 from automodel_ckpt.checkpoint.export_output import Clonable, Output
-from automodel_ckpt.checkpoint.inside import open_inside
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, intersection
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import SaveFailed
 
 # A read can be four times what it becomes: F64 to BF16.
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
-_READ_BYTES = 256 << 10
-_MAX_OPEN = 64
-# Else it would count as memory that others share.
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ALGORITHM = "xxh3_128:"
 
 
@@ -239,18 +232,14 @@ class _Sources:
     """A thread's open files and buffers: bytes of slices, laid out as the output has them."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-        self._open: OrderedDict[str, int] = OrderedDict()
-        # Anonymous mappings begin at a page, as O_DIRECT asks of memory; what is never touched takes no memory.
-        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES + SECTOR_BYTES, flags=_PRIVATE))
-        self._scratch = memoryview(mmap.mmap(-1, _SCRATCH_BYTES, flags=_PRIVATE))
+        self._inputs = Inputs(root)
+        self._block, self._scratch = block_of(BLOCK_BYTES + SECTOR_BYTES), block_of(_SCRATCH_BYTES)
 
     def __enter__(self) -> _Sources:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        self._inputs.close()
 
     def read(self, block: Block) -> tuple[memoryview, list[tuple[Segment, list[tuple[Read, memoryview]]]]]:
         """The block's bytes, in memory as in the file (counted in sectors), and of each segment what was read: in its
@@ -265,7 +254,7 @@ class _Sources:
                     target, at = data[at : at + read.nbytes], at + read.nbytes
                 else:
                     target, used = self._scratch[used : used + read.nbytes], used + read.nbytes
-                self._read(read, target)
+                self._inputs.read(read.piece.file, read.piece.start + read.at, target)
                 pieces.append((read, target))
             parts.append((segment, pieces))
         return data, parts
@@ -275,37 +264,8 @@ class _Sources:
         for segment in block.segments:
             at = segment.start
             for read in segment.reads if segment.as_is else ():
-                yield Clonable(self._descriptor(read.piece.file), read.piece.start + read.at, at, read.nbytes)
+                yield Clonable(self._inputs.descriptor(read.piece.file), read.piece.start + read.at, at, read.nbytes)
                 at += read.nbytes
-
-    def _read(self, read: Read, memory: memoryview) -> None:
-        descriptor, start = self._descriptor(read.piece.file), read.piece.start + read.at
-        # The disk gets one large request; what comes is copied in cachefuls.
-        os.posix_fadvise(descriptor, start, read.nbytes, os.POSIX_FADV_WILLNEED)
-        while memory:
-            try:
-                count = os.preadv(descriptor, [memory[:_READ_BYTES]], start)
-            except OSError as error:
-                raise _unreadable(self._root / read.piece.file, start, str(error.strerror)) from error
-            if count == 0:
-                raise _unreadable(self._root / read.piece.file, start, "the file ends here")
-            memory, start = memory[count:], start + count
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            if len(self._open) >= _MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[file] = open_inside(self._root, file)
-            os.posix_fadvise(self._open[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._open.move_to_end(file)
-        return self._open[file]
-
-
-def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "a slice cannot be read", where=str(path), value=f"at byte {start}: {why}",
-        remedy="restore the file from another copy, or use another checkpoint",
-    )  # fmt: skip
 
 
 def place(segment: Segment, pieces: Sequence[tuple[Read, memoryview]], out: memoryview) -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
-import mmap
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
+from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, DirectStream, write_all
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
-_BLOCK_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10
-SECTOR_BYTES = 4096
-# Below this the page cache is as fast, and setting up costs more than it saves.
-DIRECT_FROM_BYTES = 8 << 20
 
 
 class DurableFile:
@@ -39,15 +32,15 @@ class DurableFile:
         self.record: FileRecord | None = None
         self._hash = xxhash.xxh3_128()
         self._small = bytearray()
-        self._written = 0
+        self._written, self._passed_on = 0, 0
         self._failure: OSError | None = None
-        self._direct: _DirectWriter | None = None
+        self._stream: DirectStream | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with self._named():
                 preallocate(self._descriptor, nbytes)
-                if nbytes >= DIRECT_FROM_BYTES and bypass_page_cache(self._descriptor, True):
-                    self._direct = _DirectWriter(self._descriptor)
+                if nbytes >= DIRECT_FROM_BYTES:
+                    self._stream = DirectStream(self._descriptor, path)
         except OSError:
             os.close(self._descriptor)
             raise
@@ -72,13 +65,14 @@ class DurableFile:
 
     def _put(self, view: memoryview) -> None:
         with self._named():
-            for start in range(0, len(view), _BLOCK_BYTES):
-                block = view[start : start + _BLOCK_BYTES]
+            for start in range(0, len(view), BLOCK_BYTES):
+                block = view[start : start + BLOCK_BYTES]
                 self._hash.update(block)
-                if self._direct is not None:
-                    self._direct.write(block)
+                if self._stream is not None:
+                    self._stream.write(block, self._passed_on)
                 else:
-                    _write_all(self._descriptor, block)
+                    write_all(self._descriptor, block, self._passed_on)
+                self._passed_on += len(block)
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -94,8 +88,8 @@ class DurableFile:
             descriptor, self._descriptor = self._descriptor, -1
             with self._named():
                 try:
-                    if self._direct is not None:
-                        self._direct.finish()
+                    if self._stream is not None:
+                        self._stream.close(finish=True)
                     os.ftruncate(descriptor, self._written)
                     os.fsync(descriptor)
                 finally:
@@ -120,8 +114,8 @@ class DurableFile:
         """Close without a claim that anything is on disk; nothing to do after :meth:`close`."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
-            if self._direct is not None:
-                self._direct.abandon()
+            if self._stream is not None:
+                self._stream.close(finish=False)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
@@ -183,88 +177,6 @@ def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int,
     return done, "xxh3_128:" + hashed.hexdigest()
 
 
-class _DirectWriter:
-    """Gathers what is written into two aligned blocks; while one goes to disk the other fills. A whole block that is
-    aligned already goes to disk from where it stands; it may not change before :meth:`finish` has returned."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        # Anonymous mappings begin at a page, as O_DIRECT asks of memory.
-        self._blocks = [memoryview(mmap.mmap(-1, _BLOCK_BYTES)) for _ in range(2)]
-        self._pending: list[Future[None] | None] = [None, None]
-        self._current, self._filled, self._position = 0, 0, 0
-        self._disk = ThreadPoolExecutor(1, "direct-write")
-
-    def write(self, data: memoryview) -> None:
-        if not self._filled and len(data) == _BLOCK_BYTES and _begins_at_a_page(data):
-            self._submit(data)
-            return
-        while data:
-            taken = min(len(data), _BLOCK_BYTES - self._filled)
-            self._blocks[self._current][self._filled : self._filled + taken] = data[:taken]
-            self._filled += taken
-            data = data[taken:]
-            if self._filled == _BLOCK_BYTES:
-                self._submit(self._blocks[self._current])
-
-    def finish(self) -> None:
-        """Write what is left, padded to whole sectors (the caller truncates), and wait for all of it."""
-        try:
-            if self._filled:
-                padded = -(-self._filled // SECTOR_BYTES) * SECTOR_BYTES
-                self._blocks[self._current][self._filled : padded] = bytes(padded - self._filled)
-                self._submit(self._blocks[self._current][:padded])
-            self._wait(0)
-            self._wait(1)
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Let a write that is under way end; nothing more is written."""
-        self._disk.shutdown(wait=True, cancel_futures=True)
-
-    def _submit(self, block: memoryview) -> None:
-        self._pending[self._current] = self._disk.submit(self._to_disk, block, self._position)
-        self._position += len(block)
-        self._current, self._filled = 1 - self._current, 0
-        self._wait(self._current)
-
-    def _wait(self, index: int) -> None:
-        pending, self._pending[index] = self._pending[index], None
-        if pending is not None:
-            pending.result()
-
-    def _to_disk(self, block: memoryview, position: int) -> None:
-        while block:
-            try:
-                count = os.pwrite(self._descriptor, block, position)
-            except OSError as error:
-                # Some file systems take the flag and refuse the write: through the page cache, then.
-                if error.errno != errno.EINVAL or not bypass_page_cache(self._descriptor, False):
-                    raise
-                continue
-            block, position = block[count:], position + count
-            if block and position % SECTOR_BYTES:
-                bypass_page_cache(self._descriptor, False)
-
-
-def _begins_at_a_page(data: memoryview) -> bool:
-    if data.readonly:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % SECTOR_BYTES == 0
-
-
-def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
-    """Set or clear O_DIRECT; False where that changes nothing or cannot be."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    wanted = flags | os.O_DIRECT if bypass else flags & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
-    except OSError:
-        return False
-    return wanted != flags
-
-
 def preallocate(descriptor: int, nbytes: int) -> None:
     """Reserve the space of *nbytes*, where the file system can; a full disk raises OSError now."""
     if nbytes <= 0:
@@ -274,8 +186,3 @@ def preallocate(descriptor: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
-
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.durable import DIRECT_FROM_BYTES, SECTOR_BYTES, bypass_page_cache, preallocate
+from automodel_ckpt.checkpoint.direct import DIRECT_FROM_BYTES, SECTOR_BYTES, bypass_page_cache, write_all
+from automodel_ckpt.checkpoint.durable import preallocate
 
 # FICLONERANGE of linux/fs.h: descriptor and start of the source, length, start in the target.
 _CLONE = 0x4020940D
@@ -42,7 +43,7 @@ def create_output(path: Path, header: bytes, nbytes: int, donor: int | None) -> 
         clones = donor is not None and _clone(Clonable(donor, 0, 0, SECTOR_BYTES), descriptor)
         if not clones:
             preallocate(descriptor, nbytes)
-        _write_all(descriptor, memoryview(header), 0)
+        write_all(descriptor, memoryview(header), 0)
     except OSError as error:
         os.close(descriptor)
         error.filename = str(path)
@@ -123,7 +124,7 @@ class Output:
     def _put_plain(self, data: memoryview, at: int) -> None:
         if data:
             with self._one_writer:
-                _write_all(self._plain, data, at)
+                write_all(self._plain, data, at)
 
 
 def _clone(part: Clonable, target: int) -> bool:
@@ -134,9 +135,3 @@ def _clone(part: Clonable, target: int) -> bool:
             raise
         return False
     return True
-
-
-def _write_all(descriptor: int, view: memoryview, at: int) -> None:
-    while view:
-        count = os.pwrite(descriptor, view, at)
-        view, at = view[count:], at + count

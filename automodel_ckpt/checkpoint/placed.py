@@ -10,23 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
-from automodel_ckpt.checkpoint.durable import DIRECT_FROM_BYTES
+from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, DirectStream, write_all
 from automodel_ckpt.checkpoint.jobs import Data, fetched
 from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart, digest_of
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Run, Tensor, runs_in_file
 
-_BLOCK_BYTES = 4 << 20
-_SECTOR_BYTES = 4096
 # A run shorter than this, alone, is not worth a thread's attention.
 _STREAM_FROM_BYTES = 64 << 10
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -87,13 +83,13 @@ class PlacedFile:
     def __init__(self, path: Path, *, direct: bool) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        self._stream = _Stream(self._descriptor, path) if direct else None
+        self._stream = DirectStream(self._descriptor, path) if direct else None
 
     def make(self, header: bytes, nbytes: int) -> None:
         """Reserve all of the file's space, so that a full disk shows now, and write its head."""
         with self._named():
             _reserve(self._descriptor, nbytes)
-            _write_at(self._descriptor, memoryview(header), 0)
+            write_all(self._descriptor, memoryview(header), 0)
 
     def put(self, piece: PlacedPiece, data: bytes | memoryview) -> str:
         """Write a slice to its place; returns the digest of its bytes as they stand there."""
@@ -113,7 +109,7 @@ class PlacedFile:
         if self._stream is not None and (len(data) >= _STREAM_FROM_BYTES or self._stream.end == start):
             self._stream.write(data, start)
         else:
-            _write_at(self._descriptor, data, start)
+            write_all(self._descriptor, data, start)
 
     def __enter__(self) -> PlacedFile:
         return self
@@ -139,99 +135,15 @@ class PlacedFile:
             raise
 
 
-class _Stream:
-    """Gathers consecutive writes into two aligned blocks; while one goes to disk the other fills.
-
-    Whole sectors go past the page cache; the ends of a stretch, whose sectors others may share, through it.
-    """
-
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self._descriptor = descriptor
-        try:
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            self._direct = -1
-        # Anonymous mappings begin at a page, as O_DIRECT asks of memory.
-        self._blocks = [memoryview(mmap.mmap(-1, _BLOCK_BYTES)) for _ in range(2)]
-        self._pending: list[Future[None] | None] = [None, None]
-        self._current = 0
-        # The current block holds bytes low .. high of the file's _BLOCK_BYTES bytes from base.
-        self._base, self._low, self._high = 0, 0, 0
-        self._disk = ThreadPoolExecutor(1, "placed-write")
-
-    @property
-    def end(self) -> int:
-        """Where the present stretch ends."""
-        return self._base + self._high
-
-    def write(self, data: memoryview, start: int) -> None:
-        if start != self.end:
-            self._submit()
-            self._base = start // _SECTOR_BYTES * _SECTOR_BYTES
-            self._low = self._high = start - self._base
-        while data:
-            taken = min(len(data), _BLOCK_BYTES - self._high)
-            self._blocks[self._current][self._high : self._high + taken] = data[:taken]
-            self._high += taken
-            data = data[taken:]
-            if self._high == _BLOCK_BYTES:
-                self._submit()
-
-    def close(self, *, finish: bool) -> None:
-        """Write what is left if *finish*, and wait for what is under way."""
-        try:
-            if finish:
-                self._submit()
-                self._wait(0)
-                self._wait(1)
-        finally:
-            self._disk.shutdown(wait=True, cancel_futures=True)
-            if self._direct >= 0:
-                os.close(self._direct)
-
-    def _submit(self) -> None:
-        if self._high > self._low:
-            block = self._blocks[self._current]
-            task = self._disk.submit(self._to_disk, block, self._base, self._low, self._high)
-            self._pending[self._current] = task
-            self._current = 1 - self._current
-            self._wait(self._current)
-        self._base, self._low, self._high = self._base + self._high, 0, 0
-
-    def _wait(self, index: int) -> None:
-        pending, self._pending[index] = self._pending[index], None
-        if pending is not None:
-            pending.result()
-
-    def _to_disk(self, block: memoryview, base: int, low: int, high: int) -> None:
-        inner = min(high, -(-low // _SECTOR_BYTES) * _SECTOR_BYTES)
-        reached = self._past_cache(block, base, inner, high // _SECTOR_BYTES * _SECTOR_BYTES)
-        _write_at(self._descriptor, block[low:inner], base + low)
-        _write_at(self._descriptor, block[reached:high], base + reached)
-
-    def _past_cache(self, block: memoryview, base: int, first: int, last: int) -> int:
-        """Write whole sectors ``first .. last`` directly; returns where the page cache has to take over."""
-        while first < last and self._direct >= 0 and first % _SECTOR_BYTES == 0:
-            try:
-                first += os.pwrite(self._direct, block[first:last], base + first)
-            except OSError as error:
-                # Some file systems take the flag and refuse the write.
-                if error.errno != errno.EINVAL:
-                    raise
-                os.close(self._direct)
-                self._direct = -1
-        return first
-
-
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
     """The runs in groups of about a block's bytes, longer ones cut: a group is consecutive in the slice."""
     group: list[Run] = []
     nbytes = 0
     for run in runs:
-        for done in range(0, run.nbytes, _BLOCK_BYTES):
-            group.append(Run(run.source + done, run.target + done, min(_BLOCK_BYTES, run.nbytes - done)))
+        for done in range(0, run.nbytes, BLOCK_BYTES):
+            group.append(Run(run.source + done, run.target + done, min(BLOCK_BYTES, run.nbytes - done)))
             nbytes += group[-1].nbytes
-            if nbytes >= _BLOCK_BYTES:
+            if nbytes >= BLOCK_BYTES:
                 yield group
                 group, nbytes = [], 0
     if group:
@@ -267,9 +179,3 @@ def _reserve(descriptor: int, nbytes: int) -> None:
             raise OSError(code, os.strerror(code))
     if done != 0 and os.fstat(descriptor).st_size < nbytes:
         os.ftruncate(descriptor, nbytes)
-
-
-def _write_at(descriptor: int, data: memoryview, start: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, start)
-        data, start = data[count:], start + count

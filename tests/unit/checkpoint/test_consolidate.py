@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -13,12 +14,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint import copy_engine, export_blocks, export_output, export_plan, export_publish
+from automodel_ckpt.checkpoint import (
+    copy_engine,
+    export_blocks,
+    export_input,
+    export_output,
+    export_plan,
+    export_publish,
+)
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.export_source import MAPS
 from automodel_ckpt.checkpoint.manifest import digest_of
@@ -138,6 +147,65 @@ def test_the_bytes_are_the_same_whichever_way_they_are_written(
     tensors = {**zoo(), "large": torch.randn(3, 4099)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     assert_same(consolidate(tmp_path / "c").output, tensors)
+
+
+@pytest.mark.parametrize("way", ["direct", "refused", "in pieces", "unaligned"])
+def test_the_bytes_are_the_same_whichever_way_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(export_input, "_ASK_FROM_BYTES", 1)
+    monkeypatch.setattr(export_input._Map, "holds", lambda *_: False)
+    preadv, past_cache = os.preadv, []
+
+    def read(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            past_cache.append(at)
+            if way == "refused":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            if way == "in pieces":
+                buffers = [buffers[0][: 1000 if len(past_cache) % 2 else 4096]]
+        return preadv(descriptor, buffers, at)
+
+    odd = {"odd": torch.randn(4099).bfloat16()} if way == "unaligned" else {}
+    tensors = {**zoo(), **odd, "large": torch.randn(6 << 20, dtype=torch.float64), "even": torch.randn(3, 4096)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    monkeypatch.setattr(os, "preadv", read)
+    assert_same(consolidate(tmp_path / "c").output, tensors)
+    assert past_cache or not takes_o_direct(tmp_path)
+
+
+def takes_o_direct(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_what_the_page_cache_holds_is_read_from_it_and_the_rest_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"w": torch.randn(1 << 20)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
+    (path,) = (tmp_path / "c/model").glob("*.safetensors")
+    source = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
+    os.fsync(source.plain)
+    path.read_bytes()
+    assert source.is_cached(0, 1 << 20)
+    os.posix_fadvise(source.plain, 0, 0, os.POSIX_FADV_DONTNEED)
+    past = source._is_direct and source._map._address is not None and not source.is_cached(0, 1 << 20)
+    source.close()
+    if not past:
+        pytest.skip("this file system does not let go of its pages")
+    assert_same(consolidate(tmp_path / "c").output, tensors)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mmap=no_map, mincore=None))
+    unknown = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
+    assert unknown.is_cached(0, 1 << 20)
+    unknown.close()
+
+
+def no_map(*_: object) -> int | None:
+    return export_input._MAP_FAILED
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint import placed
+from automodel_ckpt.checkpoint import direct, placed
 from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file, placed_files
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.jobs import run_all
@@ -150,7 +150,8 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int | None
 ) -> None:
     if block is not None:
-        monkeypatch.setattr(placed, "_BLOCK_BYTES", block)
+        for module in (placed, direct):
+            monkeypatch.setattr(module, "BLOCK_BYTES", block)
         monkeypatch.setattr(placed, "_STREAM_FROM_BYTES", 1)
         monkeypatch.setattr(placed, "DIRECT_FROM_BYTES", 1)
     rng = random.Random(2)
@@ -227,7 +228,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
 def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str
 ) -> None:
-    monkeypatch.setattr(placed, "_BLOCK_BYTES", 256)
+    monkeypatch.setattr(placed, "BLOCK_BYTES", 256)
     tensors = {"a": grid("a", source, (8, 30), (2, 1)), "b": grid("b", source, (8, 30), (1, 3))}
     path, *_ = one_file(tmp_path, tensors, dict.fromkeys(tensors, target))
     for fqn, found in load_file(path).items():
