@@ -106,7 +106,7 @@ class FinetuneRecipe(Lifecycle):
         self.build()
         # What is drawn before this line is drawn alike on all ranks; nothing is drawn between it and the first step.
         # Ranks that compute one thing together (tensor parallel) draw alike: what they hold in common stays common.
-        self.rng = StatefulRNG(self.config.seed, self.layout.dp_rank)
+        self.rng = StatefulRNG(self.config.seed, self.layout.random_stream)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
         self.resume()
@@ -329,7 +329,7 @@ class FinetuneRecipe(Lifecycle):
             sizes.world,
             "" if sizes.world == 1 else "s",
             choose_strategy(self.config.distributed.strategy, sizes),
-            f" ({sizes})" if max(sizes.dp_replicate, sizes.tp, sizes.pp) > 1 else "",
+            f" ({sizes})" if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp) > 1 else "",
             "unknown" if steps is None else steps,
         )
 
@@ -509,7 +509,7 @@ class FinetuneRecipe(Lifecycle):
             self.optimizer.step()
             return 0.0, 0.0
         # The wrappers average over the ranks what has to be a sum.
-        scale = self.layout.dp_size / control.num_label_tokens
+        scale = self.layout.sizes.token_parts / control.num_label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
@@ -573,7 +573,7 @@ class FinetuneRecipe(Lifecycle):
         """
         scheduler, leads = self.step_scheduler, self.layout.is_leader
         total, elapsed, save, end = self.sum_over_ranks(
-            loss_sum if self.layout.reports else 0.0,
+            loss_sum if self.layout.reports_loss else 0.0,
             scheduler.measured_seconds() if leads else 0.0,
             leads and scheduler.save_is_wanted(),
             leads and scheduler.time_is_up(),
@@ -628,9 +628,8 @@ class FinetuneRecipe(Lifecycle):
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
         """This rank's summed loss and label tokens of one batch; zeros where another rank speaks for them."""
         loss = sum(self.micro_batch_loss(micro_batch).double().item() for micro_batch in batch.micro_batches)
-        if not self.layout.reports:
-            return 0.0, 0
-        return loss, sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
+        num_labels = sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
+        return loss if self.layout.reports_loss else 0.0, num_labels if self.layout.reports else 0
 
 
 _END = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)

@@ -106,6 +106,7 @@ class Lifecycle:
             dp_replicate_size=ranks.dp_replicate_size,
             tp_size=ranks.tp_size,
             pp_size=ranks.pp_size,
+            cp_size=ranks.cp_size,
         )
         self.stop_request = stop_request()
         if layout.world_size > 1:

@@ -87,7 +87,7 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     """An estimate: exact for what is kept per parameter, traced for activations, a layer's worth for the rest."""
     parameters = list(recipe.model.parameters())
     strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
-    cut = sizes.tp * sizes.pp * (sizes.dp_shard if strategy == "fsdp2" else 1)
+    cut = sizes.tp * sizes.pp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
     trained = [p for p in parameters if p.requires_grad]
     kept = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]
     overhead = forecast_bytes([], world_size=1, save_optimizer=True)

@@ -153,6 +153,7 @@ def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:
         dp_replicate_size=section.dp_replicate_size,
         tp_size=section.tp_size,
         pp_size=section.pp_size,
+        cp_size=section.cp_size,
     )
     choose_strategy(section.strategy, sizes)
     return sizes

@@ -39,8 +39,13 @@ class RankLayout:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of each global batch is this rank's; all ranks of a tensor or pipeline parallel group share it."""
-        return self.rank // self.sizes.tp % self.sizes.dp
+        """Which part of each global batch is this rank's; all of a model or context parallel group share it."""
+        return self.rank // (self.sizes.tp * self.sizes.cp) % self.sizes.dp
+
+    @property
+    def cp_rank(self) -> int:
+        """Which slice of each row is this rank's."""
+        return self.rank // self.sizes.tp % self.sizes.cp
 
     @property
     def tp_rank(self) -> int:
@@ -48,7 +53,7 @@ class RankLayout:
 
     @property
     def pp_rank(self) -> int:
-        return self.rank // (self.sizes.tp * self.sizes.dp)
+        return self.rank // (self.sizes.tp * self.sizes.token_parts)
 
     @property
     def is_leader(self) -> bool:
@@ -57,7 +62,18 @@ class RankLayout:
     @property
     def reports(self) -> bool:
         """Whether it speaks for its part of the data, so that sums over ranks count each part once."""
+        return self.reports_loss and self.cp_rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether the loss that it computes counts in sums over ranks: those of a context parallel group are of
+        different tokens."""
         return self.tp_rank == 0 and self.pp_rank == self.sizes.pp - 1
+
+    @property
+    def random_stream(self) -> int:
+        """Which random numbers it draws: ranks that compute one thing together (tensor parallel) draw alike."""
+        return self.dp_rank * self.sizes.cp + self.cp_rank
 
 
 def init_distributed(
@@ -68,6 +84,7 @@ def init_distributed(
     dp_replicate_size: int = 1,
     tp_size: int = 1,
     pp_size: int = 1,
+    cp_size: int = 1,
 ) -> RankLayout:
     """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or be a group of one.
 
@@ -77,8 +94,9 @@ def init_distributed(
     """
     rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
     sizes = share_out(
-        world_size, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, pp_size=pp_size
-    )
+        world_size, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, pp_size=pp_size,
+        cp_size=cp_size,
+    )  # fmt: skip
     local_rank = _environment_int("LOCAL_RANK", rank)
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
@@ -93,10 +111,12 @@ def init_distributed(
 def build_mesh(layout: RankLayout) -> DeviceMesh:
     """The grid of ranks as torch's mesh: ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``, those of size 1 left out.
 
-    ``dp_shard`` is always there. A collective: every rank calls it once.
+    ``dp_shard`` is always there, and takes in the ranks of a context parallel group, which share a model as those do
+    that have different samples. A collective: every rank calls it once.
     """
     sizes = layout.sizes
-    grid = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    dp_shard = sizes.dp_shard * sizes.cp
+    grid = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": dp_shard, "tp": sizes.tp}
     kept = {name: size for name, size in grid.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(layout.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -105,6 +125,13 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The part of :func:`build_mesh` that fsdp2 works on: shards, or replicas of shards."""
     names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
     return mesh[tuple(names)]
+
+
+def context_group(layout: RankLayout) -> dist.ProcessGroup:
+    """The ranks that have a slice of the same rows each, by ``cp_rank``. A collective: every rank calls it once."""
+    sizes = layout.sizes
+    shape, names = (sizes.world // (sizes.cp * sizes.tp), sizes.cp, sizes.tp), ("rest", "cp", "tp")
+    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names).get_group("cp")
 
 
 def close_distributed() -> None:

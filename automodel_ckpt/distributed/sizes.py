@@ -1,8 +1,8 @@
 """How many ranks share what, from the numbers alone: refused here is what no machine could do. Loads no torch.
 
-Ranks form a grid: pipeline stages, then replicas of a sharded model, its shards, and innermost, so that they are
-neighbours on a machine, the ranks of a tensor parallel group. All ranks of one place in pipeline and tensor parallel
-groups share a part of the data: they have one ``dp_rank``.
+Ranks form a grid: pipeline stages, then replicas of a sharded model, its shards, the slices of a sequence (context
+parallel), and innermost, so that they are neighbours on a machine, the ranks of a tensor parallel group. All ranks of
+one place in pipeline, context and tensor parallel groups share a part of the data: they have one ``dp_rank``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Sizes:
     dp_shard: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     @property
     def dp(self) -> int:
@@ -31,27 +32,35 @@ class Sizes:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def token_parts(self) -> int:
+        """Parts of its tokens, cut by samples and along the sequence; gradients are sums over their ranks."""
+        return self.dp * self.cp
+
+    @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.token_parts * self.tp * self.pp
 
     def __str__(self) -> str:
-        names = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        names = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp}
+        names["tp"] = self.tp
         return " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one rank"
 
 
 def share_out(
-    world_size: int, *, dp_size: int | None = None, dp_replicate_size: int = 1, tp_size: int = 1, pp_size: int = 1
-) -> Sizes:
+    world_size: int, *, dp_size: int | None = None, dp_replicate_size: int = 1, tp_size: int = 1, pp_size: int = 1,
+    cp_size: int = 1,
+) -> Sizes:  # fmt: skip
     """The grid of *world_size* ranks; *dp_size* None takes all that is left. Raises :class:`RecipeError`."""
-    given = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
+    given = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size} | ({"cp_size": cp_size} if cp_size > 1 else {})
     named = " x ".join(f"{name} {size}" for name, size in given.items() if size is not None)
-    dp = dp_size or world_size // (tp_size * pp_size)
-    if dp * tp_size * pp_size != world_size:
+    sharing = tp_size * pp_size * cp_size
+    dp = dp_size or world_size // sharing
+    if dp * sharing != world_size:
         raise RecipeError(
             "the sizes do not make up the number of ranks",
             where=_WHERE,
             value=f"{named}, {world_size} rank{'' if world_size == 1 else 's'}",
-            remedy=_product_remedy(dp_size, tp_size * pp_size, world_size),
+            remedy=_product_remedy(dp_size, sharing, world_size),
         )
     if dp % dp_replicate_size:
         raise RecipeError(
@@ -60,22 +69,22 @@ def share_out(
             value=f"{dp_replicate_size} of {dp} data parallel ranks",
             remedy=f"set it to a divisor of {dp}",
         )
-    return Sizes(dp_replicate_size, dp // dp_replicate_size, tp_size, pp_size)
+    return Sizes(dp_replicate_size, dp // dp_replicate_size, tp_size, pp_size, cp_size)
 
 
-def _product_remedy(dp_size: int | None, model_parallel: int, world_size: int) -> str:
+def _product_remedy(dp_size: int | None, sharing: int, world_size: int) -> str:
     if dp_size is not None:
-        return f"leave dp_size out, so that it follows, or start {dp_size * model_parallel} ranks"
-    return f"start a multiple of {model_parallel} ranks (tp_size x pp_size); here are {world_size}"
+        return f"leave dp_size out, so that it follows, or start {dp_size * sharing} ranks"
+    return f"start a multiple of {sharing} ranks (tp_size x pp_size x cp_size); here are {world_size}"
 
 
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
-    """What is done with the data parallel ranks; ``auto`` shards the model (fsdp2) where there is more than one.
+    """What is done with the data and context parallel ranks; ``auto`` shards the model (fsdp2) over more than one.
 
     Raises :class:`RecipeError` with all that the strategy cannot do on this grid.
     """
     if strategy == "auto":
-        return "single" if sizes.dp == 1 else "fsdp2"
+        return "single" if sizes.token_parts == 1 else "fsdp2"
     if problems := _problems(strategy, sizes):
         raise RecipeError.all_of(problems)
     return strategy  # type: ignore[return-value]  # the schema knows no others
@@ -84,11 +93,9 @@ def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
 def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     where = f"{_WHERE}.strategy"
     problems = []
-    if strategy == "single" and sizes.dp > 1:
-        remedy = "set it to auto, fsdp2 or ddp, or start one process"
-        problems.append(
-            Problem("strategy single trains on one data parallel rank", where, f"single, with {sizes.dp} ranks", remedy)
-        )
+    if strategy == "single" and sizes.token_parts > 1:
+        remedy, found = "set it to auto, fsdp2 or ddp, or start one process", f"single, with {sizes.token_parts} ranks"
+        problems.append(Problem("strategy single trains on one data parallel rank", where, found, remedy))
     if strategy == "ddp" and sizes.dp_replicate > 1:
         remedy = "use fsdp2, or leave dp_replicate_size out: ddp replicates over all ranks"
         problems.append(
