@@ -27,6 +27,7 @@ from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.packing import longest_sample
+from automodel_ckpt.distributed.context_parallel import ContextParallel, check_context_parallel
 from automodel_ckpt.distributed.parallelize import (
     Materialise,
     Parallelism,
@@ -50,8 +51,10 @@ from automodel_ckpt.models.probe import forward_parameters, logits_of
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up
+from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
 from automodel_ckpt.training.loss import (
+    WHOLE,
     LossFn,
     cross_entropy_sum,
     labelled_positions,
@@ -87,6 +90,8 @@ class FinetuneRecipe(Lifecycle):
     longest_checked = 0
     """Tokens of the longest sample that is known to fit into the model's context."""
     loss_fn: LossFn
+    context: ContextParallel | None = None
+    """The cut through rows that context parallel ranks share."""
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
     """Reads the validation set from its start; None: there is none."""
     model_config: PreTrainedConfig | None
@@ -106,7 +111,7 @@ class FinetuneRecipe(Lifecycle):
         self.build()
         # What is drawn before this line is drawn alike on all ranks; nothing is drawn between it and the first step.
         # Ranks that compute one thing together (tensor parallel) draw alike: what they hold in common stays common.
-        self.rng = StatefulRNG(self.config.seed, self.layout.random_stream)
+        self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
         self.resume()
@@ -196,12 +201,16 @@ class FinetuneRecipe(Lifecycle):
         takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
         self.log_model(model)
+        if self.layout.sizes.cp > 1:
+            check_context_parallel(model)
         if self.only_planned:
             return model
         shared = self.parallelize(model, blueprint.materialise)
         # These run the model on a few tokens, which all its ranks do together.
         self.row_layout = self.choose_row_layout(model)
         self.loss_of = self.choose_loss_head(model)
+        if self.layout.sizes.cp > 1:
+            self.context = cut_rows(model, self.layout, self.forward_options)
         reshard(shared)
         return shared
 
@@ -274,8 +283,13 @@ class FinetuneRecipe(Lifecycle):
     @property
     def row_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens, so that they can be cut along the sequence."""
-        parts = self.layout.sizes.tp if self.config.distributed.sequence_parallel else 1
-        return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, parts)
+        return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, self.row_parts)
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that have a slice of each row: of a context parallel group, or a tensor parallel one."""
+        sizes = self.layout.sizes
+        return sizes.cp if sizes.cp > 1 else sizes.tp if self.config.distributed.sequence_parallel else 1
 
     def parallelize(self, model: nn.Module, materialise: Materialise | None = None) -> nn.Module:
         """This rank's share of the model with its values, and the type that all ranks compute in."""
@@ -309,7 +323,7 @@ class FinetuneRecipe(Lifecycle):
         """The model's output layer made one that computes the loss; None where that has to see full logits."""
         if self.config.loss_fn is not None:
             return None
-        head = install_loss_head(model, self.forward_options, self.row_multiple)
+        head = install_loss_head(model, self.forward_options, self.row_multiple, self.layout.device)
         if head is None:
             log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
                      type(model).__name__)  # fmt: skip
@@ -530,13 +544,13 @@ class FinetuneRecipe(Lifecycle):
         """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
         self.check_length(longest_sample(micro_batch))
         rows = self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
-        self.check_cut(rows["labels"].shape[1])
+        part = self.part_of_row(rows["labels"].shape[1])
         inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
         if self.loss_of is None:
             with self.computing():
                 output = self.model(**inputs, **self.forward_options)
-            return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn)
-        positions, targets = labelled_positions(rows["labels"])
+            return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn, part)
+        positions, targets = labelled_positions(rows["labels"], part)
         with self.computing(), self.loss_of(self.on_device(positions), self.on_device(targets)):
             output = self.model(**inputs, **self.forward_options)
         return logits_of(output)
@@ -551,15 +565,20 @@ class FinetuneRecipe(Lifecycle):
             check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
             self.longest_checked = num_tokens
 
-    def check_cut(self, length: int) -> None:
-        """:class:`RecipeError` for rows that sequence parallelism cannot cut evenly."""
-        if self.config.distributed.sequence_parallel and length % self.layout.sizes.tp:
+    def part_of_row(self, length: int) -> slice:
+        """The places of a row of *length* tokens that this rank's outputs are of.
+
+        Raises :class:`RecipeError` for rows that cannot be cut evenly.
+        """
+        if length % self.row_parts:
+            key = "cp_size" if self.context is not None else "sequence_parallel"
             raise RecipeError(
                 "a row cannot be cut along the sequence",
-                where="distributed.sequence_parallel",
-                value=f"{length} tokens among {self.layout.sizes.tp} ranks",
-                remedy="let your collate_fn pad to a multiple of tp_size, or leave sequence_parallel out",
+                where=f"distributed.{key}",
+                value=f"{length} tokens among {self.row_parts} ranks",
+                remedy=f"let your collate_fn pad to a multiple of {self.row_parts}, or leave {key} out",
             )
+        return WHOLE if self.context is None else self.context.slice_of(length)
 
     def clip_gradients(self) -> float:
         """Scale all gradients together to ``clip_grad_norm``; returns their norm before that."""

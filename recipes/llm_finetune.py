@@ -18,6 +18,7 @@ from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
+from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
@@ -87,6 +88,7 @@ class LLMFinetune(FinetuneRecipe):
             set_size(found, size)
         check_vocabulary(found, self.tokenizer, size=size)
         check_heads(found, self.layout.sizes.tp)
+        check_context_heads(found, self.layout.sizes.cp, self.layout.sizes.tp)
         for name in ("dataset", "validation_dataset"):
             section = getattr(self.config, name)
             seq_length = section.kwargs.get("seq_length") if section is not None else None
@@ -124,7 +126,7 @@ class LLMFinetune(FinetuneRecipe):
             return None
         attention = attention_of(model)
         one_row = "flash" in attention
-        apart = keeps_samples_apart(model, one_row, self.forward_options, self.row_multiple)
+        apart = keeps_samples_apart(model, one_row, self.forward_options, self.row_multiple, self.layout.device)
         if not self.on_all_ranks(apart):
             if packed:
                 raise RecipeError(

@@ -97,8 +97,8 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     gathered = 2 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
     # What this process has taken so far is about what a rank has before its model.
     process = peak_memory_bytes(recipe.layout.device)
-    tokens = row_tokens(recipe)
-    activations = None if tokens is None else traced_activations(recipe, *tokens)
+    rows, length = row_tokens(recipe) or (0, 0)
+    activations = traced_activations(recipe, rows, -(-length // recipe.row_parts)) if rows else None
     return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, process)
 
 

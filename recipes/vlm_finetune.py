@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig
 from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
 from automodel_ckpt.models.processor import read_processor
@@ -111,6 +112,7 @@ class VLMFinetune(FinetuneRecipe):
             processor=self.processor,
         )
         check_vocabulary(found, self.processor.tokenizer)
+        check_context_heads(found, self.layout.sizes.cp, self.layout.sizes.tp)
         for name in ("dataset", "validation_dataset"):
             section = getattr(self.config, name)
             seq_length = section.kwargs.get("seq_length") if section is not None else None

@@ -110,8 +110,10 @@ class Loader:
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(item, record)
-        if file is not None:
-            self._restore(item, read_value(self._path, file))
+        state = read_value(self._path, file) if file is not None else None
+        fits: Callable[[Any], bool] = getattr(item.value, "fits", lambda state: True)
+        if file is not None and fits(state):
+            self._restore(item, state)
         elif item.name not in self._allow_missing:
             self._derive(item)
 
@@ -138,7 +140,9 @@ class Loader:
                 f"resume on as many ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
             )
         if self._ranks.rank == 0:
-            log.warning("The number of ranks changed: %s is derived anew from seed and step", item.name)
+            same = self._manifest.world_size == self._ranks.world_size
+            what = "The ranks share the work otherwise" if same else "The number of ranks changed"
+            log.warning("%s: %s is derived anew from seed and step", what, item.name)
         derive(self._manifest.step)
 
     def _file_of(self, item: Item, record: StateRecord) -> str | None:

@@ -213,7 +213,7 @@ class DistributedConfig:
     strategy: Literal["auto", "fsdp2", "ddp", "single"] = "auto"
     """Data parallel ranks: fsdp2 shards the model, ddp copies it; auto: single for one of them, fsdp2 for more."""
     dp_size: int | None = setting(None, AT_LEAST_1)
-    """Parts that each global batch is cut into; null: as many as tp_size and pp_size leave ranks for."""
+    """Parts that each global batch is cut into; null: as many as the other sizes leave ranks for."""
     dp_replicate_size: int = setting(1, AT_LEAST_1)
     """fsdp2: copies of the sharded model, each sharded over dp_size / dp_replicate_size ranks (above 1: HSDP)."""
     tp_size: int = setting(1, AT_LEAST_1)
@@ -225,7 +225,7 @@ class DistributedConfig:
     pp_size: int = setting(1, AT_LEAST_1)
     """Pipeline stages; only 1 is supported."""
     cp_size: int = setting(1, AT_LEAST_1)
-    """Context parallel ranks; only 1 is supported."""
+    """Context parallel ranks, which cut each row along the sequence and share out the heads of attention."""
     backend: str | None = None
     """torch.distributed backend; null: nccl with GPUs, else gloo."""
     timeout_minutes: float = setting(30.0, POSITIVE)
@@ -257,10 +257,16 @@ class DistributedConfig:
             "leave pp_size out: fsdp2 and tp_size share out models of any depth",
         ),
         Relation(
-            ("cp_size",),
-            lambda ranks: ranks.cp_size == 1,
-            "context parallelism is not supported: no kernel for it on the CPU, and not done for GPUs",
-            "leave cp_size out; sequence_parallel and activation_checkpointing save memory of long samples",
+            ("cp_size", "sequence_parallel"),
+            lambda ranks: ranks.cp_size == 1 or not ranks.sequence_parallel,
+            "cp_size and sequence_parallel exclude each other: both cut rows along the sequence",
+            "leave sequence_parallel out",
+        ),
+        Relation(
+            ("cp_size", "pp_size"),
+            lambda ranks: ranks.cp_size == 1 or ranks.pp_size == 1,
+            "rows cannot be cut along the sequence between pipeline stages",
+            "leave one of cp_size and pp_size out",
         ),
     )
 

@@ -40,6 +40,11 @@ class Sizes:
     def world(self) -> int:
         return self.token_parts * self.tp * self.pp
 
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """How the ranks share the work: data, context, tensor and pipeline parallel."""
+        return self.dp, self.cp, self.tp, self.pp
+
     def __str__(self) -> str:
         names = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp}
         names["tp"] = self.tp

@@ -202,15 +202,21 @@ class _Gradients:
         return [None if each is None else each.mul_(loss_weight.to(each.dtype)).to(dtype) for each in sums]
 
 
-def install_loss_head(model: nn.Module, options: Mapping[str, Any], multiple: int = 1) -> LossHead | None:
+def install_loss_head(
+    model: nn.Module, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
+) -> LossHead | None:
     """Make the model's output layer a :class:`LossHead`, where it gives the logits as they are.
 
     None, with the model unchanged, where it has no such layer or does more to the logits (scales or caps them), which
-    a few tokens (a number of them divisible by *multiple*) through the model, on its device and with *options*, show.
+    a few tokens (a number of them divisible by *multiple*) through the model, on *device* (the layer's) and with
+    *options*, show.
     """
     transformers_model: Any = model
     layer = transformers_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(layer) is not nn.Linear or _is_cut_across(layer) or not _gives_the_logits(model, layer, options, multiple):
+    if type(layer) is not nn.Linear or _is_cut_across(layer):
+        return None
+    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or layer.weight.device)
+    if not _gives_the_logits(model, layer, tokens, options):
         return None
     return LossHead.of(layer)
 
@@ -223,12 +229,12 @@ def _is_cut_across(layer: nn.Linear) -> bool:
     return weight.placements[-1] not in (Shard(0), Replicate())
 
 
-def _gives_the_logits(model: nn.Module, layer: nn.Linear, options: Mapping[str, Any], multiple: int) -> bool:
+def _gives_the_logits(model: nn.Module, layer: nn.Linear, tokens: torch.Tensor, options: Mapping[str, Any]) -> bool:
     outputs: list[torch.Tensor] = []
     hook = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.clone()))
     try:
         with undisturbed(model):
-            output = model(input_ids=torch.tensor([[1, 2, 3, 1] * multiple], device=layer.weight.device), **options)
+            output = model(input_ids=tokens, **options)
     except Exception as error:
         log.debug("the model cannot be asked about its output layer: %s: %s", type(error).__name__, error)
         return False

@@ -37,12 +37,14 @@ def logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
-def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, Any], multiple: int = 1) -> bool:
+def keeps_samples_apart(
+    model: nn.Module, one_row: bool, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
+) -> bool:
     """Whether samples in one row, told apart by ``position_ids`` alone, give the outputs that they give by themselves.
 
-    Runs *model*, on its device and with *options*, on a few tokens without a trace in its mode or in the random
-    numbers. *one_row*: with one row at a time. False also for a model that cannot be asked so, and for transformers'
-    with ``use_cache``: they look for samples in a row only without a cache.
+    Runs *model*, on *device* (its parameters') and with *options*, on a few tokens without a trace in its mode or in
+    the random numbers. *one_row*: with one row at a time. False also for a model that cannot be asked so, and for
+    transformers' with ``use_cache``: they look for samples in a row only without a cache.
     """
     if "position_ids" not in forward_parameters(model):
         return False
@@ -52,7 +54,7 @@ def keeps_samples_apart(model: nn.Module, one_row: bool, options: Mapping[str, A
     positions = [restarted, restarted, continued, [*range(4), *range(3), *rest]]
     try:
         with undisturbed(model):
-            device = next(model.parameters()).device
+            device = device or next(model.parameters()).device
             outputs = _logits(model, torch.tensor([rows, positions], device=device), one_row, options)
     except Exception as error:
         log.debug("the model cannot be asked about samples that share a row: %s: %s", type(error).__name__, error)

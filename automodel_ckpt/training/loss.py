@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 IGNORE_INDEX = -100
+WHOLE = slice(None)
+"""All places of a row."""
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions whose label is not -100.
@@ -32,9 +34,12 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def labelled_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of labels [B, T] unshifted: the places [N] in the flattened batch that predict a label, and the labels [N]."""
-    shifted = shift_labels(labels).flatten()
+def labelled_positions(labels: torch.Tensor, part: slice = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of labels [B, T] unshifted: the places [N] in the flattened batch that predict a label, and the labels [N].
+
+    Of a *part* of each row: the places in the flattened batch of those parts.
+    """
+    shifted = shift_labels(labels)[:, part].flatten()
     positions = (shifted != IGNORE_INDEX).nonzero().flatten()
     return positions, shifted[positions]
 
@@ -44,9 +49,14 @@ def num_label_tokens(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORE_INDEX).sum())
 
 
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, loss_fn: LossFn = cross_entropy_sum) -> torch.Tensor:
-    """Sum of *loss_fn* over a micro-batch: logits [B, T, V], labels [B, T] unshifted, on one device; 0-dim."""
-    loss = loss_fn(logits.flatten(0, 1), shift_labels(labels).flatten())
+def next_token_loss(
+    logits: torch.Tensor, labels: torch.Tensor, loss_fn: LossFn = cross_entropy_sum, part: slice = WHOLE
+) -> torch.Tensor:
+    """Sum of *loss_fn* over a micro-batch: labels [B, T] unshifted, logits [B, T, V] or of a *part* of each row; 0-dim.
+
+    Both are on one device.
+    """
+    loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
     if loss.dim() != 0:
         raise ValueError(
             f"loss_fn must return the sum over all positions, a 0-dim tensor; got shape {list(loss.shape)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,21 +15,27 @@ class StatefulRNG:
     """Seeds python, numpy, torch's CPU and CUDA generators for *rank*, and saves and restores them.
 
     Ranks draw different numbers (dropout masks must differ), all derived from *seed*. The state holds tensors and
-    ints only, so that it is read back as plain data.
+    ints only, so that it is read back as plain data. *grid* is how the ranks share the work: which of them have to draw
+    alike depends on it.
     """
 
     checkpoint_scope = "rank_rng"
 
-    def __init__(self, seed: int, rank: int = 0) -> None:
-        self._place = (seed, rank)
+    def __init__(self, seed: int, rank: int = 0, grid: Sequence[int] = ()) -> None:
+        self._place, self._grid = (seed, rank), list(grid)
         seed_everything(_mixed(seed, rank))
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is one of ranks that shared the work like those here."""
+        return bool(state.get("grid", self._grid) == self._grid)  # none is noted in older states
+
     def derive(self, step: int) -> None:
-        """Seed anew for a run that goes on after *step* on another number of ranks, whose states do not fit."""
+        """Seed anew for a run that goes on after *step* on other ranks, whose states do not fit."""
         seed_everything(_mixed(*self._place, step))
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "grid": self._grid,
             "python": _python_state(),
             "numpy": _numpy_state(),
             "torch": torch.get_rng_state(),

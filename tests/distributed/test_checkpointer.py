@@ -116,10 +116,11 @@ def saved_with_rank_state(root: Path) -> None:
     tiny.save(root, made)
 
 
-def loaded_with_rank_state(root: Path, allow: list[str]) -> dict[str, Any]:
+def loaded_with_rank_state(root: Path, allow: list[str], fits: bool = True) -> dict[str, Any]:
     made = build("fsdp2" if dist.get_world_size() > 1 else "single", rng=PerRank("rank_rng"),
                  dataloader=PerRank("dp_rank"), alike=tiny.Counter(), odd=tiny.Counter())  # fmt: skip
     made.rng.derive = lambda step: setattr(made.rng, "value", f"derived at {step}")
+    made.rng.fits = lambda state: fits
     tiny.load(root, made, allow_missing_state=allow)
     return {name: getattr(made, name).value for name in ("rng", "dataloader", "alike", "odd")}
 
@@ -133,6 +134,8 @@ def test_state_that_differs_between_ranks_is_kept_per_rank_declared_or_not(tmp_p
                      "rng/rng_dp_rank_1.pt"]  # fmt: skip
     for rank, values in enumerate(ranks.run(loaded_with_rank_state, 2, tmp_path, [])):
         assert values == {"rng": rank, "dataloader": 17, "alike": 3, "odd": {"rank": rank}}
+    for values in ranks.run(loaded_with_rank_state, 2, tmp_path, [], False):
+        assert values["rng"] == "derived at 20"
 
 
 def test_on_other_ranks_state_that_was_alike_comes_back_and_the_rest_is_refused_by_name(tmp_path: Path) -> None:

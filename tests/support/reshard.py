@@ -44,6 +44,8 @@ WAYS = (
     Way("ddp 4", 4, Parallelism(strategy="ddp")),
     Way("fsdp2 4", 4, Parallelism()),
     Way("hsdp 2x2", 4, Parallelism(), (("dp_replicate_size", 2),)),
+    Way("cp 2", 2, Parallelism(), (("cp_size", 2),)),
+    Way("cp 2 x tp 2", 4, Parallelism(), (("cp_size", 2), ("tp_size", 2))),
     Way("tp 4", 4, Parallelism(), (("tp_size", 4),)),
     Way("fsdp2 2 x tp 2", 4, Parallelism(), (("tp_size", 2),)),
     Way("hsdp 2x1 x tp 2", 4, Parallelism(), (("tp_size", 2), ("dp_replicate_size", 2))),

@@ -57,6 +57,14 @@ def test_what_is_drawn_inside_preserved_leaves_no_trace() -> None:
     assert [first, draws()] == expected
 
 
+def test_a_state_fits_where_the_ranks_share_the_work_as_before() -> None:
+    state = StatefulRNG(5, 0, (1, 2, 1, 1)).state_dict()
+    assert StatefulRNG(5, 0, (1, 2, 1, 1)).fits(state)
+    assert not StatefulRNG(5, 0, (1, 1, 2, 1)).fits(state)  # as many ranks, which have to draw alike
+    del state["grid"]
+    assert StatefulRNG(5, 0, (1, 2, 1, 1)).fits(state)
+
+
 def test_deriving_depends_on_the_step_and_the_rank() -> None:
     drawn = []
     for rank, step in [(0, 20), (1, 20), (0, 40)]:

@@ -1,0 +1,166 @@
+"""Rows cut along the sequence train as whole ones do, wherever samples begin and however heads are shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from automodel_ckpt.distributed.context_parallel import check_context_heads, check_context_parallel
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize, reshard
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.meta import on_meta
+from automodel_ckpt.recipes.context import cut_rows
+from automodel_ckpt.training.loss import WHOLE, next_token_loss
+from tests.distributed.test_training import failure, lines, lines_of_steps, run
+from tests.support import ranks
+from tests.support.parallel import VOCABULARY, config_of, layout_here, model_of
+from tests.support.training import RECIPE, VALIDATION
+
+OPTIONS = {"use_cache": False}
+GRIDS: dict[str, tuple[Parallelism, dict[str, int], dict[str, Any]]] = {
+    "fsdp2, queries in pairs": (Parallelism(), {"cp_size": 2}, {"num_key_value_heads": 1}),
+    "hsdp": (Parallelism(), {"cp_size": 2, "dp_replicate_size": 2}, {"num_key_value_heads": 2}),
+    "ddp, keys repeated": (Parallelism(strategy="ddp"), {"cp_size": 4}, {"num_key_value_heads": 2}),
+    "tp": (Parallelism(), {"cp_size": 2, "tp_size": 2}, {"num_key_value_heads": 2}),
+}
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Two rows of 16 places with samples that end inside slices and at their borders, and places without a label."""
+    tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    lengths = [[3, 1, 7, 5], [8, 8]]
+    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
+    labels = tokens.masked_fill((positions == 0) | (positions == 4), -100)
+    return {"input_ids": tokens, "position_ids": positions, "labels": labels}
+
+
+def steps(model: Any, wrapped: Any, layout: RankLayout, part: slice) -> list[tuple[float, float]]:
+    """(summed loss, gradient norm) of two steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for _ in range(2):
+        batch = {name: tensor.tensor_split(layout.dp_size)[layout.dp_rank] for name, tensor in rows().items()}
+        labels = batch.pop("labels")
+        loss = next_token_loss(wrapped(**batch, **OPTIONS).logits, labels, part=part)
+        (loss * layout.sizes.token_parts / 20).backward()
+        total = loss.detach().double() if layout.reports_loss else torch.zeros((), dtype=torch.float64)
+        dist.all_reduce(total)
+        found.append((total.item(), clip_gradients(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def as_whole_rows_do() -> list[str]:
+    differing = []
+    for name, (how, grid, settings) in GRIDS.items():
+        alone = model_of(**settings)
+        whole = steps(alone, alone, layout_here(tp_size=4), WHOLE)
+        model, layout = model_of(**settings), layout_here(**grid)
+        shared = parallelize(model, layout, how)
+        cut = cut_rows(model, layout, OPTIONS)
+        reshard(shared)
+        found = steps(model, shared, layout, cut.slice_of(16))
+        if found != [pytest.approx(step, rel=2e-4) for step in whole]:
+            differing.append(f"{name}: {found} instead of {whole}")
+    return differing
+
+
+def test_cut_rows_train_as_whole_ones_on_every_grid() -> None:
+    assert ranks.run(as_whole_rows_do, 4, timeout=120) == [[]] * 4
+
+
+FLAT = ("--model.from_config.attention_dropout=0", "--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4",
+        "--step_scheduler.ckpt_every_steps=2", "--packed_sequence.size=32",
+        "--step_scheduler.global_batch_size=4")  # fmt: skip
+CUT = ("--distributed.cp_size=2", "--model.activation_checkpointing=true")
+
+
+def test_a_run_with_cut_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(tmp_path: Path) -> None:
+    text = RECIPE + VALIDATION
+    run(tmp_path, *FLAT, name="alone", text=text)
+    whole = run(tmp_path, *FLAT, *CUT, name="cut", text=text, num_ranks=2)
+    saved = {name: f"--checkpoint.restore_from={tmp_path / name / 'epoch_0_step_2'}" for name in ("alone", "cut")}
+    assert run(tmp_path, *FLAT, *CUT, saved["cut"], name="resumed", text=text, num_ranks=2) == whole
+    assert whole[0]["rng"] != whole[1]["rng"]  # dropout has to differ between slices
+    run(tmp_path, *FLAT, saved["cut"], name="on one", text=text)
+    run(tmp_path, *FLAT, *CUT, saved["alone"], name="on two", text=text, num_ranks=2)
+    alone = lines_of_steps(tmp_path / "alone/training.jsonl")
+    for name in ("cut", "on one", "on two"):
+        steps = lines_of_steps(tmp_path / name / "training.jsonl")
+        same = alone[-len(steps) :]
+        assert [r["samples"] for r in steps] == [r["samples"] for r in same]
+        for field in ("loss", "grad_norm", "label_tokens", "tokens"):
+            assert [r[field] for r in steps] == pytest.approx([r[field] for r in same], rel=1e-4), (name, field)
+    assert validations(tmp_path / "cut") == pytest.approx(validations(tmp_path / "alone"), rel=1e-4)
+
+
+def validations(directory: Path) -> list[float]:
+    return [line["val_loss"] for line in lines(directory / "validation.jsonl")]
+
+
+def mixing(model: Any) -> Any:
+    """A model whose tokens meet in a layer's norm, which no class tells."""
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: output.cumsum(1))
+    return model
+
+
+def refused_when_asked() -> list[str]:
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=VOCABULARY))
+    said = []
+    for model in (mixing(model_of()), gpt2):
+        with pytest.raises(RecipeError) as caught:
+            cut_rows(model, layout_here(cp_size=2), OPTIONS)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_model_whose_tokens_meet_elsewhere_is_found_out_by_a_few_of_them() -> None:
+    for mixed, gpt2 in ranks.run(refused_when_asked, 2):
+        assert "LlamaForCausalLM: cut rows have other logits than whole ones" in mixed
+        assert "GPT2LMHeadModel: RuntimeError: shape" in gpt2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model_type": "mamba"}, "MambaForCausalLM: tokens meet in its layers elsewhere than in attention (Conv1d"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "attention (Conv1d, conv)"),
+        ({"model_type": "rwkv"}, "(a state along the sequence)"),
+        ({"model_type": "bloom"}, "is not one of transformers' attention interface"),
+        ({"model_type": "llama", "attn_implementation": "eager"}, "eager attention is each model's own"),
+    ],
+)
+def test_a_model_whose_class_tells_is_refused_without_weights(settings: dict[str, Any], said: str) -> None:
+    config = CONFIG_MAPPING[settings.pop("model_type")](num_hidden_layers=2, **settings)
+    with pytest.raises(RecipeError) as caught:
+        check_context_parallel(on_meta(lambda: AutoModelForCausalLM.from_config(config)))
+    assert said in str(caught.value)
+
+
+def test_what_is_none_of_transformers_models_is_refused() -> None:
+    with pytest.raises(RecipeError, match="Linear: it is none of transformers'"):
+        check_context_parallel(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remedy"), [((4, 2), "set it to 2"), ((3, 1), "set it to 2"), ((2, 4), "leave cp_size out")]
+)
+def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], remedy: str) -> None:
+    check_context_heads(config_of(), 2, 2)
+    with pytest.raises(RecipeError) as caught:
+        check_context_heads(config_of(), *sizes)
+    assert "num_attention_heads 4" in str(caught.value) and remedy in str(caught.value)
+
+
+def test_rows_that_cannot_be_cut_evenly_are_refused(tmp_path: Path) -> None:
+    collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
+    error = failure(tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2)
+    assert "17 tokens among 2 ranks" in str(error) and "leave cp_size out" in str(error)
