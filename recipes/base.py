@@ -447,6 +447,7 @@ class FinetuneRecipe(Lifecycle):
 
     def run(self) -> None:
         """Train from where the run stands to its end. Raises :class:`Stopped` when a signal came in."""
+        self.make_up_validation()
         if self.step_scheduler.is_finished():
             self.already_complete()
             return
@@ -466,6 +467,8 @@ class FinetuneRecipe(Lifecycle):
             if control.stop or batch is None:
                 self.stop()
             due = self.step(batch, control)
+            if due.stop:
+                self.stop()
             if due.validate or due.save:
                 self.validate_and_save(validate=due.validate, save=due.save, last=due.last)
             if due.last:
@@ -588,14 +591,16 @@ class FinetuneRecipe(Lifecycle):
     def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, Due]:
         """Count a step; returns the loss summed over the global batch, and what is due.
 
-        The clock is the leader's, so that all ranks save and end at the same step with the same state.
+        The clock is the leader's, so that all ranks save and end at the same step with the same state. A signal is
+        looked for here too: the next look is after what is due, which may be an export.
         """
         scheduler, leads = self.step_scheduler, self.layout.is_leader
-        total, elapsed, save, end = self.sum_over_ranks(
+        total, elapsed, save, end, stop = self.sum_over_ranks(
             loss_sum if self.layout.reports_loss else 0.0,
             scheduler.measured_seconds() if leads else 0.0,
             leads and scheduler.save_is_wanted(),
             leads and scheduler.time_is_up(),
+            self.stop_request.wanted,
         )
         self.dataloader.mark_consumed(batch)
         due = scheduler.finish_step(
@@ -607,7 +612,7 @@ class FinetuneRecipe(Lifecycle):
             save_is_wanted=save > 0,
             time_is_up=end > 0,
         )
-        return total, due
+        return total, replace(due, stop=stop > 0)
 
     # ---------------------------------------------------------------- validate
 

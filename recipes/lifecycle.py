@@ -161,11 +161,19 @@ class Lifecycle:
         self.make_sure_of_space(checkpointer, state)
         if not self.step_scheduler.is_finished():
             checkpointer.prepare(state)
-        if self.layout.is_leader and not self.step_scheduler.is_finished():
-            for jsonl in (self.training_log, self.validation_log):
-                jsonl.truncate_after(self.step_scheduler.step)
-            self._log_resume()
-            self._follow_logs()
+        if self.layout.is_leader:
+            self._cut_back_logs(self.step_scheduler)
+
+    def _cut_back_logs(self, scheduler: StepScheduler) -> None:
+        """Let the logs end with the step resumed from; without its validation where that is made up for."""
+        if scheduler.validation_is_missing:
+            self.validation_log.truncate_after(scheduler.step - 1)
+        if scheduler.is_finished():
+            return
+        for jsonl in (self.training_log, self.validation_log):
+            jsonl.truncate_after(scheduler.step)
+        self._log_resume()
+        self._follow_logs()
 
     def _follow_logs(self) -> None:
         trackers = self.config.logging.trackers
@@ -267,9 +275,14 @@ class Lifecycle:
         raise NotImplementedError
 
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
-        """What is due after a step, or before the next one, in the order that makes a save hold its own validation."""
+        """What is due after a step, or before the next one, in the order that makes a save hold its own validation.
+
+        Raises :class:`Stopped` where a signal cut that off: then :meth:`stop` saves.
+        """
         started = time.monotonic()
         validation = self._validated() if validate else None
+        if validate and validation is None:
+            self.stop()
         wanted = validation is not None and self._is_best(validation)
         if (save or wanted) and self.step_scheduler.unsaved:
             self.save(validation, started, last=last)
@@ -279,6 +292,7 @@ class Lifecycle:
         if validation is None:
             return None
         scheduler = self.step_scheduler
+        scheduler.note_validated()
         log.info("step %d: validation loss %.4f", scheduler.step, validation.loss)
         record = {"step": scheduler.step, "epoch": scheduler.epoch, "timestamp": time.time()}
         self.append(
@@ -286,6 +300,15 @@ class Lifecycle:
             {**record, "val_loss": validation.loss, "label_tokens": validation.num_label_tokens},
         )
         return validation
+
+    def make_up_validation(self) -> None:
+        """The validation that a signal cut off before the present start; a resumed step has its checkpoint already.
+
+        Afterwards the best value so far is what it is in a run without signals.
+        """
+        if self.step_scheduler.validation_is_missing:
+            log.info("validating step %d, which a signal had prevented", self.step_scheduler.step)
+            self.validate_and_save(validate=True, save=False)
 
     def losses(self, validation: Validation | None) -> dict[str, Any]:
         """What losses.json holds of the present step; null where nothing was measured at this very step."""
@@ -428,10 +451,12 @@ class Lifecycle:
             raise self.save_failure
 
     def already_complete(self) -> None:
-        """A finished run is started again: say so, and make the final export if a kill had prevented it."""
+        """A finished run is started again: say so, and make the exports that a kill or a signal had prevented."""
         log.info("already complete at step %d", self.step_scheduler.step)
         if self.checkpointer is not None and self.resumed is not None:
             self.checkpointer.export_if_missing(self.resumed)
+            if self.config.checkpoint.export_best:
+                self.checkpointer.export_best()
 
     def close(self) -> None:
         """Let go of logs, checkpointer and process groups; safe after a failed or missing ``setup``."""

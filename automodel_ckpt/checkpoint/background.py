@@ -132,6 +132,8 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failure: AutomodelError | None = None
         self._cancelled = threading.Event()
+        self._no_export = threading.Event()
+        self._exporting = threading.Lock()
 
     @property
     def writer_pid(self) -> int:
@@ -214,9 +216,26 @@ class Background:
                 self._failure = as_failure(error, doing, Path(command.staging))
 
     def export(self, sources: Sequence[Path]) -> tuple[str, list[str]]:
-        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Export`."""
-        answer: tuple[str, list[str]] = self._writer.do(Export([str(source) for source in sources]))
-        return answer
+        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Export`.
+
+        Raises :class:`Cancelled` where it is not wanted (any more): see :meth:`leave_out_exports`.
+        """
+        with self._exporting:
+            try:
+                if self._no_export.is_set():
+                    raise Cancelled
+                answer: tuple[str, list[str]] = self._writer.do(Export([str(source) for source in sources]))
+                return answer
+            except Exception as error:
+                if self._no_export.is_set():
+                    raise Cancelled from error
+                raise
+
+    def leave_out_exports(self) -> None:
+        """Make no export from now on; end the one under way, whose checkpoint is safe."""
+        self._no_export.set()
+        if self._exporting.locked():
+            self._writer.kill()
 
     def pause(self, seconds: float) -> None:
         """In the course of an upload: wait. Raises :class:`Cancelled` when there is nothing to wait for any more."""

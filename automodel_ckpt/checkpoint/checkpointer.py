@@ -32,10 +32,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.background import Background, Layout, lay_out
+from automodel_ckpt.checkpoint.background import Background, Cancelled, Layout, lay_out
 from automodel_ckpt.checkpoint.composed import placed_files
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
+from automodel_ckpt.checkpoint.export_publish import clear_leftovers
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.failures import RETRY, as_failure
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes, free_bytes
@@ -493,8 +494,13 @@ class Checkpointer:
     def _export_in_background(self, save: _Save) -> None:
         assert self._background is not None
         path = self.directory.absolute() / str(save.name)
+        sources = [path / layout.state_directory(name) for name in self.assets]
         try:
-            output, said = self._background.export([path / layout.state_directory(name) for name in self.assets])
+            output, said = self._background.export(sources)
+        except Cancelled:
+            for source in sources:
+                clear_leftovers(source / layout.CONSOLIDATED, log.debug)
+            return
         except Exception as error:
             failure = as_failure(error, f"exporting {save.name}; the checkpoint itself is safe", path)
             raise ExportFailed.all_of(failure.problems) from error
@@ -758,8 +764,11 @@ class Checkpointer:
         return bool(self.assets) and (self._export_when == "every" or (self._export_when == "final" and last))
 
     def leave_out_exports(self) -> None:
-        """Export nothing from now on, not even a save that is being published. Called on all ranks."""
+        """Export nothing from now on, not even a save that is being published: an export in the background ends as it
+        is. Called on all ranks."""
         self._export_when = "never"
+        if self._background is not None:
+            self._background.leave_out_exports()
 
     def is_exported(self, path: Path) -> bool:
         """Whether a checkpoint has its Hugging Face export."""

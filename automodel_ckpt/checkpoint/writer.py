@@ -131,6 +131,8 @@ class Writer:
     def kill(self) -> None:
         """End it in the middle of what it is doing."""
         self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call into a disk that hangs cannot be interrupted
+            self._process.wait(5)
 
     def end(self) -> None:
         """Let it end, when it has nothing to do."""

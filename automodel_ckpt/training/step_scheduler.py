@@ -32,11 +32,12 @@ class Cadence:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What has to happen after a step, in this order: validate, save, end."""
+    """What has to happen after a step, in this order: validate, save, end; with *stop*, none of it, for a signal."""
 
     validate: bool
     save: bool
     last: bool
+    stop: bool = False
 
 
 def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
@@ -97,6 +98,7 @@ class StepScheduler:
         self.elapsed_seconds = 0.0
         self.best: float | None = None
         self.ended_early = False
+        self.validation_is_due = False
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -152,7 +154,7 @@ class StepScheduler:
             self._longest_step_seconds = max(self._longest_step_seconds, seconds)
             if self._auto is not None:
                 self._auto.note_step(seconds)
-        return due_after(
+        due = due_after(
             self.cadence,
             self.step,
             self.epochs_done,
@@ -160,6 +162,8 @@ class StepScheduler:
             save_is_wanted=save_is_wanted,
             time_is_up=time_is_up,
         )
+        self.validation_is_due = due.validate
+        return due
 
     def is_beyond_last_epoch(self, epoch: int) -> bool:
         """Whether a batch of *epoch* is no longer asked for."""
@@ -168,6 +172,15 @@ class StepScheduler:
     def end_early(self) -> None:
         """Make the present step the last one: the data ended unannounced."""
         self.ended_early = True
+
+    @property
+    def validation_is_missing(self) -> bool:
+        """Whether a signal cut off, perhaps before a resume, the validation that was due after the present step."""
+        return self.validation_is_due and self.cadence.has_validation
+
+    def note_validated(self) -> None:
+        """Record that the present step is validated."""
+        self.validation_is_due = False
 
     def note_best(self, value: float) -> bool:
         """Record the best metric so far; True when that asks for a save (``ckpt_on_best``)."""
@@ -216,6 +229,7 @@ class StepScheduler:
             "elapsed_seconds": self.elapsed_seconds,
             "planned_steps": self.planned_steps,
             "best": self.best,
+            "validation_is_due": self.validation_is_due,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,5 +242,6 @@ class StepScheduler:
         self.consumed_tokens = state["consumed_tokens"]
         self.elapsed_seconds = state["elapsed_seconds"]
         self.best = state["best"]
+        self.validation_is_due = state.get("validation_is_due", False)  # not in checkpoints of before 2026-11-21
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
         self._saved_step = self.step

@@ -36,7 +36,12 @@ VARIANTS = {
         "--peft.target_modules=*.self_attn.*",
         "--peft.modules_to_save=[norm]",
     ),
-    "tied embedding": ("--peft.use_rslora", "--peft.modules_to_save=[embed_tokens]", "--peft.bias=all"),
+    "tied embedding": (
+        "--peft.use_rslora",
+        "--peft.modules_to_save=[embed_tokens]",
+        "--peft.bias=all",
+        "--checkpoint.is_async",
+    ),
 }
 TOKENS = torch.arange(3, 19).reshape(1, 16)
 

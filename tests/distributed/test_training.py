@@ -14,8 +14,8 @@ import pytest
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
-from tests.support.training import RECIPE, VALIDATION, Recipe, steps_of, train, write_recipe
-from tests.support.training_parts import Signalled, SignalledInValidation, WithMore
+from tests.support.training import RECIPE, VALIDATION, Recipe, killed_after, steps_of, train, write_recipe
+from tests.support.training_parts import Signalled, SignalledInStep, SignalledInValidation, WithMore
 
 STREAM = ("--dataset={_target_: tests.support.training_parts.Stream, length: 20}",)
 
@@ -176,6 +176,40 @@ def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_
     assert saved(tmp_path / "run") == ["epoch_0_step_5"]
     assert losses(tmp_path / "run/epoch_0_step_5")["val_loss"] is None
     assert not (tmp_path / "run/LOWEST_VAL").exists()
+
+
+def stopped(directory: Path, *overrides: str, recipe_class: type[LLMFinetune]) -> str:
+    """The message of a run in ``directory/run`` on one rank that ends for a signal."""
+    arguments = (write_recipe(directory, RECIPE + VALIDATION), f"--checkpoint.checkpoint_dir={directory / 'run'}")
+    (ended,) = ranks.outcomes(partial(installed, *arguments, *overrides, recipe_class=recipe_class), 1, init=False)
+    assert isinstance(ended.error, Stopped), ended
+    return str(ended.error)
+
+
+def test_a_validation_that_a_signal_cut_off_is_made_up_for_once(tmp_path: Path) -> None:
+    every = ("--step_scheduler.val_every_steps=3",)
+    whole = run(tmp_path, *every, name="whole", text=RECIPE + VALIDATION)
+    assert "after step 3" in stopped(tmp_path, *every, recipe_class=SignalledInValidation)
+    training = partial(train, write_recipe(tmp_path, RECIPE + VALIDATION), *every, recipe_class=killed_after(4))
+    ranks.outcomes(partial(training, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"), 1, init=False)
+    assert [record["step"] for record in lines(tmp_path / "run/validation.jsonl")] == [3]
+    assert run(tmp_path, *every, text=RECIPE + VALIDATION) == whole
+    values = [[(record["step"], record["val_loss"]) for record in lines(tmp_path / name / "validation.jsonl")]
+              for name in ("whole", "run")]  # fmt: skip
+    assert values[0] == values[1] and len(values[0]) == 6
+
+
+@pytest.mark.parametrize("recipe_class", [SignalledInStep, SignalledInValidation])
+def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_start(
+    tmp_path: Path, recipe_class: type[LLMFinetune], capfd: pytest.CaptureFixture[str]
+) -> None:
+    last = ("--step_scheduler.max_steps=5",)
+    assert "after step 5, which is saved" in stopped(tmp_path, *last, recipe_class=recipe_class)
+    assert not (tmp_path / "run/epoch_0_step_5/model/consolidated").exists()
+    run(tmp_path, *last, text=RECIPE + VALIDATION)
+    assert (tmp_path / "run/epoch_0_step_5/model/consolidated/config.json").is_file()
+    assert [record["step"] for record in lines(tmp_path / "run/validation.jsonl")] == [5]
+    assert "already complete at step 5" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -73,6 +73,15 @@ class SignalledInValidation(LLMFinetune):
         return super().validate()
 
 
+class SignalledInStep(LLMFinetune):
+    """The last rank gets SIGTERM in step 5."""
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+        if self.step_scheduler.step == 4 and self.layout.rank == self.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_step(batch, control)
+
+
 class Counter:
     """A duck type with the two methods only."""
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover
 from automodel_ckpt.checkpoint.background import HostMemory
+from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import SaveFailed
 from tests.support import ranks, tiny
@@ -85,10 +86,23 @@ def resources(saver: Saver) -> tuple[int, int, int, int]:
     return files[0], threading.active_count(), files[1], sum(map(resident_bytes, pids))
 
 
+class AdapterFiles:
+    """What stands beside adapters, as little as can be."""
+
+    file_index_mapping: Mapping[str, int] = {}
+    maps = BaseMaps(is_adapter=True)
+    files: Mapping[str, bytes] = {"adapter_config.json": b"{}"}
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "adapter_config.json").write_bytes(b"{}")
+
+
 FORMATS: dict[str, dict[str, Any]] = {
     "safetensors": {},
     "torch_save": {"model_save_format": "torch_save"},
     "hf": {"model_layout": "hf"},
+    "adapter": {"model_layout": "adapter", "assets": {"model": AdapterFiles()}},
 }
 
 
@@ -391,6 +405,56 @@ def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_settling(
     assert names(root) == ["LATEST", "epoch_0_step_1"]
     saver.save(3)
     assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Iterator[Saver]:
+    """Its export of the first save stays under way: the writer is held as soon as the checkpoint is published."""
+    made = Saver(tmp_path / "run", save_consolidated="every", assets={"model": AdapterFiles()})
+    made.reports = _Holding(made)  # type: ignore[assignment]
+    yield made
+    made.checkpointer.close()
+
+
+class _Holding(list[SaveReport]):
+    def __init__(self, saver: Saver) -> None:
+        self.saver = saver
+
+    def append(self, report: SaveReport) -> None:
+        super().append(report)
+        if len(self) == 1:
+            os.kill(self.saver.writer, signal.SIGSTOP)
+
+
+def export_of(report: SaveReport) -> Path:
+    return report.path / "model/consolidated/adapter_model.safetensors"
+
+
+def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(exporter: Saver) -> None:
+    exporter.save(1)
+    end = time.monotonic() + 20
+    while not exporter.reports and time.monotonic() < end:
+        time.sleep(0.01)
+    (report,) = exporter.reports
+    assert commit.pointed(report.path.parent, "LATEST") == "epoch_0_step_1" and not export_of(report).exists()
+    tiny.train(exporter.made, 1)
+    exporter.go_on()
+    exporter.checkpointer.close()
+    assert export_of(report).is_file()
+
+
+def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporter: Saver) -> None:
+    exporter.save(1)
+    end = time.monotonic() + 20
+    while not exporter.reports and time.monotonic() < end:
+        time.sleep(0.01)
+    leftover = exporter.reports[0].path / f"model/.consolidated.staging-{'0' * 32}"
+    leftover.mkdir()
+    exporter.checkpointer.leave_out_exports()
+    exporter.save(2)
+    assert exporter.checkpointer.settle() and not leftover.exists()
+    assert [report.step for report in exporter.reports] == [1, 2]
+    assert [export_of(report).exists() for report in exporter.reports] == [False, False]
 
 
 def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
