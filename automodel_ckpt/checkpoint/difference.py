@@ -6,23 +6,17 @@ a block at a time: memory does not grow with the model. Imports no torch, and nu
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Box, Slice, Tensor, intersection
+from automodel_ckpt.checkpoint.box_reader import INTEGERS, BoxReader, boxes
+from automodel_ckpt.checkpoint.slices import ORDINARY_FLOATS, Tensor
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.float_cast import Array
-
-# Elements compared at once.
-_BLOCK_ELEMENTS = 256 << 10
-_INTEGERS = {"I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U8": "<u1", "U16": "<u2", "U32": "<u4",
-             "U64": "<u8", "BOOL": "<u1"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +85,8 @@ def _change(fqn: str, first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -
 
     tensor = first[1]
     numel, changed, worst, difference, norm = math.prod(tensor.shape), 0, 0.0, 0.0, 0.0
-    measured = tensor.dtype in ORDINARY_FLOATS or tensor.dtype in _INTEGERS
-    one, other = _Reader(*first), _Reader(*second)
+    measured = tensor.dtype in ORDINARY_FLOATS or tensor.dtype in INTEGERS
+    one, other = BoxReader(*first), BoxReader(*second)
     for box in boxes(tensor.shape):
         a, b = one.read(box), other.read(box)
         if a.tobytes() == b.tobytes():
@@ -123,67 +117,6 @@ def _square(values: Array) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.dot(flat, flat))
     return math.inf if math.isnan(total) else total
-
-
-def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The tensor in boxes of at most 256 Ki elements each, in row-major order."""
-    if not shape or not math.prod(shape):
-        yield from [Box((), ())] if not shape else []
-        return
-    inner, cut = 1, len(shape) - 1
-    while cut > 0 and inner * shape[cut] <= _BLOCK_ELEMENTS:
-        inner *= shape[cut]
-        cut -= 1
-    step, rest = max(1, _BLOCK_ELEMENTS // inner), shape[cut + 1 :]
-    for outer in itertools.product(*map(range, shape[:cut])):
-        for start in range(0, shape[cut], step):
-            sizes = (*(1 for _ in outer), min(step, shape[cut] - start), *rest)
-            yield Box((*outer, start, *(0 for _ in rest)), sizes)
-
-
-class _Reader:
-    """Boxes of a tensor from its mapped slices, as raw bits."""
-
-    def __init__(self, root: Path, tensor: Tensor) -> None:
-        self._tensor = tensor
-        bits = DTYPE_BITS[tensor.dtype]
-        self._dtype = f"<u{bits // 8}" if bits <= 64 else "<c16"
-        self._maps = [(piece, self._mapped(root, piece)) for piece in tensor.slices if piece.nbytes]
-
-    def _mapped(self, root: Path, piece: Slice) -> Array:
-        import os
-
-        import numpy as np
-
-        with os.fdopen(open_inside(root, piece.file), "rb") as file:
-            array: Array = np.memmap(file, self._dtype, "r", piece.start, piece.sizes or (1,))
-        return array.reshape(piece.sizes)
-
-    def read(self, box: Box) -> Array:
-        import numpy as np
-
-        result = np.empty(box.sizes, self._dtype)
-        for piece, values in self._maps:
-            common = intersection(piece.box, box) if box.sizes else Box((), ())
-            if common is not None:
-                result[_within(common, box)] = values[_within(common, piece.box)]
-        return result
-
-    def wide(self, raw: Array) -> Array:
-        """Raw bits as double precision."""
-        import numpy as np
-
-        from automodel_ckpt.checkpoint.float_cast import cast, storage_dtype
-
-        dtype = self._tensor.dtype
-        if dtype in _INTEGERS:
-            return raw.view(_INTEGERS[dtype]).astype(np.float64)
-        return cast(raw.view(storage_dtype(dtype, DTYPE_BITS[dtype])), dtype, "F64")
-
-
-def _within(common: Box, box: Box) -> tuple[slice, ...]:
-    triples = zip(common.offsets, common.sizes, box.offsets, strict=True)
-    return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in triples)
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,8 @@ torch, a double reaches half and bfloat16 by way of single precision.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,3 +68,44 @@ def cast_into(values: Array, source: str, target: str, out: Array) -> None:
                 cast_into(values[start], source, target, out[start])
             else:
                 out[part] = cast(values[part], source, target)
+
+
+class _Eight(NamedTuple):
+    """An 8-bit float: bits of its mantissa, the exponent's bias, and which bit patterns are no finite number."""
+
+    mantissa_bits: int
+    bias: int
+    nan: frozenset[int]
+    infinite: frozenset[int] = frozenset()
+    signed: bool = True
+
+
+# Sources: the OCP specifications of FP8 (E4M3, E5M2) and of microscaling (E8M0), and ml_dtypes' of the FNUZ forms.
+EIGHT_BIT_FLOATS = {
+    "F8_E4M3": _Eight(3, 7, frozenset({0x7F, 0xFF})),
+    "F8_E5M2": _Eight(2, 15, frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}), frozenset({0x7C, 0xFC})),
+    "F8_E4M3FNUZ": _Eight(3, 8, frozenset({0x80})),
+    "F8_E5M2FNUZ": _Eight(2, 16, frozenset({0x80})),
+    "F8_E8M0": _Eight(0, 127, frozenset({0xFF}), signed=False),
+}
+
+
+@functools.cache
+def eight_bit_values(dtype: str) -> Array:
+    """The value of each of the 256 bit patterns of an 8-bit float, in double precision."""
+    form = EIGHT_BIT_FLOATS[dtype]
+    values: Array = np.array([_eight_bit_value(form, bits) for bits in range(256)], np.float64)
+    return values
+
+
+def _eight_bit_value(form: _Eight, bits: int) -> float:
+    sign = -1.0 if form.signed and bits & 0x80 else 1.0
+    if bits in form.nan:
+        return float("nan")
+    if bits in form.infinite:
+        return sign * float("inf")
+    magnitude = bits & 0x7F if form.signed else bits
+    exponent, mantissa = magnitude >> form.mantissa_bits, magnitude & ((1 << form.mantissa_bits) - 1)
+    if exponent == 0 and form.signed:  # subnormal; E8M0 has none
+        return sign * mantissa * 2.0 ** (1 - form.bias - form.mantissa_bits)
+    return sign * (1 + mantissa / (1 << form.mantissa_bits)) * 2.0 ** (exponent - form.bias)

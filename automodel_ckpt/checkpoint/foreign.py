@@ -16,9 +16,10 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_source import Source, open_source
-from automodel_ckpt.checkpoint.formats.dcp import read_content
-from automodel_ckpt.checkpoint.hf_source import header_inside, is_hf_directory, open_hf
+from automodel_ckpt.checkpoint.formats.dcp import read_content, read_tensors
+from automodel_ckpt.checkpoint.hf_source import is_hf_directory, open_hf, tensors_in
 from automodel_ckpt.checkpoint.inside import read_inside
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable
 
 DCP, SHARDS, HF, ADAPTER = "PyTorch DCP", "safetensors shards", "Hugging Face files", "PEFT adapter"
@@ -100,7 +101,7 @@ def read_foreign(directory: Path) -> Foreign | None:
     kinds = kinds_in(directory)
     if not kinds or os.path.lexists(directory / layout.MANIFEST):
         return None
-    return Foreign(directory, kinds, dict(_files(directory)), _losses(directory), directory.stat().st_mtime)
+    return Foreign(directory, kinds, dict(_files(directory)), losses_in(directory), directory.stat().st_mtime)
 
 
 def open_foreign(directory: Path) -> Source:
@@ -109,6 +110,19 @@ def open_foreign(directory: Path) -> Source:
         if kind_of(path) == HF:
             return open_hf(Path(os.path.realpath(path)))
     return open_source(directory)
+
+
+def stored_tensors(directory: Path, kind: str) -> tuple[Path, Mapping[str, Tensor]]:
+    """All tensors of a tree of that kind: (what their files are relative to, tensors by name), for reading them.
+
+    Raises :class:`CheckpointUnusable` for files that are not what their metadata says.
+    """
+    if kind == DCP:
+        return directory, {tensor.fqn: tensor for tensor in read_tensors(directory, read_content(directory))}
+    if kind == ADAPTER:
+        return directory, tensors_in(directory, ADAPTER_FILE)
+    source = open_hf(directory) if kind == HF else open_source(directory)
+    return source.root, source.tensors
 
 
 def _names(directory: Path) -> list[str]:
@@ -127,16 +141,13 @@ def _tree(directory: Path, kind: str) -> ForeignTree:
                 for fqn, entry in content.tensors.items()
             }
             return ForeignTree(kind, described, len(content.values))
-        if kind == ADAPTER:
-            header = header_inside(directory, ADAPTER_FILE)
-            return ForeignTree(kind, {f: ForeignTensor(e.dtype, e.shape, 1) for f, e in header.tensors.items()})
-        source = open_hf(directory) if kind == HF else open_source(directory)
+        _, tensors = stored_tensors(directory, kind)
     except CheckpointUnusable as error:
         problem = error.problems[0]
         return ForeignTree(kind, problem=f"{problem.what}: {problem.value}")
     except OSError as error:
         return ForeignTree(kind, problem=str(error.strerror))
-    return ForeignTree(kind, {f: ForeignTensor(t.dtype, t.shape, len(t.slices)) for f, t in source.tensors.items()})
+    return ForeignTree(kind, {f: ForeignTensor(t.dtype, t.shape, len(t.slices)) for f, t in tensors.items()})
 
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:
@@ -152,7 +163,7 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
             yield os.path.relpath(path, directory), os.lstat(path).st_size
 
 
-def _losses(directory: Path) -> Mapping[str, Any]:
+def losses_in(directory: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(read_inside(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -263,9 +263,17 @@ class HFAssets:
                 log.warning("Exports will differ from the base: %d tensors %s: %s", len(others), kind, others[:5])
 
 
+_SIDE_FILES = ("config.json", _GENERATION_CONFIG, *_MODEL_FILES, *_TOKENIZER_FILES)
+
+
 def base_files(directory: Path) -> dict[str, bytes]:
     """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, licence."""
-    return _read(directory, ("config.json", _GENERATION_CONFIG, *_MODEL_FILES, *_TOKENIZER_FILES))
+    return _read(directory, _SIDE_FILES)
+
+
+def is_side_file(name: str) -> bool:
+    """Whether :func:`base_files` would take a file of that name."""
+    return any(fnmatch(name, pattern) for pattern in _SIDE_FILES)
 
 
 def is_tokenizer_file(name: str) -> bool:

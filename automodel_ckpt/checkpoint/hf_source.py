@@ -37,7 +37,7 @@ def open_hf(directory: Path) -> Source:
     names = sorted(set(index.values())) if index is not None else _safetensors(directory)
     tensors: dict[str, Tensor] = {}
     for name in names:
-        for fqn, tensor in _tensors_in(directory, name).items():
+        for fqn, tensor in tensors_in(directory, name).items():
             if fqn in tensors:
                 raise _unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
             tensors[fqn] = tensor
@@ -86,7 +86,8 @@ def _weight_map(directory: Path) -> Mapping[str, str] | None:
     return found
 
 
-def _tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
+def tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of one file. Raises :class:`CheckpointUnusable`."""
     try:
         header = header_inside(directory, name)
     except OSError as error:

@@ -62,7 +62,7 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
-    if _is_hugging_face(found):
+    if is_hugging_face(found):
         return Weights(found, {MODEL: _hugging_face(found)})
     return Weights(found, {MODEL: _opened(found)})
 
@@ -108,7 +108,7 @@ def _opened(directory: Path) -> Tensors:
     return Tensors(source.root, source.tensors, source.tied)
 
 
-def _is_hugging_face(directory: Path) -> bool:
+def is_hugging_face(directory: Path) -> bool:
     """Whether there are whole tensors: an index, or safetensors without the marks of shards."""
     files = sorted(directory.glob("*.safetensors"))
     if (directory / INDEX).is_file():

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import completion, difference, export, foreign, plot, track, upkeep
-from automodel_ckpt.cli.terminal import age_text, coloured, print_error, printable, size_text, table
+from automodel_ckpt.cli import completion, difference, export, foreign, importing, plot, show, track, upkeep
+from automodel_ckpt.cli.terminal import age_text, coloured, json_text, print_error, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
 
@@ -43,8 +41,6 @@ def parser() -> argparse.ArgumentParser:
     where = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
     ls = commands.add_parser("ls", help="list the checkpoints of a run", description="List the checkpoints of a run.")
     ls.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
-    show = commands.add_parser("show", help="what a checkpoint holds", description="Show what a checkpoint holds.")
-    show.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
     consolidate = commands.add_parser(
         "consolidate",
         help="export a checkpoint as Hugging Face files",
@@ -55,7 +51,10 @@ def parser() -> argparse.ArgumentParser:
     consolidate.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast ordinary float tensors")
     consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
     consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
-    own = (ls, show, consolidate, export.add_parser(commands, where), difference.add_parser(commands, where))
+    own = (
+        ls, show.add_parser(commands, where), consolidate, export.add_parser(commands, where),
+        importing.add_parser(commands), difference.add_parser(commands, where),
+    )  # fmt: skip
     curves = (plot.add_parser(commands), track.add_parser(commands))
     for command in (*own, *upkeep.add_parsers(commands, where), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -125,7 +124,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     if checkpoint is not None and not _looks_like_checkpoint(checkpoint):
         raise _nothing("there are no checkpoints here", path, "name a run directory, a checkpoint or a pointer")
     if arguments.json:
-        print(json.dumps([_json_row(row) for row in rows], indent=2))
+        print(json_text([asdict(row) for row in rows]))
     else:
         _print_rows(rows)
     return EXIT_DONE
@@ -192,14 +191,6 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _json_row(row: Row) -> dict[str, Any]:
-    """The row for JSON, which has no NaN."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(row).items()
-    }
-
-
 def _print_rows(rows: Sequence[Row]) -> None:
     titles = ("checkpoint", "step", "epoch", "train loss", "val loss", "size", "age", "complete", "")
     head, *lines = table([titles, *map(_cells, rows)])
@@ -218,76 +209,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     return printable(row.name), *numbers, *losses, size, age, complete, printable(notes)
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    from automodel_ckpt.checkpoint.manifest import Manifest
-
-    path = find_checkpoint(Path(arguments.path))
-    unchecked = foreign.document(path) if path.is_dir() else None
-    document = unchecked or _document(path, Manifest.read(path))
-    if arguments.json:
-        print(json.dumps(document, indent=2))
-    else:
-        print("\n".join(foreign.lines(document) if unchecked else _show_lines(document)))
-    return EXIT_DONE
-
-
-def _document(path: Path, manifest: Any) -> dict[str, Any]:
-    trees = {
-        name: {
-            "format": tree.format,
-            "tensors": {
-                fqn: {"dtype": tensor.dtype, "shape": list(tensor.shape), "slices": len(tensor.slices)}
-                for fqn, tensor in tree.tensors.items()
-            },
-            "tied": dict(tree.tied),
-        }
-        for name, tree in manifest.trees.items()
-    }
-    return {
-        "path": str(path), "step": manifest.step, "epoch": manifest.epoch, "created": manifest.created,
-        "world_size": manifest.world_size, "dp_size": manifest.dp_size, "nbytes": manifest.nbytes,
-        "progress": dict(manifest.progress), "losses": dict(manifest.losses),
-        "environment": dict(manifest.environment), "lineage": dict(manifest.lineage),
-        "state": {name: asdict(record) for name, record in manifest.state.items()},
-        "files": {name: record.size for name, record in manifest.files.items()}, "trees": trees,
-    }  # fmt: skip
-
-
-def _show_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    yield coloured(printable(document["path"]), "bold", sys.stdout)
-    yield (
-        f"step {document['step']}, epoch {document['epoch']}, {document['world_size']} ranks, "
-        f"{size_text(document['nbytes'])}, {age_text(document['created'])} old"
-    )
-    for title, key in (("losses", "losses"), ("data position and progress", "progress")):
-        yield from _section(title, (f"{name}: {value}" for name, value in document[key].items()))
-    yield from _section("files", table([(name, size_text(size)) for name, size in sorted(document["files"].items())]))
-    for name, tree in document["trees"].items():
-        yield from _section(f"{name} ({tree['format']}, {len(tree['tensors'])} tensors)", _tensor_lines(tree))
-    yield from _section("environment", (f"{name}: {value}" for name, value in document["environment"].items()))
-
-
-def _section(title: str, lines: Any) -> Iterator[str]:
-    yield ""
-    yield coloured(printable(title), "bold", sys.stdout)
-    for line in lines:
-        yield "  " + printable(line)
-
-
-def _tensor_lines(tree: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            printable(fqn),
-            tensor["dtype"],
-            str(tensor["shape"]),
-            "1 slice" if tensor["slices"] == 1 else f"{tensor['slices']} slices",
-        )
-        for fqn, tensor in tree["tensors"].items()
-    ]
-    tied = [f"{alias} = {kept}" for alias, kept in tree["tied"].items()]
-    return [*(table(rows) if rows else []), *tied]
-
-
 def _consolidate(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.consolidate import export as run
 
@@ -302,10 +223,11 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "ls": _ls,
-    "show": _show,
+    "show": lambda arguments: show.show(arguments, find_checkpoint),
     "consolidate": _consolidate,
     "diff": lambda arguments: difference.diff(arguments, find_checkpoint),
     "export": lambda arguments: export.export(arguments, find_checkpoint),
+    "import": importing.import_,
     "verify": lambda arguments: upkeep.verify(arguments, find_checkpoint, run_directory),
     "prune": lambda arguments: upkeep.prune(arguments, run_directory),
     "pin": lambda arguments: upkeep.pin(arguments, find_checkpoint),

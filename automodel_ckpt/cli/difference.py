@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.terminal import coloured, printable, table
+from automodel_ckpt.cli.terminal import coloured, json_text, printable, table
 from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ def diff(arguments: argparse.Namespace, find: Find) -> int:
     a, b = (_side(find(Path(path))) for path in (arguments.a, arguments.b))
     document = _document(a, b)
     if arguments.json:
-        print(json.dumps(_finite(document), indent=2))
+        print(json_text(document))
     else:
         print("\n".join(_lines(document)))
     return EXIT_DONE
@@ -88,8 +86,8 @@ def _side(path: Path) -> Side:
         manifest.environment,
         recipe_leaves(path / layout.CONFIG),
         {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()},
-        _plain_state(path, files.get("step_scheduler", ())),
-        _plain_state(path, files.get("dataloader", ())),
+        first_state(path, files.get("step_scheduler", ())),
+        first_state(path, files.get("dataloader", ())),
     )
 
 
@@ -111,19 +109,11 @@ def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
         yield from leaves(child, f"{key}.{name}" if key else name)
 
 
-def _plain_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:
-    """The state in the first of the files, if it is a mapping of text to plain values; read without torch."""
-    from automodel_ckpt.checkpoint.formats.archive_reading import archive_records
-    from automodel_ckpt.checkpoint.formats.records import read_records
-    from automodel_ckpt.checkpoint.inside import read_inside
+def first_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:
+    """The state in the first of an attribute's files, where it is plain."""
+    from automodel_ckpt.checkpoint.plain_state import plain_state
 
-    if not files:
-        return {}
-    try:
-        state = read_records(bytes(archive_records(read_inside(checkpoint, files[0], limit=1 << 20))["data.pkl"]), {})
-    except Exception:  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
-        return {}
-    return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
+    return plain_state(checkpoint, files[0]) if files else {}
 
 
 def _document(a: Side, b: Side) -> dict[str, Any]:
@@ -267,12 +257,3 @@ def _text(value: Any) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _finite(value: Any) -> Any:
-    """The document for JSON, which has no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -6,9 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.shown import count, section, statistics, tensor_lines
 from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text, table
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.foreign import ForeignTree
 
 UNCHECKED = "foreign: it has no MANIFEST.json, so nothing in it can be checked"
 
@@ -32,8 +36,8 @@ def facts(path: Path) -> dict[str, Any] | None:
     return {"nbytes": found.nbytes, "created": found.written, "reason": reason, "foreign": True, **losses}
 
 
-def document(path: Path) -> dict[str, Any] | None:
-    """The content of ``ckpt show --json``; None where nothing here is of a known form."""
+def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
+    """The content of ``ckpt show --json``; None where nothing here is of a known form. *stats*: read the tensors."""
     from automodel_ckpt.checkpoint import foreign, layout
 
     found = foreign.read_foreign(path)
@@ -47,11 +51,21 @@ def document(path: Path) -> dict[str, Any] | None:
         "trees": {
             name: {
                 "format": tree.kind, "problem": tree.problem, "values": tree.num_values,
-                "tensors": {fqn: asdict(tensor) for fqn, tensor in tree.tensors.items()},
+                "tensors": _tensors(path / name, tree, stats),
             }
             for name, tree in found.trees().items()
         },
     }  # fmt: skip
+
+
+def _tensors(directory: Path, tree: ForeignTree, stats: bool) -> dict[str, dict[str, Any]]:
+    from automodel_ckpt.checkpoint import foreign
+
+    shown = {fqn: asdict(tensor) for fqn, tensor in tree.tensors.items()}
+    if stats and not tree.problem:
+        root, tensors = foreign.stored_tensors(directory, tree.kind)
+        shown = {fqn: entry | statistics(root, tensors[fqn], True) for fqn, entry in shown.items()}
+    return shown
 
 
 def lines(shown: Mapping[str, Any]) -> Iterator[str]:
@@ -60,23 +74,9 @@ def lines(shown: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(shown["note"], "yellow", sys.stdout)
     step = f"step {shown['step']}, epoch {shown['epoch']}, " if shown["step"] is not None else ""
     yield f"{printable(shown['kind'])}; {step}{size_text(shown['nbytes'])}, {age_text(shown['created'])} old"
-    if shown["losses"]:
-        yield from _section("losses", [f"{name}: {value}"[:200] for name, value in shown["losses"].items()])
-    yield from _section("files", table([(n, size_text(b)) for n, b in sorted(shown["files"].items())]))
+    yield from section("losses", [f"{name}: {value}"[:200] for name, value in shown["losses"].items()])
+    yield from section("files", table([(n, size_text(b)) for n, b in sorted(shown["files"].items())]))
     for name, tree in shown["trees"].items():
         values = f", {tree['values']} values that are no tensors" if tree["values"] else ""
-        title = f"{name} ({tree['format']}, {len(tree['tensors'])} tensors{values})"
-        yield from _section(title, [tree["problem"]] if tree["problem"] else _tensors(tree["tensors"]))
-
-
-def _section(title: str, content: list[str]) -> Iterator[str]:
-    yield ""
-    yield coloured(printable(title), "bold", sys.stdout)
-    for line in content:
-        yield "  " + printable(line)
-
-
-def _tensors(tensors: Mapping[str, Any]) -> list[str]:
-    slices = {fqn: "1 slice" if t["slices"] == 1 else f"{t['slices']} slices" for fqn, t in tensors.items()}
-    rows = [(printable(fqn), t["dtype"], str(list(t["shape"])), slices[fqn]) for fqn, t in tensors.items()]
-    return table(rows) if rows else []
+        title = f"{name} ({tree['format']}, {count(tree['tensors'], 'tensor')}{values})"
+        yield from section(title, [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
@@ -67,3 +69,16 @@ def age_text(created: float) -> str:
         if seconds < limit:
             return f"{seconds / unit:.0f} {name}" if seconds >= 0 else ""
     return ""
+
+
+def json_text(document: Any) -> str:
+    """The document as JSON, which has no NaN and no infinity: null stands for them."""
+    return json.dumps(_finite(document), indent=2)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -13,7 +13,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 
 from . import bombs
-from .readers import ALL, CHECKS, EXPORTS, LISTS, PRUNES, RESUMES
+from .readers import ALL, CHECKS, EXPORTS, LISTS, PRUNES, RESUMES, VALUES
 from .victim import NAME, Attacked, Document
 
 Change = Callable[[Attacked], object]
@@ -34,11 +34,18 @@ ATTACKS: list[Attack] = []
 
 # Every class, and the readers that it applies to: those that come near the file or the value in question.
 KINDS: dict[str, frozenset[str]] = {}
+# Those that concern who reads tensors, recipes and small state.
+_OF_VALUES = frozenset({
+    "pickle_in_dataloader", "pickle_in_step_scheduler", "pickle_in_distcp_value", "zip_bomb_tensor", "zip_bomb_pickle",
+    "zip_overlapping_records", "storage_beyond_record", "path_of_a_slice", "hostile_fqn", "special_fifo",
+    "special_link", "special_device", "link_on_the_way", "sparse_file", "slice_values", "slices_overlap", "shape",
+    "manifest_malformed", "recipe_tags", "recipe_text",
+})  # fmt: skip
 
 
 def add(kind: str, name: str, change: Change, readers: Iterable[str], refusing: Iterable[str] = ()) -> None:
     """Enter an attack, and its readers into those of its class."""
-    met = frozenset(readers)
+    met = frozenset(readers) | (VALUES if kind in _OF_VALUES else frozenset())
     KINDS[kind] = KINDS.get(kind, frozenset()) | met
     ATTACKS.append(Attack(kind, name, change, met, frozenset(refusing)))
 

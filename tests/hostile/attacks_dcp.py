@@ -15,12 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from . import bombs
-from .readers import EXPORTS
+from .readers import EXPORTS, IMPORTS
 from .victim import Attacked
 
 Add = Callable[..., None]
 # They show what is wrong, and go on.
-_SHOWS = frozenset({"ls", "show"})
+_SHOWS = frozenset({"ls", "show"}) | {"show_stats"}
 
 
 def _bare(case: Attacked) -> Path:
@@ -119,23 +119,24 @@ def _changes() -> dict[str, Callable[[Metadata], object]]:
 
 def entries(add: Add) -> None:
     """Enter these attacks into the table."""
-    readers = EXPORTS | _SHOWS
+    takers = EXPORTS | IMPORTS
+    readers = takers | _SHOWS
     add("dcp_untouched", "without_manifest", _bare, readers)
     for name, program in _programs().items():
-        add("dcp_metadata_pickle", name, partial(_write, data=program), readers, EXPORTS)
+        add("dcp_metadata_pickle", name, partial(_write, data=program), readers, takers)
     for name, change in _changes().items():
-        add("dcp_metadata_values", name, partial(_changed, change=change), readers, EXPORTS if name != "paths" else ())
+        add("dcp_metadata_values", name, partial(_changed, change=change), readers, takers if name != "paths" else ())
     for name in bombs.executing_state(Path("x")):
         data = partial(lambda marker, name: bombs.executing_state(marker)[name], name=name)
-        add("dcp_item_pickle", name, partial(_item, data=data), readers, EXPORTS)
+        add("dcp_item_pickle", name, partial(_item, data=data), readers, takers)
     made = {"compressed": bombs.compressed_tensor, "pickle": bombs.compressed_pickle,
             "overlapping": bombs.overlapping_records, "beyond": bombs.storage_beyond_its_record}  # fmt: skip
     for name, bomb in made.items():
-        add("dcp_item_bomb", name, partial(_item, data=partial(lambda _, bomb: bomb(), bomb=bomb)), readers, EXPORTS)
-    add("dcp_sparse", "metadata", lambda case: os.truncate(_bare(case), 1 << 40), readers, EXPORTS)
-    add("dcp_sparse", "items", _sparse_items, readers, EXPORTS)
+        add("dcp_item_bomb", name, partial(_item, data=partial(lambda _, bomb: bomb(), bomb=bomb)), readers, takers)
+    add("dcp_sparse", "metadata", lambda case: os.truncate(_bare(case), 1 << 40), readers, takers)
+    add("dcp_sparse", "items", _sparse_items, readers, takers)
     for kind in ("fifo", "link_outside", "link_to_zero", "directory", "zero"):
-        add("dcp_special", kind, partial(_special_metadata, kind=kind), readers, EXPORTS)
+        add("dcp_special", kind, partial(_special_metadata, kind=kind), readers, takers)
 
 
 def _sparse_items(case: Attacked) -> None:

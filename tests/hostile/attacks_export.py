@@ -12,12 +12,13 @@ from typing import Any
 from automodel_ckpt.checkpoint.manifest import digest_of
 
 from . import attacks_dcp
-from .readers import ALL, CHECKS, EXPORTS, RESUMES
+from .readers import ALL, CHECKS, EXPORTS, IMPORTS, RESUMES
 from .victim import Attacked
 
 Add = Callable[..., None]
 Texts = dict[str, Callable[[], bytes]]
 HEADERS = EXPORTS
+_SHOWS = frozenset({"ls", "show", "show_stats"})
 _CODE = b"import os; os.system('touch marker')"
 _SIDE = "model/.hf_metadata"
 _NAMES = ("../../../outside/x", "/etc/cron.d/x", "a\0b", "..", "model-00001-of-00001.safetensors/../../x", "\x1b[2J")
@@ -58,7 +59,7 @@ def _maps(add: Add) -> None:
                 "side_file_bombs" if text in ("deep", "digits", "many_mappings") else "side_file_texts",
                 f"{text}_{file}",
                 partial(_replace_side, name=file, data=data, named=True),
-                EXPORTS,
+                EXPORTS | IMPORTS,
             )
         for name in _NAMES:
             data = partial(lambda value: json.dumps(value).encode(), content(name))
@@ -66,7 +67,7 @@ def _maps(add: Add) -> None:
                 "hostile_name_in_side_files",
                 f"{file}_{name!r}",
                 partial(_replace_side, name=file, data=data, named=True),
-                EXPORTS,
+                EXPORTS | IMPORTS,
             )
     for shape in ([10**4000], [-1], [2**62] * 60, "text", [1.5], [[1]]):
         data = partial(lambda shape: json.dumps({"embed": {"shape": shape}}).encode(), shape)
@@ -84,7 +85,7 @@ def _maps(add: Add) -> None:
                 "side_file_with_code",
                 f"{file}_{'named' if named else 'foreign'}",
                 partial(_replace_side, name=file, data=lambda: _CODE, named=named),
-                EXPORTS | CHECKS,
+                EXPORTS | CHECKS | IMPORTS,
                 EXPORTS if not named else (),
             )
     add("consolidate_sh_replaced", "sealed", lambda case: case.replace("model/consolidate.sh", b"touch marker"), ALL)
@@ -147,16 +148,16 @@ def _headers(add: Add) -> None:
     for name, (text, length) in texts.items():
         change = partial(_header, text=text, length=length, data=b"\0")
         sort = "header_lengths" if length else "header_info" if name.startswith("info") else "header_text"
-        add(sort, f"{name}_bare", change, HEADERS | {"ls", "show"}, HEADERS)
+        add(sort, f"{name}_bare", change, HEADERS | IMPORTS | _SHOWS, HEADERS)
         add(
             sort,
             f"{name}_sealed",
             partial(change, sealed=True),
-            EXPORTS | RESUMES | CHECKS,
+            EXPORTS | RESUMES | CHECKS | IMPORTS,
         )
     for name in ("../../outside/x", "/etc/x", "a\0b", "\x1b[2J", "__metadata__", "x" * 100_000):
         text = _of({}, name=name)
-        add("header_hostile_fqn", ascii(name[:20]), partial(_header, text=text, data=b"\0"), EXPORTS)
+        add("header_hostile_fqn", ascii(name[:20]), partial(_header, text=text, data=b"\0"), EXPORTS | IMPORTS | _SHOWS)
 
 
 def _bare_files(add: Add) -> None:
@@ -170,11 +171,11 @@ def _bare_files(add: Add) -> None:
         _special(case.model / ".hf_metadata" / name, kind, case.outside)
 
     for kind in SPECIALS:
-        add("bare_special", f"{kind}_shard", partial(special, kind=kind), EXPORTS | {"ls", "show"}, EXPORTS)
+        add("bare_special", f"{kind}_shard", partial(special, kind=kind), EXPORTS | IMPORTS | _SHOWS, EXPORTS | IMPORTS)
         for name in ("config.json", "fqn_to_dtype_mapping.json", "extra.py"):
-            add("bare_special", f"{kind}_{name}", partial(side, kind=kind, name=name), EXPORTS)
-    add("bare_sparse_shard", "1_TB", _bare_sparse, EXPORTS | {"ls", "show"}, EXPORTS)
-    add("bare_index", "weight_map", _bare_index, EXPORTS | {"ls", "show"})
+            add("bare_special", f"{kind}_{name}", partial(side, kind=kind, name=name), EXPORTS | IMPORTS)
+    add("bare_sparse_shard", "1_TB", _bare_sparse, EXPORTS | IMPORTS | _SHOWS, EXPORTS | IMPORTS)
+    add("bare_index", "weight_map", _bare_index, EXPORTS | IMPORTS | _SHOWS)
 
 
 def _bare_sparse(case: Attacked) -> None:

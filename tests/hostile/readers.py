@@ -66,6 +66,9 @@ READERS: dict[str, Callable[[Path], int]] = {
     "ls_json": lambda run: ckpt.main(["ls", "--json", str(run)]),
     "show": lambda run: ckpt.main(["show", _newest(run)]),
     "show_json": lambda run: ckpt.main(["show", "--json", _newest(run)]),
+    "show_stats": lambda run: ckpt.main(["show", "--stats", _newest(run)]),
+    "diff": lambda run: ckpt.main(["diff", _newest(run), str(run / OTHER)]),
+    "import": lambda run: ckpt.main(["import", _newest(run), str(run / "imported")]),
     "show_LATEST": lambda run: ckpt.main(["show", str(run / "LATEST")]),
     "consolidate": lambda run: ckpt.main(["consolidate", _newest(run)]),
     "tool": _tool,
@@ -79,11 +82,21 @@ CHECKS = frozenset({"verify", "verify_deep"})
 EXPORTS = frozenset({"consolidate", "tool"})
 LISTS = frozenset({"ls", "ls_json", "show", "show_json", "show_LATEST"})
 PRUNES = frozenset({"prune", "drop_optimizer"})
-ALL = frozenset(READERS)
+# It takes what other programs wrote: attacks on a manifest do not concern it.
+IMPORTS = frozenset({"import"})
+# They read tensors, recipes and small state, beside the manifest that `show` reads.
+VALUES = frozenset({"show_stats", "diff"})
+ALL = frozenset(READERS) - IMPORTS - VALUES
+OTHER = "other"
 
 
 def prepare(name: str, run: Path) -> None:
-    """What a reader needs beside the hostile checkpoint: pruning needs a newer one, so that the hostile one may go."""
+    """What a reader needs beside the hostile checkpoint: pruning needs a newer one, so that the hostile one may go;
+    a comparison another one; an import one without a manifest."""
+    if name == "diff":
+        shutil.copytree(victim.pristine(), run / OTHER)
+    if name in IMPORTS:
+        (run / victim.NAME / "MANIFEST.json").unlink(missing_ok=True)
     if name in PRUNES:
         newer = run / "epoch_0_step_30"
         shutil.copytree(victim.pristine(), newer)

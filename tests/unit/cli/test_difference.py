@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint import difference
-from automodel_ckpt.checkpoint.difference import boxes
+from automodel_ckpt.checkpoint import box_reader
+from automodel_ckpt.checkpoint.box_reader import boxes
 from automodel_ckpt.checkpoint.slices import tiling_fault
 from automodel_ckpt.cli.ckpt import main
 from tests.support import tiny
@@ -71,7 +71,7 @@ def test_what_digests_show_to_be_equal_is_not_read(
 ) -> None:
     one = checkpoint(tmp_path / "a", weights())
     shutil.copytree(one, tmp_path / "b")
-    monkeypatch.setattr(difference, "open_inside", None)
+    monkeypatch.setattr(box_reader, "open_inside", None)
     assert main(["diff", str(one), str(tmp_path / "b")]) == 0
     text = capsys.readouterr().out
     assert "7 equal (7 by their digests, unread), 0 changed" in text and "no difference" in text and "\x1b" not in text

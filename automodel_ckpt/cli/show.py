@@ -1,0 +1,115 @@
+"""``ckpt show``: what a checkpoint holds, its tensors' statistics on request."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli import foreign
+from automodel_ckpt.cli.difference import first_state, recipe_leaves
+from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
+from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+
+Find = Callable[[Path], Path]
+# Values of a recipe that say nothing.
+_UNSET = frozenset({"null", "[]", "{}"})
+
+
+def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        "show", help="what a checkpoint holds",
+        description="Show what a checkpoint holds: state, tensors, files, data position, environment.",
+    )  # fmt: skip
+    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
+    command.add_argument(
+        "--stats", action="store_true",
+        help="read every tensor: min, max, mean, standard deviation and norm of its finite values; zeros, NaN, inf",
+    )  # fmt: skip
+    return command
+
+
+def show(arguments: argparse.Namespace, find: Find) -> int:
+    """Run the command."""
+    from automodel_ckpt.checkpoint.manifest import Manifest
+
+    path = find(Path(arguments.path))
+    unchecked = foreign.document(path, arguments.stats) if path.is_dir() else None
+    document = unchecked or _document(path, Manifest.read(path), arguments.stats)
+    if arguments.json:
+        print(json_text(document))
+    else:
+        print("\n".join(foreign.lines(document) if unchecked else _lines(document)))
+    return EXIT_DONE
+
+
+def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
+    if stats:
+        _refuse_damaged(path, manifest)
+    data = manifest.state.get("dataloader")
+    return {
+        "path": str(path), "step": manifest.step, "epoch": manifest.epoch, "created": manifest.created,
+        "world_size": manifest.world_size, "dp_size": manifest.dp_size, "nbytes": manifest.nbytes,
+        "progress": dict(manifest.progress), "data_position": first_state(path, data.files) if data else {},
+        "losses": dict(manifest.losses), "config": recipe_leaves(path / "config.yaml"),
+        "environment": dict(manifest.environment), "lineage": dict(manifest.lineage),
+        "state": {name: asdict(record) for name, record in manifest.state.items()},
+        "files": {name: record.size for name, record in manifest.files.items()},
+        "trees": {name: _tree(path, tree, stats) for name, tree in manifest.trees.items()},
+    }  # fmt: skip
+
+
+def _refuse_damaged(path: Path, manifest: Manifest) -> None:
+    """Files of another size: reading them as tensors would come to nothing."""
+    from automodel_ckpt.checkpoint.verify import verify
+
+    if problems := verify(path, manifest, "size"):
+        raise CheckpointUnusable.all_of(problems)
+
+
+def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
+    from automodel_ckpt.checkpoint.plain_state import optimizer_groups
+
+    return {
+        "format": tree.format,
+        "tensors": {
+            fqn: {"dtype": t.dtype, "shape": list(t.shape), "slices": len(t.slices)} | statistics(path, t, stats)
+            for fqn, t in tree.tensors.items()
+        },
+        "tied": dict(tree.tied), "groups": optimizer_groups(path, tree),
+    }  # fmt: skip
+
+
+def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+    yield coloured(printable(document["path"]), "bold", sys.stdout)
+    ranks = "1 rank" if document["world_size"] == 1 else f"{document['world_size']} ranks"
+    size, age = size_text(document["nbytes"]), age_text(document["created"])
+    yield f"step {document['step']}, epoch {document['epoch']}, {ranks}, {size}, {age} old"
+    for title, key in (("losses", "losses"), ("progress", "progress"), ("data position", "data_position"),
+                       ("lineage", "lineage")):  # fmt: skip
+        yield from section(title, pairs(document[key]))
+    files = [(name, size_text(size)) for name, size in sorted(document["files"].items())]
+    yield from section("files", table(files) if files else [])
+    for name, tree in document["trees"].items():
+        yield from section(f"{name} ({tree['format']}, {count(tree['tensors'], 'tensor')})", _tree_lines(tree))
+        yield from section(f"{name}: parameter groups", map(_group, tree["groups"]))
+    yield from section("recipe", pairs({k: text for k, text in document["config"].items() if text not in _UNSET}))
+    yield from section("environment", pairs(document["environment"]))
+
+
+def _tree_lines(tree: Mapping[str, Any]) -> list[str]:
+    return [*tensor_lines(tree["tensors"]), *(f"{alias} = {kept}" for alias, kept in tree["tied"].items())]
+
+
+def _group(options: Mapping[str, Any]) -> str:
+    """The options that say something, in a line."""
+    said = {n: value for n, value in options.items() if n != "params" and value is not None and value is not False}
+    return f"{options.get('params', '?')} parameters: " + ", ".join(f"{n} {v}" for n, v in said.items())
