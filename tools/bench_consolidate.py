@@ -87,8 +87,11 @@ def torchs(source: Path, *, durable: bool) -> Callable[[Path], None]:
 
 def automodels(tool: Path, source: Path, *, durable: bool) -> Callable[[Path], None]:
     def run(directory: Path) -> None:
-        options = ["--model-name", "model", "--input-dir", str(source / "model"), "--output-dir", str(directory)]
+        taken = directory / "input"  # the tool moves the side files away from there
+        shutil.copytree(source / "model", taken, copy_function=os.link)
+        options = ["--model-name", "model", "--input-dir", str(taken), "--output-dir", str(directory / "out")]
         subprocess.run([sys.executable, str(tool), *options], check=True, capture_output=True)
+        shutil.rmtree(taken)
         if durable:
             fsync_all(directory)
 

@@ -265,13 +265,16 @@ class Checkpointer:
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""
-        nbytes = forecast_bytes(
-            classify(state),
+        return Forecast(self._expected_bytes(classify(state)), free_bytes(self.directory))
+
+    def _expected_bytes(self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None) -> int:
+        return forecast_bytes(
+            items,
             world_size=self._ranks.world_size,
             save_optimizer=self._save_optimizer,
             num_exports=1 if self.assets and self._export_when == "every" else 0,
+            states=states,
         )
-        return Forecast(nbytes, free_bytes(self.directory))
 
     def refuse_too_little_space(self, state: Mapping[str, Any]) -> None:
         """Before the first step: say what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits."""
@@ -576,7 +579,8 @@ class Checkpointer:
         digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
         staging = None
         if self.is_leader:
-            self._forecast_bytes = self.forecast({item.name: item.value for item in snapshot.items}).nbytes
+            states = {tree.name: tree.state_dict for tree in snapshot.trees.values()}
+            self._forecast_bytes = self._expected_bytes(snapshot.items, states)
             staging = self._reserve(snapshot, name, self._forecast_bytes)
         return _Proposal(plans, digests, self._ranks.dp_rank, staging, self._naming(snapshot))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,12 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def forecast_bytes(items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0) -> int:
-    """Expected bytes of one checkpoint of these items on *world_size* ranks.
+def forecast_bytes(
+    items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+) -> int:  # fmt: skip
+    """Expected bytes of one checkpoint of these items on *world_size* ranks; *states* are the modules' state dicts, by
+    attribute, where they are at hand.
 
     Counted from shapes and dtypes; the state of an optimizer that has made no step yet is found by trying a step on
     parameters of the same kind with a few elements each.
@@ -53,7 +57,7 @@ def forecast_bytes(items: Iterable[Item], *, world_size: int, save_optimizer: bo
     total = _SIDE_FILES_BYTES
     for item in items:
         if item.kind == "module":
-            state, _ = module_state(item.value)
+            state = (states or {}).get(item.name) or module_state(item.value)[0]
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
             weights = sum(map(_nbytes, tensors))
             total += weights * (1 + num_exports) + sum(_slices(t, world_size) for t in tensors) * _ENTRY_BYTES

@@ -279,7 +279,7 @@ class Part:
     placed: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self, default=_fields).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Part:
@@ -290,6 +290,11 @@ class Part:
             placed={path: FileRecord(**record) for path, record in raw["placed"].items()},
             trees={name: _tree_part(tree) for name, tree in raw["trees"].items()},
         )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """What dataclasses.asdict gives, one level at a time and not copied: there are thousands of them."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def merge_files(parts: Iterable[Part]) -> dict[str, FileRecord]:

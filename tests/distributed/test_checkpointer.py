@@ -150,19 +150,19 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
     made = build("fsdp2")
     tiny.save(root, made, step=20)
     if dist.get_rank() == 1:
-        write, calls = durable._write_all, []
+        write, calls = durable.write_all, []
 
-        def broken(descriptor: int, view: memoryview) -> None:
+        def broken(descriptor: int, view: memoryview, start: int) -> None:
             calls.append(1)
             if len(calls) == 1:
                 raise OSError(28, os.strerror(28))
-            write(descriptor, view)
+            write(descriptor, view, start)
 
-        durable._write_all = broken
+        durable.write_all = broken
     started = time.monotonic()
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40)
-    durable._write_all = write if dist.get_rank() == 1 else durable._write_all
+    durable.write_all = write if dist.get_rank() == 1 else durable.write_all
     tiny.save(root, made, step=60)
     return str(caught.value), time.monotonic() - started
 

@@ -159,16 +159,16 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(tm
 
 def fails_on_rank_1(root: Path) -> str:
     made = build("fsdp2")
-    write = placed._write_at
+    write = placed.write_all
 
     def broken(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     if dist.get_rank() == 1:
-        placed._write_at = broken
+        placed.write_all = broken
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40, model_layout="hf")
-    placed._write_at = write
+    placed.write_all = write
     tiny.save(root, made, step=60, model_layout="hf")
     return str(caught.value)
 

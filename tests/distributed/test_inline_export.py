@@ -94,14 +94,14 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(tmp_path: Pa
 def fails_on_rank_1(base: Path, root: Path) -> tuple[str, str]:
     model, assets = made_of(base)
     by_rows(model)
-    write = placed._write_at
+    write = placed.write_all
 
     def broken(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     messages = []
     for step, failing in ((20, 1), (40, 0), (60, None)):
-        placed._write_at = broken if dist.get_rank() == failing else write
+        placed.write_all = broken if dist.get_rank() == failing else write
         report = tiny.save(root, SimpleNamespace(model=model), step=step, save_consolidated="every", keep_last=2,
                            assets={"model": assets})  # fmt: skip
         messages.append(str(report.export_failure or ""))

@@ -351,7 +351,7 @@ def test_a_failed_save_leaves_the_one_before_and_no_trace(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(durable, "_write_all", full)
+    monkeypatch.setattr(durable, "write_all", full)
     with pytest.raises(SaveFailed, match=r"ENOSPC") as caught:
         tiny.save(tmp_path, tiny.recipe(), step=40)
     assert caught.value.exit_code == 4 and "epoch_0_step_40" in str(caught.value)
@@ -502,14 +502,14 @@ def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path:
 def test_a_write_that_fails_inside_torch_save_is_reported_with_its_file_and_errno(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = durable._write_all
+    real = durable.write_all
 
-    def full_for_the_optimizer(descriptor: int, view: memoryview) -> None:
+    def full_for_the_optimizer(descriptor: int, view: memoryview, start: int) -> None:
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith("__0_0.distcp"):
             raise OSError(28, os.strerror(28))
-        real(descriptor, view)
+        real(descriptor, view, start)
 
-    monkeypatch.setattr(durable, "_write_all", full_for_the_optimizer)
+    monkeypatch.setattr(durable, "write_all", full_for_the_optimizer)
     monkeypatch.setattr(durable, "_SMALL_BYTES", 1)
     with pytest.raises(SaveFailed, match=r"__0_0\.distcp[\s\S]*ENOSPC"):
         tiny.save(tmp_path, tiny.recipe())
