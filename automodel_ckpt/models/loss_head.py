@@ -2,10 +2,13 @@
 
 Positions without a label are dropped before the layer; the others go through it and the cross-entropy in chunks, whose
 gradients are computed at once. At a vocabulary of 128k the logits would be the largest tensors of a training step.
+A layer that is more than a matrix (with an adapter on it) is asked for the logits of each chunk again in the backward
+pass.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,32 +21,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from automodel_ckpt.models.probe import logits_of, undisturbed
 
 log = logging.getLogger(__name__)
 
 LossOf = Callable[[torch.Tensor, torch.Tensor], AbstractContextManager[None]]
-""":meth:`LossHead.loss_of` of a model's head."""
+""":meth:`GivesLoss.loss_of` of a model's head."""
 
 CHUNK_ELEMENTS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
 
 
-class LossHead(nn.Linear):
-    """A model's output layer that, inside :meth:`loss_of`, returns the summed cross-entropy instead of logits.
-
-    Elsewhere it does what the layer did that it was made of.
-    """
+class GivesLoss:
+    """What makes a model's output layer one that, inside :meth:`loss_of`, returns the summed cross-entropy instead of
+    logits. Elsewhere it does what the layer did that it was made of."""
 
     _labelled: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @classmethod
-    def of(cls, layer: nn.Linear) -> LossHead:
-        """*layer* itself, made a loss head in place: wrappers and sharding go on to know it."""
-        layer.__class__ = cls
-        assert isinstance(layer, LossHead)
-        return layer
 
     @contextmanager
     def loss_of(self, positions: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
@@ -56,6 +51,17 @@ class LossHead(nn.Linear):
             yield
         finally:
             self._labelled = None
+
+
+class LossHead(GivesLoss, nn.Linear):
+    """A plain linear layer with a loss."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> LossHead:
+        """*layer* itself, made a loss head in place: wrappers and sharding go on to know it."""
+        layer.__class__ = cls
+        assert isinstance(layer, LossHead)
+        return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`loss_of`."""
@@ -78,6 +84,42 @@ class LossHead(nn.Linear):
         part = VocabularyPart(mesh.get_group(), first, math.ceil(len(weight) / mesh.size()))
         loss = linear_cross_entropy(hidden, weight.to_local(), bias, targets, part)
         return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
+
+
+class ModuleLossHead(GivesLoss):
+    """Any other layer with a loss, such as a linear one with an adapter. :func:`_with_loss` joins it to their class."""
+
+    _vocabulary = 1
+
+    @classmethod
+    def of(cls, layer: nn.Module, vocabulary: int) -> ModuleLossHead:
+        """*layer* itself, made a loss head in place; it gives the logits of *vocabulary* tokens."""
+        kind: Any = type(layer)
+        layer.__class__ = _with_loss(kind)
+        assert isinstance(layer, ModuleLossHead)
+        layer._vocabulary = vocabulary
+        return layer
+
+    def forward(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`loss_of`."""
+        layer: Any = super()
+        if self._labelled is None:
+            return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
+        positions, targets = self._labelled
+
+        def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(layer.forward(hidden, *args, **options).float(), labels, reduction="sum")
+
+        hidden = input.flatten(0, -2).index_select(0, positions)
+        size = math.ceil(CHUNK_ELEMENTS / self._vocabulary)
+        chunks = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+        losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(losses).sum()
+
+
+@functools.cache
+def _with_loss(layer_class: Any) -> Any:
+    return type(f"{layer_class.__name__}WithLoss", (ModuleLossHead, layer_class), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,41 +246,60 @@ class _Gradients:
 
 def install_loss_head(
     model: nn.Module, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
-) -> LossHead | None:
-    """Make the model's output layer a :class:`LossHead`, where it gives the logits as they are.
+) -> LossHead | ModuleLossHead | None:
+    """Make the model's output layer one that gives the loss, where it gives the logits as they are.
 
     None, with the model unchanged, where it has no such layer or does more to the logits (scales or caps them), which
     a few tokens (a number of them divisible by *multiple*) through the model, on *device* (the layer's) and with
     *options*, show.
     """
-    transformers_model: Any = model
-    layer = transformers_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(layer) is not nn.Linear or _is_cut_across(layer):
+    layer = _output_layer(model)
+    if layer is None or _is_cut_across(layer):
         return None
-    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or layer.weight.device)
-    if not _gives_the_logits(model, layer, tokens, options):
+    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or next(layer.parameters()).device)
+    vocabulary = _num_logits(model, layer, tokens, options)
+    if not vocabulary:
         return None
-    return LossHead.of(layer)
+    return LossHead.of(layer) if type(layer) is nn.Linear else ModuleLossHead.of(layer, vocabulary)
 
 
-def _is_cut_across(layer: nn.Linear) -> bool:
-    """Whether tensor parallel ranks have columns of the weight, not rows (tokens of the vocabulary)."""
-    weight = layer.weight
-    if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
-        return False
-    return weight.placements[-1] not in (Shard(0), Replicate())
+def _output_layer(model: Any) -> nn.Module | None:
+    """The layer that makes logits; of one that peft trains as a whole the trained copy."""
+    layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    copies = getattr(layer, "modules_to_save", None)
+    return copies[layer.active_adapters[0]] if isinstance(copies, nn.ModuleDict) else layer
 
 
-def _gives_the_logits(model: nn.Module, layer: nn.Linear, tokens: torch.Tensor, options: Mapping[str, Any]) -> bool:
+def _is_cut_across(layer: nn.Module) -> bool:
+    """Whether tensor parallel ranks have parts of the layer that are not rows of its weight (tokens)."""
+    cut = [p for p in layer.parameters() if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())]
+    return any(type(layer) is not nn.Linear or p.placements[-1] not in (Shard(0), Replicate()) for p in cut)
+
+
+def _num_logits(model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]) -> int:
+    """How many logits *layer* gives for a token; 0 where they are not the model's answer as they are."""
     outputs: list[torch.Tensor] = []
-    hook = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.clone()))
+
+    def look(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        # Called here, where what is sharded is whole.
+        if type(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
+            outputs.append(output.clone())
+
+    hook = layer.register_forward_hook(look)
     try:
         with undisturbed(model):
             output = model(input_ids=tokens, **options)
     except Exception as error:
         log.debug("the model cannot be asked about its output layer: %s: %s", type(error).__name__, error)
-        return False
+        return 0
     finally:
         hook.remove()
     logits = logits_of(output)
-    return len(outputs) == 1 and logits.shape == outputs[0].shape and torch.equal(logits, outputs[0].to(logits.dtype))
+    same = len(outputs) == 1 and logits.shape == outputs[0].shape
+    return logits.shape[-1] if same and torch.equal(logits, outputs[0].to(logits.dtype)) else 0
+
+
+def _equal_by_row(forward: Callable[..., torch.Tensor], hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether *forward* gives each position's logits by itself, whatever the others are."""
+    some, rows = forward(hidden.flatten(0, -2)[1:3]), logits.flatten(0, -2)[1:3]
+    return some.shape == rows.shape and torch.allclose(some.float(), rows.float(), rtol=1e-2, atol=1e-2)

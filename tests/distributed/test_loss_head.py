@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models import loss_head
-from automodel_ckpt.models.loss_head import LossOf, install_loss_head
+from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.loss_head import LossHead, LossOf, ModuleLossHead, install_loss_head
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.distributed.test_training import lines, lines_of_steps, run
 from tests.support import ranks
@@ -67,7 +68,7 @@ def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
     model.lm_head.weight.requires_grad_(not frozen)
     model = parallelize(model, layout_here(tp_size=2), Parallelism(sequence_parallel=True))
     head = install_loss_head(model, {"use_cache": False}, 2)
-    assert head is model.lm_head
+    assert head is model.lm_head and isinstance(head, LossHead)
     loss, gradients = loss_and_gradients(model, head.loss_of)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert expected.keys() - gradients.keys() == ({"lm_head.weight"} if frozen else set())
@@ -81,6 +82,32 @@ def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(mon
     def on_two_ranks() -> None:
         by_a_vocabulary_in_parts({"tie_word_embeddings": True}, frozen=False)
         by_a_vocabulary_in_parts({"tie_word_embeddings": False}, frozen=True)
+
+    ranks.run(on_two_ranks, 2)
+
+
+def an_adapted_layer(strategy: str) -> None:
+    def model() -> Any:
+        lora = Lora(r=4, target_modules=["lm_head", "q_proj"])
+        return add_adapters(model_of(tie_word_embeddings=False), lora, task_type="CAUSAL_LM").model
+
+    expected_loss, expected = loss_and_gradients(model(), None)
+    shared: Any = parallelize(model(), layout_here(), Parallelism(strategy=strategy))
+    head = install_loss_head(shared.module if strategy == "ddp" else shared, {"use_cache": False})
+    assert isinstance(head, ModuleLossHead)
+    loss, gradients = loss_and_gradients(shared, head.loss_of)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert {name.removeprefix("module.") for name in gradients} == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name.removeprefix("module.")], rtol=1e-4, atol=1e-6)
+
+
+def test_an_output_layer_with_an_adapter_is_shared_out_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 5 * VOCABULARY)
+
+    def on_two_ranks() -> None:
+        for strategy in ("fsdp2", "ddp"):
+            an_adapted_layer(strategy)
 
     ranks.run(on_two_ranks, 2)
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.models import loss_head
-from automodel_ckpt.models.loss_head import LossHead, install_loss_head, linear_cross_entropy
+from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.loss_head import GivesLoss, LossHead, install_loss_head, linear_cross_entropy
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.unit.models.test_probe import build
 
@@ -80,7 +81,7 @@ def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Mon
     assert 0 < max(sizes) < 100_000  # the logits of all positions would be 2,000,000 bytes
 
 
-def gradients(model: Any, batch: dict[str, torch.Tensor], head: LossHead | None) -> tuple[float, list[torch.Tensor]]:
+def gradients(model: Any, batch: dict[str, torch.Tensor], head: GivesLoss | None) -> tuple[float, list[torch.Tensor]]:
     model.zero_grad()
     rest = {name: tensor for name, tensor in batch.items() if name != "labels"} | OPTIONS
     if head is None:
@@ -120,7 +121,7 @@ def test_a_model_with_a_loss_head_learns_the_same(model_type: str, frozen_head: 
 def test_tied_weights_stay_tied() -> None:
     model = build("gpt2")
     head = install_loss_head(model, OPTIONS)
-    assert head is not None
+    assert isinstance(head, LossHead)
     assert head.weight is model.get_input_embeddings().weight
 
 
@@ -163,3 +164,71 @@ def test_autocast_computes_in_its_type() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+def adapted(**options: Any) -> Any:
+    torch.manual_seed(1)
+    model = add_adapters(build("llama"), Lora(r=4, **options), task_type="CAUSAL_LM").model.eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["lm_head"], "use_dora": True, "bias": "all"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["lora", "dora", "trained as a whole"],
+)
+def test_an_output_layer_with_an_adapter_learns_the_same(options: dict[str, Any]) -> None:
+    model = adapted(**options)
+    expected_loss, expected = gradients(model, batch(), None)
+    names = dict(model.named_parameters()).keys()
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    assert dict(model.named_parameters()).keys() == names
+    loss, ours = gradients(model, batch(), head)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert len(ours) == len(expected)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert model(input_ids=batch()["input_ids"], **OPTIONS).logits.shape == (3, 9, 97)
+    unlabelled = batch() | {"labels": torch.full((3, 9), -100)}
+    loss, zeros = gradients(model, unlabelled, head)
+    assert loss == 0 and not any(each.any() for each in zeros)
+
+
+def test_an_adapted_output_layer_never_gives_the_logits_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 3 * 97)
+    model = adapted(target_modules=["lm_head"])
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    lengths: list[int] = []
+    model.get_output_embeddings().base_layer.register_forward_hook(
+        lambda module, inputs, output: lengths.append(len(output))
+    )
+    gradients(model, batch(), head)
+    assert max(lengths) == 3 and len(lengths) > 4
+
+
+def test_an_output_layer_that_looks_at_other_positions_keeps_its_logits() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 9)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.inner(hidden)
+            return logits - logits.mean(-2, keepdim=True)
+
+    model: Any = nn.Module()
+    model.body, model.layer = nn.Embedding(9, 4), Centred()
+    model.get_output_embeddings = lambda: model.layer
+    model.forward = lambda input_ids: model.layer(model.body(input_ids))
+    assert install_loss_head(model, {}) is None
+    assert type(model.layer) is Centred
