@@ -3,7 +3,8 @@
 Reads from top to bottom: :meth:`VLMFinetune.build` makes the attributes; the loop over global batches, the step and all
 that is not a vision-language model's own come from :class:`~automodel_ckpt.recipes.base.FinetuneRecipe`.
 
-Needs Pillow (the extra ``vision``); torchvision is not needed, except for the processors of some models with videos.
+Needs what the extra ``vision`` brings. Without torchvision images are prepared with Pillow, and a processor's part for
+videos is left out (:mod:`automodel_ckpt.models.processor`).
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class VLMFinetune(FinetuneRecipe):
                 "the processor cannot be read",
                 where=where,
                 value=f"{name} ({' '.join(str(error).split())[:300]})",
-                remedy="name a directory with processor files, and install what its processor needs "
-                "(pip install 'automodel_ckpt[vision]')",
+                remedy="name a directory with processor files, and install the libraries that its processor asks for "
+                "(pip install 'automodel_ckpt[vision]', and torchvision where it is named)",
             ) from error
 
     def checked_processor(self, processor: Any, where: str) -> Any:

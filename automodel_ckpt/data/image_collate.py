@@ -155,7 +155,10 @@ class ImageTextCollator:
         beyond = torch.arange(batch["labels"].shape[1])[None] >= torch.tensor(ends)[:, None]
         empty = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
         width = -(-max(ends) // self.multiple) * self.multiple
+        by_token = {
+            name for name, value in batch.items() if value.shape == beyond.shape and not value.is_floating_point()
+        }
         return {
-            name: value.masked_fill(beyond, empty.get(name, 0))[:, :width] if value.shape == beyond.shape else value
+            name: value.masked_fill(beyond, empty.get(name, 0))[:, :width] if name in by_token else value
             for name, value in batch.items()
         }

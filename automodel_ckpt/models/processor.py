@@ -1,14 +1,99 @@
-"""Reading a processor, with what is missing for videos left out."""
+"""Reading a processor; where torchvision is not installed, without the part for videos that some families have.
+
+The processors of Qwen2.5-VL, SmolVLM, InternVL and others are not made without torchvision, though only videos need it:
+images are prepared with Pillow as well. The recipes train on images.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor
+import transformers
+from transformers import AutoConfig, AutoProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_torchvision_available
+
+log = logging.getLogger("automodel_ckpt")
 
 _AUTO: Any = AutoProcessor  # its class methods have no annotations
+_VIDEOS = "video_processor"
 
 
 def read_processor(name: str) -> Any:
-    """The processor of a directory or Hub name. Raises OSError, ValueError or ImportError where there is none."""
-    return _AUTO.from_pretrained(name)
+    """The processor of a directory or Hub name; without its part for videos, as the log then says, where that needs
+    torchvision and it is missing. Raises OSError, ValueError or ImportError where there is none."""
+    try:
+        return _AUTO.from_pretrained(name)
+    except (ImportError, OSError) as error:
+        processor_class = None if is_torchvision_available() else _class_of(name)
+        if processor_class is None or _VIDEOS not in processor_class.get_attributes():
+            raise
+        try:
+            processor = without_videos(processor_class).from_pretrained(name)
+        except (AttributeError, TypeError):  # it is not made without that part
+            raise error from None
+    log.info("%s is read without its part for videos, which needs torchvision", processor_class.__name__)
+    return processor
+
+
+def _class_of(name: str) -> Any:
+    """The class of transformers that the processor of a directory or Hub name has; None where none is named."""
+    try:
+        return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(name))]
+    except (OSError, ValueError, KeyError):  # no model's files: a processor alone
+        return getattr(transformers, str(_content(name, "processor_config.json").get("processor_class")), None)
+
+
+def _content(name: str, file: str) -> dict[str, Any]:
+    """What a JSON file of a directory or Hub name holds; nothing where there is no such file."""
+    try:
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no such place, or out of reach
+        return {}
+    content: dict[str, Any] = json.loads(Path(path).read_bytes()) if path else {}
+    return content
+
+
+class _Settings(dict[str, Any]):
+    """What the files say of videos, in the place of the part that would prepare them: some processors look at it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
+@functools.cache
+def without_videos(processor_class: Any) -> Any:
+    """*processor_class* for text and images alone. It is saved as the whole is, with what its files say of videos."""
+    parts: list[str] = processor_class.get_attributes()
+
+    class TextAndImages(processor_class):  # type: ignore[misc]
+        video_processor = _Settings()
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [part for part in parts if part != _VIDEOS]
+
+        @classmethod
+        def from_args_and_dict(cls, args: Sequence[Any], processor_dict: Mapping[str, Any], **options: Any) -> Any:
+            given, others = list(args), {key: value for key, value in processor_dict.items() if key != _VIDEOS}
+            given.insert(parts.index(_VIDEOS), None)
+            return super().from_args_and_dict(given, others, **options)
+
+        @classmethod
+        def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> Any:
+            made, within = super().from_pretrained(name, **options), _content(str(name), "processor_config.json")
+            files = (_content(str(name), f"{kind}preprocessor_config.json") for kind in ("video_", ""))
+            made.video_processor = _Settings(within.get(_VIDEOS) or next(filter(None, files), {}))
+            return made
+
+    TextAndImages.__name__ = TextAndImages.__qualname__ = processor_class.__name__
+    return TextAndImages

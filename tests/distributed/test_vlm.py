@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
 from tests.support.training import build, digests, killed_after, steps_of, write_recipe
-from tests.support.vision import make_base, write_conversations
+from tests.support.vision import FAMILIES, make_base, write_conversations
 
 RECIPE = """
 recipe: vlm_finetune
@@ -48,6 +49,8 @@ logging:
   sample_ids: true
 """
 NUM_SAMPLES = 20
+ALL = bool(os.environ.get("AUTOMODEL_CKPT_ALL_TREES"))
+"""Families and runs beyond the suite's."""
 
 
 def prepare(directory: Path, family: str) -> Path:
@@ -92,14 +95,18 @@ def tensors(directory: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "strategy", "num_ranks", "model_format"),
-    [
-        ("llava", "fsdp2", 2, "safetensors"),
-        ("idefics3", "ddp", 2, "torch_save"),
-        ("gemma3", "single", 1, "safetensors"),
-    ],
-)
+RUNS = [
+    ("llava", "fsdp2", 2, "safetensors"),
+    ("idefics3", "ddp", 2, "torch_save"),
+    ("gemma3", "single", 1, "safetensors"),
+    ("qwen2_5_vl", "fsdp2", 2, "safetensors"),
+]
+if ALL:
+    RUNS += [("smolvlm", "fsdp2", 2, "torch_save"), ("qwen2_5_vl", "ddp", 2, "torch_save")]
+    RUNS = [run for run in RUNS if run[0] in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "strategy", "num_ranks", "model_format"), RUNS)
 def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
     family: str, strategy: str, num_ranks: int, model_format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +125,8 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
     assert torch.equal(logits(model, recipe), trained)
     exported, before = tensors(export), tensors(base)
     assert exported.keys() == before.keys()
-    frozen = {name for name in before if "vision" in name and "projector" not in name}
+    seeing = {name for name in before if "vision" in name or "visual" in name}
+    frozen = {name for name in seeing if "projector" not in name and "merger" not in name}
     assert frozen
     assert {name for name in before if exported[name] == before[name]} == frozen
     for file in base.iterdir():
@@ -146,8 +154,9 @@ def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_pat
     assert tensors(tmp_path / "merged").keys() == tensors(tmp_path / "base").keys()
 
 
-def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
-    recipe = prepare(tmp_path, "llava")
+@pytest.mark.parametrize("family", [*FAMILIES] if ALL else ["llava"])
+def test_a_killed_run_goes_on_exactly(family: str, tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, family)
     whole = run(recipe, "whole", num_ranks=2)
     arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}",)
     killed = killed_after(3, recipe_class=VLMFinetune)

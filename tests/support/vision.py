@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from automodel_ckpt.models.processor import read_processor
+from automodel_ckpt.models.processor import read_processor, without_videos
 
 TEXT = {
     "hidden_size": 32,
@@ -104,7 +105,53 @@ def gemma3() -> tuple[Any, Any]:
     return config, processor
 
 
-FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {"llava": llava, "idefics3": idefics3, "gemma3": gemma3}
+def qwen2_5_vl() -> tuple[Any, Any]:
+    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer = tokenizer_with(*tokens)
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=256
+    )
+    template = TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    processor = without_videos(transformers.Qwen2_5_VLProcessor)(images, tokenizer, chat_template=template)
+    processor.video_processor = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 4, "merge_size": 2}
+    ids = dict(zip(("vision_start", "vision_end", "image", "video"), tokenizer.convert_tokens_to_ids(list(tokens)),
+                   strict=True))  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+            "spatial_merge_size": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 16,
+        },
+        text_config={
+            **TEXT, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        **{f"{name}_token_id": token for name, token in ids.items()},
+    )  # fmt: skip
+    return config, processor
+
+
+def smolvlm() -> tuple[Any, Any]:
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
+    tokenizer = tokenizer_with("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places)
+    images = transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=True
+    )
+    template = TEMPLATE.replace("IMAGE", "<image>")
+    made = without_videos(transformers.SmolVLMProcessor)
+    processor = made(images, tokenizer, None, image_seq_len=4, chat_template=template)
+    processor.video_processor = type(made.video_processor)(video_processor_type="SmolVLMVideoProcessor")
+    config = transformers.SmolVLMConfig(
+        vision_config=VISION, text_config={"model_type": "llama", **TEXT, "pad_token_id": 0}, scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True,
+    )  # fmt: skip
+    return config, processor
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "llava": llava, "idefics3": idefics3, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl,
+}  # fmt: skip
+if find_spec("num2words"):  # its processor is not made without
+    FAMILIES["smolvlm"] = smolvlm
 
 
 def make_base(directory: Path, family: str) -> Path:
