@@ -65,6 +65,10 @@ reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other sa
 	@RESHARD=full RESHARD_LAYOUTS=3000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
 	    tests/distributed/test_reshard.py tests/distributed/test_planner.py
 
+trees: $(STAMP)  ## every kind of training in every format and layout, on one rank and two: files and resumes; all image families: ten minutes
+	@AUTOMODEL_CKPT_ALL_TREES=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
+	    tests/contract/test_trees.py tests/distributed/test_vlm.py
+
 clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our exports: half an hour, 8 GB in .clients
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients
 

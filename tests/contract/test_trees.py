@@ -1,7 +1,8 @@
 """A checkpoint's files, one by one: language and vision-language models, whole and with adapters, every format and
 layout, on one rank and on two; and that each goes on exactly where it stopped.
 
-AUTOMODEL_CKPT_ALL_TREES=1 resumes every combination, on as many ranks and on the other number; else a few.
+AUTOMODEL_CKPT_ALL_TREES=1 (`make trees`) looks at every combination on one rank and on two, and resumes each, on as
+many ranks and on the other number; else each is looked at on one of the two, and one of them resumed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from tests.support import ranks
 from tests.support.training import RECIPE, steps_of, train, write_recipe
 
 ALL = bool(os.environ.get("AUTOMODEL_CKPT_ALL_TREES"))
+LIMIT_SECONDS = 900 if ALL else 200
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 PROCESSOR = [*TOKENIZER, "processor_config.json", "chat_template.jinja"]
 ADAPTER = ["adapter_config.json", "automodel_peft_config.json"]
-SHORT = ("--step_scheduler.max_steps=2", "--step_scheduler.ckpt_every_steps=1", "--lr_scheduler=null")
+SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--lr_scheduler=null")
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,9 @@ class Case:
             f"--checkpoint.model_save_format={self.model_format}",
             f"--checkpoint.model_layout={self.model_layout}",
         ]
-        if not self.peft:
-            return saved
-        if self.domain == "vlm":
-            return [*saved, "--model.freeze=[]", "--peft.exclude_modules=['*vision_tower*']", "--peft.dropout=0.1"]
-        return [*saved, "--peft.dropout=0.1"]
+        if self.domain == "llm":
+            return [*saved, "--model.from_config.attention_dropout=0"]  # it draws other numbers on other ranks
+        return [*saved, *(["--model.freeze=[]", "--peft.exclude_modules=['*vision_tower*']"] if self.peft else [])]
 
 
 CASES = [
@@ -62,7 +62,10 @@ CASES = [
         ("torch_save", "shards"),
     )
 ]
-SAMPLE = [case for case in CASES if case.domain == "vlm" and case.peft and case.model_layout == "adapter"]
+
+
+def cases_on(num_ranks: int) -> list[Case]:
+    return CASES if ALL else CASES[num_ranks - 1 :: 2]
 
 
 def expected_tree(case: Case, num_ranks: int, *, last: bool) -> set[str]:
@@ -128,51 +131,51 @@ def train_all(recipes: list[tuple[Case, Path, int]], *extra: str) -> dict[str, d
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Every case trained for two steps, both saved: the number of ranks, the root, each rank's digests."""
+    """Every case trained for four steps, saved at two and four: the number of ranks, the root, each rank's digests."""
     num_ranks, root = request.param, tmp_path_factory.mktemp(f"trees-{request.param}")
     (root / "vlm").mkdir()
     prepare(root / "vlm", "llava")
-    for case in CASES:
+    for case in cases_on(num_ranks):
         (root / case.name).mkdir()
-    recipes = [(case, recipe_of(case, root), ranks.free_port()) for case in CASES]
+    recipes = [(case, recipe_of(case, root), ranks.free_port()) for case in cases_on(num_ranks)]
     place = "--checkpoint.checkpoint_dir={run}/run"
-    digests = ranks.run(lambda: train_all(recipes, place, "--step_scheduler.local_batch_size=2"), num_ranks,
-                        init=False, timeout=200)  # fmt: skip
+    digests = ranks.run(lambda: train_all(recipes, place, "--step_scheduler.local_batch_size=4"), num_ranks,
+                        init=False, timeout=LIMIT_SECONDS)  # fmt: skip
     return num_ranks, root, digests
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2 * LIMIT_SECONDS)
 def test_each_checkpoint_has_exactly_these_files(trained: Any) -> None:
     num_ranks, root, _ = trained
     wrong = {}
-    for case in CASES:
-        for step in (1, 2):
+    for case in cases_on(num_ranks):
+        for step in (2, 4):
             found = tree(root / case.name / "run" / f"epoch_0_step_{step}")
-            expected = expected_tree(case, num_ranks, last=step == 2)
+            expected = expected_tree(case, num_ranks, last=step == 4)
             if found != expected:
                 wrong[f"{case.name} step {step}"] = sorted(found ^ expected)
     assert wrong == {}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2 * LIMIT_SECONDS)
 def test_each_goes_on_bit_for_bit_and_on_another_number_of_ranks(trained: Any) -> None:
     num_ranks, root, digests = trained
-    cases = CASES if ALL else SAMPLE
+    cases = cases_on(num_ranks)[0 if ALL else -1 :]
     ports = {case: ranks.free_port() for case in cases}
     recipes = [(case, root / case.name / "recipe.yaml", ports[case]) for case in cases]
     options = (
         "--checkpoint.checkpoint_dir={run}/again",
-        "--checkpoint.restore_from={run}/run/epoch_0_step_1",
-        "--step_scheduler.local_batch_size=2",
+        "--checkpoint.restore_from={run}/run/epoch_0_step_2",
+        "--step_scheduler.local_batch_size=4",
+        "--checkpoint.save_consolidated=false",
     )
-    again = ranks.run(lambda: train_all(recipes, *options), num_ranks, init=False, timeout=200)
+    again = ranks.run(lambda: train_all(recipes, *options), num_ranks, init=False, timeout=LIMIT_SECONDS)
     for before, after in zip(digests, again, strict=True):
         assert {name: before[name] for name in after} == after
     other = ("--checkpoint.checkpoint_dir={run}/other", *options[1:])
-    ranks.run(lambda: train_all(recipes, *other), 3 - num_ranks, init=False, timeout=200)
+    ranks.run(lambda: train_all(recipes, *other), 3 - num_ranks, init=False, timeout=LIMIT_SECONDS)
     for case in cases:
         losses = [
             [float.fromhex(step["loss"]) for step in steps_of(root / case.name / run)] for run in ("run", "other")
         ]
-        # Dropout draws other numbers on other ranks.
-        assert losses[1][-1] == pytest.approx(losses[0][-1], rel=0.05)
+        assert losses[1] == pytest.approx(losses[0][2:], rel=1e-4), case.name
