@@ -254,9 +254,10 @@ def install_loss_head(
     *options*, show.
     """
     layer = _output_layer(model)
-    if layer is None or _is_cut_across(layer):
+    weight = next(layer.parameters(), None) if layer is not None else None
+    if layer is None or weight is None or _is_cut_across(layer):
         return None
-    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or next(layer.parameters()).device)
+    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
     vocabulary = _num_logits(model, layer, tokens, options)
     if not vocabulary:
         return None
