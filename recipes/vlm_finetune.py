@@ -137,7 +137,7 @@ class VLMFinetune(FinetuneRecipe):
         """As for any recipe; the first time, what is to be trained but takes no part in the model's output is refused.
 
         Such parameters (a LLaVA vision tower's last layers, whose features are not used) would leave ddp's ranks
-        waiting, and have no optimizer state to be resumed.
+        waiting, and take memory for nothing elsewhere.
         """
         if not self._checked_gradients:
             unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]

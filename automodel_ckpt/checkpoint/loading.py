@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.formats.reading import differences, read_tree, read_value
+from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, set_module_state
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
@@ -91,7 +91,9 @@ class Loader:
         set_module_state(item.value, state, tied, strict=True)
 
     def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners) -> None:
-        state = optimizer_tree(item, items, owners)
+        state = optimizer_tree(item, items, owners, create=True)
+        for fqn in self._without_state(item.name, tree):
+            state[item.name]["state"].pop(fqn, None)
         self._refuse_differences(item, tree, flatten_state_dict(state)[0])
         read_tree(self._path, tree, state, nested=True)
         owners.set_optimizer_state(item, state[item.name])
@@ -107,6 +109,14 @@ class Loader:
                 "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
                 "or start anew in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling makes one)",
             )
+
+    def _without_state(self, name: str, tree: Tree) -> set[str]:
+        """What the optimizer *name* was to train and never had updated: parameters that took no part, or not yet."""
+        groups = [key for key in tree.objects if key.startswith(f"{name}.param_groups.") and key.endswith(".params")]
+        trained = {fqn for key in groups for fqn in read_object(self._path, tree, key)}
+        prefix = f"{name}.state."
+        entries = [key.removeprefix(prefix) for key in (*tree.tensors, *tree.objects) if key.startswith(prefix)]
+        return trained - {entry[:end] for entry in entries for end, letter in enumerate(entry) if letter == "."}
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(item, record)

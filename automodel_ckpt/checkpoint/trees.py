@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.adapter import adapter_keys
 from automodel_ckpt.checkpoint.discovery import Item
@@ -100,12 +102,13 @@ class Owners:
                 self.roof.add_module(item.name.replace(".", "%"), item.value)
 
     def optimizer_state(self, item: Item) -> dict[str, Any]:
-        """``{"state": {fqn: {...}}, "param_groups": [...]}``; state that does not exist yet is created first."""
+        """``{"state": {fqn: {...}}, "param_groups": [...]}``; where there is no state at all, it is created first."""
         self._refuse_strangers(item)
         return dict(get_optimizer_state_dict(self.roof, item.value))
 
     def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
-        set_optimizer_state_dict(self.roof, item.value, dict(state))
+        """What *state* has none for has none afterwards."""
+        set_optimizer_state_dict(self.roof, item.value, dict(state), options=StateDictOptions(strict=False))
 
     def _refuse_strangers(self, item: Item) -> None:
         known = {id(parameter) for parameter in self.roof.parameters()}
@@ -120,8 +123,38 @@ class Owners:
             )
 
 
-def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners) -> dict[str, Any]:
+def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create: bool = False) -> dict[str, Any]:
     """An optimizer's state and that of its LR schedulers; theirs in a tuple, which DCP keeps whole (it would turn the
-    integer keys of a MultiStepLR into text)."""
+    integer keys of a MultiStepLR into text).
+
+    A parameter that was never updated has none, unless it is to be *create*d, to be read into.
+    """
     schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
-    return {item.name: owners.optimizer_state(item), **schedulers}
+    with _emptied_if_partial(item.value) if create else _as_it_is(item.value):
+        return {item.name: owners.optimizer_state(item), **schedulers}
+
+
+@contextmanager
+def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, PyTorch makes no state for an optimizer that has none: it would do so by a step, which counts."""
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    if optimizer.state or first is None:
+        yield
+        return
+    optimizer.state[first] = {}
+    try:
+        yield
+    finally:
+        del optimizer.state[first]
+
+
+@contextmanager
+def _emptied_if_partial(optimizer: Optimizer) -> Iterator[None]:
+    """PyTorch makes state for all parameters or for none, and for none where one has a gradient, which would be that of
+    other weights than those to be read."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if len(optimizer.state) < len(trained):
+        optimizer.state.clear()
+        for parameter in trained:
+            parameter.grad = None
+    yield

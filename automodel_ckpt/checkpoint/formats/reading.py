@@ -55,6 +55,12 @@ def read_value(checkpoint: Path, file: str) -> Any:
     return plain.load(read_inside(checkpoint, file), str(checkpoint / file))
 
 
+def read_object(checkpoint: Path, tree: Tree, name: str) -> Any:
+    """The value, plain data and no tensor, that a tree holds under *name*. Raises as :func:`read_tree`."""
+    with _Files(checkpoint) as files:
+        return plain.load(files.read_blob(tree.objects[name]), name)
+
+
 def metadata_of(tree: Tree) -> Metadata:
     """The tree as DCP's planner describes one."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {

@@ -558,3 +558,37 @@ def test_a_file_whose_space_cannot_be_reserved_leaves_no_open_descriptor(
     with pytest.raises(OSError, match=r"No space.*file"):
         durable.DurableFile(tmp_path / "file", nbytes=1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def with_unused(seed: int, **options: Any) -> Any:
+    """A recipe whose model has a parameter that takes no part in its output."""
+    made = tiny.recipe(seed=seed)
+    made.model.unused = torch.nn.Parameter(torch.full((4, 3), float(seed)), requires_grad=options.get("trains", True))
+    made.optimizer.add_param_group({"params": [made.model.unused] if options.get("trains", True) else []})
+    return made
+
+
+@pytest.mark.parametrize("num_steps", [2, 0])
+def test_a_parameter_that_was_never_updated_has_no_optimizer_state_after_a_resume_either(
+    tmp_path: Path, num_steps: int
+) -> None:
+    made, other = with_unused(1), with_unused(2)
+    tiny.train(made, num_steps)
+    before = len(made.optimizer.state)
+    tiny.save(tmp_path, made)
+    assert len(made.optimizer.state) == before == (4 if num_steps else 0)  # looking makes none
+    tiny.train(other)
+    for _ in range(2):
+        tiny.load(tmp_path, other)
+        tiny.assert_equal_state(made, other)
+    tiny.train(made), tiny.train(other)
+    tiny.assert_equal_state(made, other)
+    assert made.model.unused not in made.optimizer.state
+
+
+def test_a_parameter_that_was_frozen_when_saved_is_still_refused(tmp_path: Path) -> None:
+    made = with_unused(1, trains=False)
+    tiny.train(made)
+    tiny.save(tmp_path, made)
+    with pytest.raises(CheckpointUnusable, match=r"optimizer\.state\.model\.unused\.exp_avg: here, but not saved"):
+        tiny.load(tmp_path, with_unused(2))
