@@ -185,7 +185,7 @@ class FinetuneRecipe(Lifecycle):
         model = blueprint.model
         section = self.config.model
         if isinstance(section, ModelConfig):
-            num_base_rows = num_embeddings(model)
+            num_base_rows = self.num_base_rows(model)
             self.resize(model, section)
             model.names_in_files = self.names_in_files(model, section)  # type: ignore[assignment]
             if self.config.peft is not None:
@@ -227,7 +227,7 @@ class FinetuneRecipe(Lifecycle):
             auto_class=self.auto_class,
             seed=self.config.seed,
             group=self.layout.gloo_group,
-            keeps_vocabulary=size in (None, self.model_config.get_text_config().vocab_size),
+            vocab_size=size,
             needs_values=why_whole(lora_of(peft)) if peft is not None else "",
             loading=quantization(self.config, self.layout),
         )
@@ -237,8 +237,13 @@ class FinetuneRecipe(Lifecycle):
         """The tokenizer, that of a processor included; None: there is none."""
         return getattr(self.preprocessor, "tokenizer", self.preprocessor)
 
+    def num_base_rows(self, model: nn.Module) -> int | None:
+        """Rows of the embedding before ``model.vocab_size`` changes it."""
+        assert self.model_config is not None
+        return getattr(self.model_config.get_text_config(), "vocab_size", None) or num_embeddings(model)
+
     def resize(self, model: nn.Module, section: ModelConfig) -> None:
-        """What ``model.vocab_size`` asks for; a pretrained model has its own size until here."""
+        """What ``model.vocab_size`` asks for; a pretrained model that is built whole has its own size until here."""
         size = wanted_size(section.vocab_size, self.text_tokenizer)
         self.vocabulary = vocabulary_names(model) if size is not None else []
         if size is not None and section.from_pretrained is not None:

@@ -22,12 +22,18 @@ from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import base_directory, build_model, fresh_dtype
-from automodel_ckpt.models.keys import Names, compare
+from automodel_ckpt.models.keys import Names, Verdict, compare
 from automodel_ckpt.models.meta import InitialValues, allocate, initialise, is_transient, on_meta
 from automodel_ckpt.models.names import names_in_files
+from automodel_ckpt.models.vocabulary import set_size, tell_resized, vocabulary_names
 from automodel_ckpt.recipes.starting import MODEL, together
 
 log = logging.getLogger("automodel_ckpt")
+
+_CANNOT_BUILD = (
+    ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError, NotImplementedError, AssertionError,
+)  # fmt: skip
+"""What transformers' and torch's constructors raise; AssertionError: a padding token beyond a smaller vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +55,22 @@ def draw_up(
     auto_class: Any,
     seed: int,
     group: ProcessGroup | None,
-    keeps_vocabulary: bool = True,
+    vocab_size: int | None = None,
     needs_values: str = "",
     loading: Mapping[str, Any] | None = None,
 ) -> Blueprint:
     """The model that a recipe's *section* describes. Called on all ranks, which do alike.
 
-    Built whole on each rank, with the reason in the log, where its values cannot be had in parts: files with other
-    names than the model's tensors, a vocabulary that changes, *needs_values* (a reason), *loading* (further arguments
-    of ``from_pretrained``). Raises :class:`RecipeError` as
-    :func:`~automodel_ckpt.models.build.build_model`.
+    A model of files gets room for *vocab_size* tokens, None: for as many as it has. Built whole on each rank, with the
+    reason in the log, and then with the size it has, where its values cannot be had in parts: files with other names
+    than the model's tensors, *needs_values* (a reason), *loading* (further arguments of ``from_pretrained``). Raises
+    :class:`RecipeError` as :func:`~automodel_ckpt.models.build.build_model`.
     """
     blueprint, reason = None, ""
     try:
-        if not keeps_vocabulary and section.from_pretrained is not None:
-            raise NotInParts("its vocabulary is to be resized")
         if needs_values or loading:
             raise NotInParts(needs_values or "its weights are changed while they are read")
-        blueprint = _in_parts(section, config, auto_class, seed, group)
+        blueprint = _in_parts(section, _resized(config, vocab_size), auto_class, seed, group)
     except NotInParts as error:
         reason = str(error)
     reasons = gather_objects(group, reason)
@@ -75,6 +79,13 @@ def draw_up(
     if len(reasons) > 1:
         log.info("each rank builds the whole model first: %s", next(filter(None, reasons)))
     return Blueprint(_whole(section, config, auto_class, loading))
+
+
+def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
+    resized = copy.deepcopy(config)
+    if vocab_size is not None:
+        set_size(resized, vocab_size)
+    return resized
 
 
 def _whole(
@@ -106,11 +117,11 @@ def _in_parts(
         model, values = build(), InitialValues(build(), seed)
         if not values.are_complete():
             raise NotInParts(f"{type(model).__name__} has values that only its constructor knows")
-    except (ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError, NotImplementedError) as error:
+    except _CANNOT_BUILD as error:
         raise NotInParts(f"it cannot be built without memory ({type(error).__name__}: {error})") from error
     source = None
     if section.from_pretrained is not None:
-        source = _Source(section.from_pretrained, model, config, section.dtype)
+        source = _Source(section.from_pretrained, model, config, section)
     return Blueprint(model.train(), _materialiser(model, values, source, group))
 
 
@@ -123,7 +134,9 @@ def _materialiser(
     }
 
     def wanted(name: str, module: nn.Module) -> Callable[[str], bool]:
-        return (lambda key: True) if source is None else transient[name].__contains__
+        if source is None:
+            return lambda key: True
+        return lambda key: key in transient[name] or f"{name}.{key}" in source.drawn
 
     def materialise(shared: nn.Module, device: torch.device) -> None:
         allocate(shared, device)
@@ -135,9 +148,13 @@ def _materialiser(
 
 
 class _Source:
-    """The files of a pretrained model, whose tensors are those of *model* one to one: :class:`NotInParts` if not."""
+    """The files of a pretrained model, whose tensors are those of *model* one to one: :class:`NotInParts` if not.
 
-    def __init__(self, name: str, model: Any, config: PreTrainedConfig, dtype: str) -> None:
+    Those of the vocabulary may have another number of rows.
+    """
+
+    def __init__(self, name: str, model: Any, config: PreTrainedConfig, section: ModelConfig) -> None:
+        dtype, self._new_rows = section.dtype, section.new_tokens
         directory = base_directory(os.path.expanduser(name))
         if directory is None:
             raise NotInParts("its files are not on this machine yet")
@@ -152,19 +169,27 @@ class _Source:
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotInParts(f"its files cannot be read in parts ({error})") from error
         self._names = model.names_in_files = names_in_files(model, directory)
-        self._matches = self._compared(model)
+        self._verdict = self._compared(model)
+        fqns = {stored: fqn for fqn, stored in self._names.items()}
+        self._resized = {fqns.get(name, name): shapes for name, shapes in self._verdict.resized.items()}
         if (directory / "generation_config.json").is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(directory)
 
-    def _compared(self, model: Any) -> Mapping[str, str]:
+    @property
+    def drawn(self) -> set[str]:
+        """The tensors whose new rows start from the model's own initial values."""
+        return set(self._resized) if self._new_rows == "init" else set()
+
+    def _compared(self, model: Any) -> Verdict:
         shapes, tied = module_shapes(model)
         there = {fqn: tensor.shape for fqn, tensor in self._tensors.tensors.items()}
         if set(tied) & set(there) and set(tied.values()) & set(there):
             raise NotInParts("its files hold tied tensors twice")
-        verdict = compare(Names(shapes, tied), Names(there), prefix=model.base_model_prefix)
+        resizable = {self._names.get(name, name) for name in vocabulary_names(model)}
+        verdict = compare(Names(shapes, tied), Names(there), prefix=model.base_model_prefix, resizable=resizable)
         if different := verdict.lines(allowed=False):
             raise NotInParts(f"its files name other tensors ({different[0]}, {len(different)} in all)")
-        return verdict.matches
+        return verdict
 
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Read this rank's share. *modules* are those of the model as it was built, which may be inside others now."""
@@ -174,9 +199,11 @@ class _Source:
         model = adapted() if adapted is not None else model
         now = {id(module): name for name, module in model.named_modules()}
         fqns, fillings = {stored: fqn for fqn, stored in self._names.items()}, {}
-        for name, stored in self._matches.items():
+        for name, (there, here) in self._resized.items():
+            tell_resized(name, there, here, self._new_rows)
+        for name, stored in self._verdict.matches.items():
             parent, _, key = fqns.get(name, name).rpartition(".")
             outer = now[id(modules[parent])]
             fqn = f"{outer}.{key}" if outer else key
-            fillings[name_in_files(model, fqn)] = Filling(self._tensors, stored)
-        fill_module(model, fillings, "init")
+            fillings[name_in_files(model, fqn)] = Filling(self._tensors, stored, name in self._verdict.resized)
+        fill_module(model, fillings, self._new_rows)

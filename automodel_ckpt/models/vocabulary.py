@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -66,10 +66,15 @@ def resize_vocabulary(model: nn.Module, size: int, new_tokens: Literal["mean", "
         if new_tokens == "mean" and size > len(old):
             with torch.no_grad():
                 parameter[len(old) :] = old.double().mean(0).to(parameter.dtype)
-        filled = "the mean of the others" if new_tokens == "mean" else "fresh"
-        rows = f", new rows are {filled}" if size > len(old) else ", the last rows are dropped"
-        log.info("resized %s: %s -> %s%s", name, list(old.shape), list(parameter.shape), rows)
+        tell_resized(name, old.shape, parameter.shape, new_tokens)
     return list(before)
+
+
+def tell_resized(name: str, old: Sequence[int], new: Sequence[int], new_tokens: Literal["mean", "init"]) -> None:
+    """Log what became of the parameter *name*, of two shapes."""
+    filled = "the mean of the others" if new_tokens == "mean" else "fresh"
+    rows = f", new rows are {filled}" if new[0] > old[0] else ", the last rows are dropped"
+    log.info("resized %s: %s -> %s%s", name, list(old), list(new), rows)
 
 
 def set_size(config: PreTrainedConfig, size: int) -> None:
