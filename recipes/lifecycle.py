@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, discover, policy
-from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport, human
+from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
+from automodel_ckpt.checkpoint.file_system import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
@@ -478,8 +479,8 @@ class Lifecycle:
 def saved_line(report: SaveReport) -> str:
     """What the log says of a published checkpoint."""
     seconds = f"{report.total_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
-    size = f"{human(report.nbytes)} at {human(report.bytes_per_second)}/s"
-    free = "" if report.free_bytes is None else f", {human(report.free_bytes)} free"
+    size = f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
+    free = "" if report.free_bytes is None else f", {size_text(report.free_bytes)} free"
     pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
     export = f"; to export it: {report.export_command}" if report.export_command and not report.export else ""
     return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"

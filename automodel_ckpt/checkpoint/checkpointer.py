@@ -39,6 +39,7 @@ from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_publish import clear_leftovers
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.failures import RETRY, as_failure
+from automodel_ckpt.checkpoint.file_system import overlay_warning, size_text
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan, saved_value
@@ -254,6 +255,8 @@ class Checkpointer:
         with self._failing_together("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_leader:
                 self._hold()
+                if (warning := overlay_warning(self.directory)) is not None:
+                    log.warning("%s", warning)
         with self._failing_together("looking for shared storage", RecipeError):
             refuse_separate_storage(self.directory.absolute(), self._ranks.rank, self._group)
 
@@ -282,14 +285,18 @@ class Checkpointer:
             if self.is_leader:
                 forecast = self.forecast(state)
                 self._refuse_what_does_not_fit(forecast)
-                log.info("a checkpoint takes about %s; %s are free", human(forecast.nbytes), human(forecast.free_bytes))
+                log.info(
+                    "a checkpoint takes about %s; %s are free",
+                    size_text(forecast.nbytes),
+                    size_text(forecast.free_bytes),
+                )
 
     def _refuse_what_does_not_fit(self, forecast: Forecast) -> None:
         if not forecast.fits:
             raise SaveFailed(
                 "a checkpoint does not fit on the disk",
                 where=str(self.directory),
-                value=f"it takes about {human(forecast.nbytes)}, {human(forecast.free_bytes)} are free",
+                value=f"it takes about {size_text(forecast.nbytes)}, {size_text(forecast.free_bytes)} are free",
                 remedy="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
                 "or another checkpoint.checkpoint_dir",
             )
@@ -1055,13 +1062,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json_text(values: Mapping[str, Any]) -> str:
     return json.dumps(_plain(values), indent=2)
-
-
-def human(nbytes: float) -> str:
-    """A size for people: ``12.3 MB``, powers of ten."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"

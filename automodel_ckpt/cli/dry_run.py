@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.checkpoint.file_system import overlay_warning
 from automodel_ckpt.cli.difference import leaves, recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.flags import LaunchFlags
@@ -68,6 +69,8 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
         yield "checkpoints", "none"
         return
     yield "checkpoints", _checkpoints(loaded, plan, plan.checkpoint_bytes)
+    if (warning := overlay_warning(Path(loaded.config.checkpoint.checkpoint_dir).expanduser())) is not None:
+        yield "warning", warning
 
 
 def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:

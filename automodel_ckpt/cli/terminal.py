@@ -10,6 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from automodel_ckpt.checkpoint.file_system import size_text
+
+__all__ = [
+    "age_text", "coloured", "json_text", "print_error", "print_path", "printable", "printable_lines", "size_text",
+    "table",
+]  # fmt: skip
+
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
@@ -50,16 +57,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as lines with aligned columns; the last column is as wide as it is."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in decimal units: ``1.2 MB``."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def age_text(created: float) -> str:

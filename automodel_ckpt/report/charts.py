@@ -12,7 +12,10 @@ from automodel_ckpt.report.scale import Scale, scale_over, short
 WIDTH, HEIGHT = 860, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 30
 MAX_POINTS = 1600
+# Of the page's style sheet; further runs get hues of their own.
 NUM_COLOURS = 6
+_MORE_HUES = (335, 205, 135, 75, 235, 285)
+_SHELVES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,13 @@ class Chart:
             x = across(mark.step)
             if mark.kind == "resumed":
                 yield (
-                    f'<line class="resumed c{mark.run % NUM_COLOURS}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" '
+                    f'<line class="resumed c{mark.run}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" '
                     f'y2="{HEIGHT - BOTTOM}"><title>{escape(mark.text)}</title></line>'
                 )
             elif mark.kind == "saved":
-                y = HEIGHT - BOTTOM - 7 * (mark.run % NUM_COLOURS)
+                y = HEIGHT - BOTTOM - 7 * (mark.run % _SHELVES)
                 yield (
-                    f'<path class="saved c{mark.run % NUM_COLOURS}" d="M{x:.1f} {y - 7}l4 7h-8z">'
+                    f'<path class="saved c{mark.run}" d="M{x:.1f} {y - 7}l4 7h-8z">'
                     f"<title>{escape(mark.text)}</title></path>"
                 )
 
@@ -89,9 +92,19 @@ class Chart:
         for mark in self.marks:
             if mark.kind == "best" and mark.value is not None:
                 yield (
-                    f'<circle class="best c{mark.run % NUM_COLOURS}" cx="{across(mark.step):.1f}" '
+                    f'<circle class="best c{mark.run}" cx="{across(mark.step):.1f}" '
                     f'cy="{up(mark.value):.1f}" r="6"><title>{escape(mark.text)}</title></circle>'
                 )
+
+
+def more_colours(num_runs: int) -> str:
+    """Style for the runs beyond the style sheet's colours: hues between those, and then the same in other shades."""
+    rules = []
+    for run in range(NUM_COLOURS, num_runs):
+        round_, place = divmod(run - NUM_COLOURS, len(_MORE_HUES))
+        shade = f"calc(var(--level) + {(0, 0.1, -0.1)[round_ % 3]})"
+        rules.append(f".c{run}{{--c:oklch({shade} .15 {_MORE_HUES[place] + 17 * (round_ // 3)}deg)}}")
+    return "".join(rules)
 
 
 def _grid(across: Scale, up: Scale) -> Iterator[str]:
@@ -111,7 +124,7 @@ def _drawn(line: Line, across: Scale, up: Scale) -> Iterator[str]:
     series = line.series.at_most(MAX_POINTS)
     aside = 3 * line.run if line.style == "stems" else 0  # several runs may save at the same step
     places = [(across(step) + aside, up(value)) for step, value in zip(series.steps, series.values, strict=True)]
-    colour = f"c{line.run % NUM_COLOURS}"
+    colour = f"c{line.run}"
     if line.style == "stems":
         foot = up(max(up.low, 0.0))
         yield from (f'<path class="stem {colour}" d="M{x:.1f} {foot:.1f}V{y:.1f}"/>' for x, y in places)

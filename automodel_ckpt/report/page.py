@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from automodel_ckpt.report.charts import MAX_POINTS, NUM_COLOURS, Chart, Line, Mark
+from automodel_ckpt.checkpoint.file_system import size_text
+from automodel_ckpt.report.charts import MAX_POINTS, Chart, Line, Mark, more_colours
 from automodel_ckpt.report.history import Checkpoint, History, Series
 
 _SMOOTH_FROM = 200
@@ -29,7 +30,7 @@ def page(runs: Sequence[History]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main>\n{body}\n</main>"
+        f"<title>{escape(title)}</title><style>{style}{more_colours(len(runs))}</style></head>\n<body><main>\n{body}\n</main>"
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
 
@@ -78,7 +79,7 @@ def _figure(chart: Chart) -> str:
     data = [
         {
             "label": line.label,
-            "colour": line.run % NUM_COLOURS,
+            "colour": line.run,
             "steps": (few := line.series.at_most(MAX_POINTS)).steps,
             "values": few.values,
         }
@@ -97,7 +98,7 @@ def _heads(runs: Sequence[History]) -> Iterator[str]:
     for number, run in enumerate(runs):
         cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in summary(run))
         yield (
-            f'<section><h2><span class="key c{number % NUM_COLOURS}"></span>{escape(run.name)} '
+            f'<section><h2><span class="key c{number}"></span>{escape(run.name)} '
             f"<small>{escape(str(run.path))}</small></h2><dl>{cells}</dl></section>"
         )
     yield (
@@ -130,7 +131,7 @@ def _tables(runs: Sequence[History]) -> Iterator[str]:
             head = "".join(f"<th>{t}</th>" for t in ("checkpoint", "step", "epoch", "train", "validation", "size", ""))
             rows = "".join(_row(checkpoint) for checkpoint in run.checkpoints)
             yield (
-                f'<h2><span class="key c{number % NUM_COLOURS}"></span>Checkpoints of {escape(run.name)}</h2>'
+                f'<h2><span class="key c{number}"></span>Checkpoints of {escape(run.name)}</h2>'
                 f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
             )
 
@@ -138,7 +139,7 @@ def _tables(runs: Sequence[History]) -> Iterator[str]:
 def _row(checkpoint: Checkpoint) -> str:
     losses = ["" if v is None else f"{v:.4f}" for v in (checkpoint.train_loss, checkpoint.val_loss)]
     cells = [
-        checkpoint.name, str(checkpoint.step), str(checkpoint.epoch), *losses, f"{checkpoint.nbytes / 1e6:,.1f} MB",
+        checkpoint.name, str(checkpoint.step), str(checkpoint.epoch), *losses, size_text(checkpoint.nbytes),
         ", ".join(checkpoint.pointers),
     ]  # fmt: skip
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -12,6 +12,8 @@ from automodel_ckpt.report.charts import Chart
 from automodel_ckpt.report.history import History
 from automodel_ckpt.report.page import charts_of
 
+_NUM_COLOURS = 10
+
 
 def write_picture(runs: Sequence[History], file: Path) -> None:
     """Draw all panels, one above the other. Raises :class:`RecipeError` without matplotlib."""
@@ -37,17 +39,24 @@ def _draw(chart: Chart, axis: Any) -> None:
     for line in chart.lines:
         style = {"dots": "o--", "stems": "o"}.get(line.style, "-")
         alpha = 0.3 if line.style == "faint" else 1.0
-        axis.plot(line.series.steps, line.series.values, style, color=f"C{line.run}", alpha=alpha, markersize=3,
+        axis.plot(line.series.steps, line.series.values, style, color=_colour(line.run), alpha=alpha, markersize=3,
                   linewidth=1.2, label=line.label if len(line.series) else None)  # fmt: skip
     for mark in chart.marks:
         if mark.kind == "resumed":
-            axis.axvline(mark.step, color=f"C{mark.run}", linestyle=":", linewidth=1)
+            axis.axvline(mark.step, color=_colour(mark.run), linestyle=":", linewidth=1)
         elif mark.kind == "saved":
             axis.plot(
-                [mark.step], [0.02], "^", color=f"C{mark.run}", markersize=4, transform=axis.get_xaxis_transform()
+                [mark.step], [0.02], "^", color=_colour(mark.run), markersize=4, transform=axis.get_xaxis_transform()
             )
         elif mark.value is not None:
-            axis.plot([mark.step], [mark.value], "o", color=f"C{mark.run}", markersize=9, fillstyle="none")
+            axis.plot([mark.step], [mark.value], "o", color=_colour(mark.run), markersize=9, fillstyle="none")
     if chart.from_zero:
         axis.set_ylim(bottom=0)
     axis.legend(fontsize=7)
+
+
+def _colour(run: int) -> Any:
+    """matplotlib has ten; further runs get hues a golden section apart."""
+    from matplotlib.colors import hsv_to_rgb
+
+    return f"C{run}" if run < _NUM_COLOURS else hsv_to_rgb((run * 0.381966 % 1, 0.75, 0.7))

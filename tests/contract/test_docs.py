@@ -112,3 +112,34 @@ def test_the_reference_is_what_the_code_says() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "make_reference.py", "--check"], cwd=ROOT, check=False,
                           capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}: run python tools/make_reference.py\n{done.stderr}"
+
+
+def test_every_test_and_campaign_that_a_guarantee_names_is_there() -> None:
+    page = (DOCS / "guarantees.md").read_text()
+    table = page[page.index("| event |") : page.index("## How it is measured")]
+    rows = [row.strip("| \n").split(" | ") for row in table.splitlines()[2:] if row.startswith("|")]
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    campaigns = set(re.findall(r'add_parser\("([\w-]+)"', (ROOT / "tools" / "crash" / "cli.py").read_text())) | {
+        *re.findall(r'"([\w-]+) --points', (ROOT / "Makefile").read_text())
+    }
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert len(rows) >= 20
+    for event, *_, shown_by in rows:
+        tests = set(re.findall(r"test_\w+\.py", shown_by))
+        assert tests <= there, f"{event}: {tests - there}"
+        ran = set(re.findall(r"`make (\w+)`", shown_by))
+        assert ran <= targets, f"{event}: {ran - targets}"
+        named = set(re.findall(r"`([a-z-]+)`", shown_by)) & campaigns
+        assert tests or ran or named or shown_by == "the same", event
+
+
+def test_what_troubleshooting_quotes_is_what_the_program_says() -> None:
+    """A symptom's words stand in the code or among the messages; … stands for what varies."""
+    page = (DOCS / "troubleshooting.md").read_text()
+    code = [*(ROOT / "automodel_ckpt").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    sources = [*code, DOCS / "reference" / "errors.md"]
+    said = re.sub(r'"\s*f?"|\s+', " ", " ".join(path.read_text() for path in sources)).replace("  ", " ")
+    symptoms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ") and "symptom" not in line]
+    quoted = [part.strip(" ?,:") for text in symptoms for q in re.findall(r"`([^`]+)`", text) for part in q.split("…")]
+    missing = [part for part in quoted if len(part.split()) > 2 and part not in said]
+    assert missing == []

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint import box_reader
 from automodel_ckpt.checkpoint.box_reader import boxes
-from automodel_ckpt.checkpoint.slices import tiling_fault
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
 from automodel_ckpt.cli.ckpt import main
 from tests.support import tiny
 from tests.support.shards import cut, write_checkpoint
@@ -64,6 +64,15 @@ def test_changes_are_measured_whatever_the_cuts(tmp_path: Path, capsys: Capture,
     assert changes["brief"]["relative"] == pytest.approx(1.0) and changes["count"]["max_abs"] == 3
     assert changes["tiny"]["max_abs"] is None and changes["tiny"]["num_changed"] == 1
     assert model["num_equal"] == 3 and (model["num_unread"] == 3) is (dim == 0)
+
+
+def test_slices_whose_rows_stand_apart_are_read_where_they_are(tmp_path: Path) -> None:
+    values = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    (tmp_path / "w").write_bytes(b"head" + values.numpy().tobytes())
+    halves = [Slice("w", "F32", (0, at), (3, 2), "w", 4 + 4 * at, 24, None, True) for at in (0, 2)]
+    reader = box_reader.BoxReader(tmp_path, Tensor("w", "F32", (3, 4), tuple(halves)))
+    read = [reader.wide(reader.read(box)) for box in boxes((3, 4))]
+    assert (read[0] == values.numpy()).all() and len(read) == 1
 
 
 def test_what_digests_show_to_be_equal_is_not_read(

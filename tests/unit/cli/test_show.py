@@ -16,8 +16,10 @@ import torch
 from automodel_ckpt.checkpoint import box_reader
 from automodel_ckpt.checkpoint.float_cast import EIGHT_BIT_FLOATS, eight_bit_values
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
-from automodel_ckpt.checkpoint.statistics import _Sums
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.statistics import _Sums, statistics_of
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
 from tests.support.shards import checkpoint_in, cut, write_checkpoint
 
@@ -124,6 +126,12 @@ def test_statistics_of_a_damaged_checkpoint_are_refused(tmp_path: Path, capsys: 
     assert main(["show", str(path)]) == 0
     assert main(["show", str(path), "--stats"]) == 3
     assert "another size" in capsys.readouterr().err
+
+
+def test_a_tensor_whose_file_went_meanwhile_is_named(tmp_path: Path) -> None:
+    piece = Slice("w", "F32", (0,), (2,), "gone", 0, 8)
+    with pytest.raises(CheckpointUnusable, match="'w' cannot be read"):
+        statistics_of(tmp_path, Tensor("w", "F32", (2,), (piece,)))
 
 
 def test_statistics_need_no_torch(tmp_path: Path) -> None:

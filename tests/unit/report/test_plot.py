@@ -56,6 +56,19 @@ def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(run: Path, 
     assert "b/first" in text
 
 
+def test_many_runs_have_a_colour_each(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / f"run{n}", num_steps=4, saved=[2])) for n in range(12)]
+    page = tmp_path / "report.html"
+    assert main(["plot", *runs, "-o", str(page)]) == 0
+    text = page.read_text()
+    style = text[text.index("<style>") : text.index("</style>")]
+    drawn = [e.get("class", "").split()[-1] for e in svgs(text)[0] if e.tag == "polyline"]
+    assert list(dict.fromkeys(drawn)) == [f"c{n}" for n in range(12)]
+    assert all(style.count(f".c{n}{{--c:") == 1 for n in range(12))
+    assert len(set(re.findall(r"oklch\([^}]*", style))) == 6
+    assert main(["plot", *runs, "-o", str(tmp_path / "report.png")]) == 0
+
+
 def test_a_picture_is_drawn_by_its_ending(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 0
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
