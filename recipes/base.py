@@ -48,11 +48,21 @@ from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.names import names_in_files
 from automodel_ckpt.models.probe import forward_parameters, logits_of
+from automodel_ckpt.models.stages import check_stages
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up
 from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
+from automodel_ckpt.recipes.stages import (
+    FromTokens,
+    Staged,
+    cut,
+    refuse_idle_stages,
+    refuse_own_steps,
+    tell_idle_share,
+    train_together,
+)
 from automodel_ckpt.training.loss import (
     WHOLE,
     LossFn,
@@ -92,6 +102,8 @@ class FinetuneRecipe(Lifecycle):
     loss_fn: LossFn
     context: ContextParallel | None = None
     """The cut through rows that context parallel ranks share."""
+    staged: Staged | None = None
+    """This rank's stage of a pipeline; None: it has the whole model."""
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
     """Reads the validation set from its start; None: there is none."""
     model_config: PreTrainedConfig | None
@@ -107,6 +119,8 @@ class FinetuneRecipe(Lifecycle):
         """Build everything and resume. What is wrong with the recipe shows before the model's weights are read."""
         self.layout = self.join_ranks()
         check_parallelism(self.parallelism, self.layout)
+        if self.in_stages:
+            refuse_own_steps(self, FinetuneRecipe)
         self.checkpointer = self.build_checkpointer()
         self.build()
         # What is drawn before this line is drawn alike on all ranks; nothing is drawn between it and the first step.
@@ -142,9 +156,11 @@ class FinetuneRecipe(Lifecycle):
     def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
         """A loader of this rank's part of the global batches; for validation in order, and without accumulation."""
         config, steps, dp_size = self.config.dataloader, self.config.step_scheduler, self.layout.dp_size
+        validated = steps.local_batch_size * dp_size * self.layout.sizes.pp
         return GlobalBatchLoader(
             self.build_dataset(section),
-            global_batch_size=steps.local_batch_size * dp_size if validation else steps.global_batch_size,
+            # A pipeline is filled by as many micro-batches as it has stages.
+            global_batch_size=validated if validation else steps.global_batch_size,
             local_batch_size=steps.local_batch_size,
             collate_fn=self.build_collate_fn(),
             dp_rank=self.layout.dp_rank,
@@ -200,6 +216,8 @@ class FinetuneRecipe(Lifecycle):
         # A cache of keys and values serves generation only; building it in each step costs.
         takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
+        if self.in_stages:
+            check_stages(model, self.layout.sizes.pp)
         self.log_model(model)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
@@ -213,6 +231,16 @@ class FinetuneRecipe(Lifecycle):
             self.context = cut_rows(model, self.layout, self.forward_options)
         reshard(shared)
         return shared
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether ranks hold different layers of the model."""
+        return self.layout.sizes.pp > 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.layout.pp_rank == self.layout.sizes.pp - 1
 
     def draw_up(self) -> Blueprint:
         """The model as it is before it is changed or shared out."""
@@ -308,9 +336,17 @@ class FinetuneRecipe(Lifecycle):
             )
             log.info("computing in %s (%s); weights and optimizer in %s", computed, means, kept)
         self.computing = compute_context(strategy, self.layout.device, how.compute_dtype)
+        gathered_in = how.compute_dtype if strategy == "fsdp2" else None
+        made = cut(model, self.layout, how.tp_plan, gathered_in) if self.in_stages else None
         if self.config.compile.enabled:
             self.compile(model)
-        return parallelize(model, self.layout, how, materialise)
+        if made is None:
+            return parallelize(model, self.layout, how, materialise)
+        shared = parallelize(model, self.layout, replace(how, tp_plan=made.tp_plan), materialise, made.mesh)
+        self.staged = Staged(shared, self.layout, made, self.config.distributed.pp_schedule)
+        steps = self.config.step_scheduler
+        tell_idle_share(steps.global_batch_size // (steps.local_batch_size * self.layout.dp_size), self.layout)
+        return shared
 
     def compile(self, model: nn.Module) -> None:
         """The ``compile`` section: each decoder layer in place, before it is sharded."""
@@ -326,14 +362,20 @@ class FinetuneRecipe(Lifecycle):
 
     def choose_loss_head(self, model: nn.Module) -> LossOf | None:
         """The model's output layer made one that computes the loss; None where that has to see full logits."""
-        if self.config.loss_fn is not None:
+        if self.config.loss_fn is not None or not self.is_last_stage:
             return None
-        head = install_loss_head(model, self.forward_options, self.row_multiple, self.layout.device)
+        head = install_loss_head(self.asked(model), self.forward_options, self.row_multiple, self.layout.device)
         if head is None:
             log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
                      type(model).__name__)  # fmt: skip
             return None
         return head.loss_of  # no state: the layer's parameters are the model's
+
+    def asked(self, model: nn.Module) -> nn.Module:
+        """What can be asked about *model* by a few tokens: itself, or what has hidden states for a later stage."""
+        if self.staged is None or self.layout.pp_rank == 0:
+            return model
+        return FromTokens(model, self.staged.width)
 
     def log_model(self, model: nn.Module) -> None:
         num_all = sum(p.numel() for p in model.parameters())
@@ -355,10 +397,18 @@ class FinetuneRecipe(Lifecycle):
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The ``optimizer`` section over all parameters that need gradients."""
         section, params = self.config.optimizer, trainable([self.model])
+        if self.in_stages:
+            refuse_idle_stages(params, self.layout)
+        optimizer: torch.optim.Optimizer
         if isinstance(section, Target):
-            optimizer: torch.optim.Optimizer = build(section, params=params)
-            return optimizer
-        return adamw(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+            optimizer = build(section, params=params)
+        else:
+            optimizer = adamw(
+                params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+            )
+        if self.staged is not None:
+            train_together(optimizer, self.model, self.layout)
+        return optimizer
 
     def build_lr_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
         """The ``lr_scheduler`` section over the planned steps; None for a constant rate."""
@@ -532,12 +582,7 @@ class FinetuneRecipe(Lifecycle):
             return 0.0, 0.0
         # The wrappers average over the ranks what has to be a sum.
         scale = self.layout.sizes.token_parts / control.num_label_tokens
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
-        for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
-                loss = self.micro_batch_loss(micro_batch)
-                (loss * scale).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach()
+        loss_sum = self.accumulate(batch, scale)
         grad_norm = self.clip_gradients()
         if not math.isfinite(grad_norm):
             log.warning("step %d: the gradient norm is %s, no update", self.step_scheduler.step + 1, grad_norm)
@@ -548,12 +593,43 @@ class FinetuneRecipe(Lifecycle):
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum.item(), grad_norm
 
+    def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
+        """The gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim in float64."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        if self.staged is not None:
+            rows = [self.rows_of(micro_batch) for micro_batch in batch.micro_batches]
+            for loss in self.staged.train(rows, self.outcome, weight):
+                loss_sum += loss
+            return loss_sum
+        for number, micro_batch in enumerate(batch.micro_batches, start=1):
+            with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
+                loss = self.micro_batch_loss(micro_batch)
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+        return loss_sum
+
     def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
+        return self.outcome(self.rows_of(micro_batch))
+
+    def rows_of(self, micro_batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What the model sees of a micro-batch."""
         self.check_length(longest_sample(micro_batch))
-        rows = self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
+        return self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
+
+    def outcome(self, rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss of *rows*, summed over their labels; 0-dim, on the device.
+
+        On a later stage of a pipeline it goes on from the *hidden* states [B, T, H] of the stage before, and on all
+        but the last it ends with those for the next.
+        """
         part = self.part_of_row(rows["labels"].shape[1])
         inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
+        if hidden is not None:
+            inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
+        if not self.is_last_stage:
+            with self.computing():
+                return logits_of(self.model(**inputs, **self.forward_options))
         if self.loss_of is None:
             with self.computing():
                 output = self.model(**inputs, **self.forward_options)
@@ -591,7 +667,13 @@ class FinetuneRecipe(Lifecycle):
     def clip_gradients(self) -> float:
         """Scale all gradients together to ``clip_grad_norm``; returns their norm before that."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return clip_gradients(parameters, self.config.clip_grad_norm)
+        counted_elsewhere = self.staged.counted_elsewhere if self.staged is not None else frozenset[int]()
+        return clip_gradients(
+            parameters,
+            self.config.clip_grad_norm,
+            in_stages=self.in_stages,
+            counted_elsewhere=counted_elsewhere,
+        )
 
     def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, Due]:
         """Count a step; returns the loss summed over the global batch, and what is due.
@@ -656,9 +738,15 @@ class FinetuneRecipe(Lifecycle):
 
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
         """This rank's summed loss and label tokens of one batch; zeros where another rank speaks for them."""
-        loss = sum(self.micro_batch_loss(micro_batch).double().item() for micro_batch in batch.micro_batches)
+        loss = sum(loss.double().item() for loss in self.losses_of(batch))
         num_labels = sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
         return loss if self.layout.reports_loss else 0.0, num_labels if self.layout.reports else 0
+
+    def losses_of(self, batch: GlobalBatch) -> Iterable[torch.Tensor]:
+        """The summed loss of each micro-batch, without gradients; on the last stage of a pipeline only."""
+        if self.staged is None:
+            return map(self.micro_batch_loss, batch.micro_batches)
+        return self.staged.evaluate([self.rows_of(micro_batch) for micro_batch in batch.micro_batches], self.outcome)
 
 
 _END = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)

@@ -140,9 +140,11 @@ def _materialiser(
 
     def materialise(shared: nn.Module, device: torch.device) -> None:
         allocate(shared, device)
-        initialise(modules, values, wanted)
+        here = set(shared.modules())
+        left = {name: module for name, module in modules.items() if module in here}
+        initialise(left, values, wanted)
         if source is not None:
-            together(group, lambda: source.fill(shared, modules))
+            together(group, lambda: source.fill(shared, left))
 
     return materialise
 
@@ -192,7 +194,8 @@ class _Source:
         return verdict
 
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        """Read this rank's share. *modules* are those of the model as it was built, which may be inside others now."""
+        """Read this rank's share. *modules* are those of the model as it was built that are left of it; they may be
+        inside others now."""
         model = unwrap(model)
         # Of a model with adapters a checkpoint is no more than those; the files are the base's.
         adapted: Any = getattr(model, "get_base_model", None)
@@ -203,6 +206,8 @@ class _Source:
             tell_resized(name, there, here, self._new_rows)
         for name, stored in self._verdict.matches.items():
             parent, _, key = fqns.get(name, name).rpartition(".")
+            if parent not in modules:
+                continue
             outer = now[id(modules[parent])]
             fqn = f"{outer}.{key}" if outer else key
             fillings[name_in_files(model, fqn)] = Filling(self._tensors, stored, name in self._verdict.resized)

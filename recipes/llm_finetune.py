@@ -126,7 +126,8 @@ class LLMFinetune(FinetuneRecipe):
             return None
         attention = attention_of(model)
         one_row = "flash" in attention
-        apart = keeps_samples_apart(model, one_row, self.forward_options, self.row_multiple, self.layout.device)
+        asked = self.asked(model)
+        apart = keeps_samples_apart(asked, one_row, self.forward_options, self.row_multiple, self.layout.device)
         if not self.on_all_ranks(apart):
             if packed:
                 raise RecipeError(

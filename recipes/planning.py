@@ -19,6 +19,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
 from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
+from automodel_ckpt.models.stages import parameters_of_stages
 from automodel_ckpt.recipes.base import FinetuneRecipe
 from automodel_ckpt.training.metrics import peak_memory_bytes
 
@@ -84,22 +85,45 @@ def _length(loader: Any) -> int | None:
 
 
 def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
-    """An estimate: exact for what is kept per parameter, traced for activations, a layer's worth for the rest."""
-    parameters = list(recipe.model.parameters())
+    """An estimate: exact for what is kept per parameter, traced for activations, a layer's worth for the rest.
+
+    Of pipeline stages it is that of the largest, which holds as many micro-batches' activations as the schedule has
+    under way on the first.
+    """
+    parameters = _largest_stage(recipe.model, sizes.pp)
     strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
-    cut = sizes.tp * sizes.pp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
+    cut = sizes.tp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
     trained = [p for p in parameters if p.requires_grad]
+    share = nbytes(trained) / max(nbytes(p for p in recipe.model.parameters() if p.requires_grad), 1)
     kept = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]
     overhead = forecast_bytes([], world_size=1, save_optimizer=True)
-    state = forecast_bytes(kept, world_size=1, save_optimizer=True) - overhead
-    layers = [nbytes(layer.parameters()) for layer in decoder_layers(recipe.model)]
+    state = int((forecast_bytes(kept, world_size=1, save_optimizer=True) - overhead) * share)
+    here = set(map(id, parameters))
+    layers = [nbytes(p for p in layer.parameters() if id(p) in here) for layer in decoder_layers(recipe.model)]
     # A layer and the one fetched ahead, what is outside of the layers, and the gradients of as much.
     gathered = 2 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
     # What this process has taken so far is about what a rank has before its model.
     process = peak_memory_bytes(recipe.layout.device)
     rows, length = row_tokens(recipe) or (0, 0)
     activations = traced_activations(recipe, rows, -(-length // recipe.row_parts)) if rows else None
+    if activations is not None:
+        activations = activations * _under_way(recipe, sizes) // sizes.pp
     return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, process)
+
+
+def _largest_stage(model: nn.Module, num_stages: int) -> list[nn.Parameter]:
+    if num_stages == 1:
+        return list(model.parameters())
+    return max(parameters_of_stages(model, num_stages), key=nbytes)
+
+
+def _under_way(recipe: FinetuneRecipe, sizes: Sizes) -> int:
+    """Micro-batches whose activations a stage holds at once, at most."""
+    if sizes.pp == 1:
+        return 1
+    steps, one_by_one = recipe.config.step_scheduler, recipe.config.distributed.pp_schedule == "1f1b"
+    num_micro_batches = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
+    return min(num_micro_batches, sizes.pp) if one_by_one else num_micro_batches
 
 
 def nbytes(tensors: Any) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.layout import RankLayout
-from automodel_ckpt.checkpoint.starting import Filling, NewRows, fill_module, module_shapes
+from automodel_ckpt.checkpoint.starting import Filling, NewRows, fill_module, module_shapes, whole_shapes
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.checkpoint.weights import Weights, open_weights
@@ -90,7 +90,7 @@ def _compare(
     shapes: dict[str, Any] = {}
     tied: dict[str, str] = {}
     for name, module in modules.items():
-        own_shapes, own_tied = module_shapes(module)
+        own_shapes, own_tied = whole_shapes(module)
         shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
         tied |= {_qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()}
     there = Names(

@@ -53,7 +53,7 @@ from automodel_ckpt.checkpoint.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.placement import Placement
 from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
 from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_for_export
-from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree
+from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, whole_of
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
@@ -571,8 +571,8 @@ class Checkpointer:
         owners = Owners(snapshot.items)
         for item in snapshot.items:
             if item.kind == "module":
-                tree, tied = module_state(item.value)
-                snapshot.tied[item.name] = tied
+                (tree, tied), whole = module_state(item.value), whole_of(item.value)
+                snapshot.tied[item.name] = tied if whole is None else dict(whole.tied)
                 snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=False)
             elif item.kind == "optimizer" and self._save_optimizer:
                 tree = optimizer_tree(item, snapshot.items, owners)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.trees import module_state
+from automodel_ckpt.checkpoint.trees import module_state, trained_by_all, whole_of
 
 # Per slice: its entry in the manifest and in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = 450
@@ -57,12 +57,14 @@ def forecast_bytes(
     total = _SIDE_FILES_BYTES
     for item in items:
         if item.kind == "module":
-            state = (states or {}).get(item.name) or module_state(item.value)[0]
+            whole = whole_of(item.value)
+            mine = (states or {}).get(item.name) or module_state(item.value)[0]
+            state = mine if whole is None else whole.tensors
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
             weights = sum(map(_nbytes, tensors))
             total += weights * (1 + num_exports) + sum(_slices(t, world_size) for t in tensors) * _ENTRY_BYTES
         elif item.kind == "optimizer" and save_optimizer:
-            total += sum(_optimizer_bytes(item.value, world_size))
+            total += int(sum(_optimizer_bytes(item.value, world_size)) * _times(item.value))
     return total
 
 
@@ -73,6 +75,16 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _slices(tensor: torch.Tensor, world_size: int) -> int:
     return world_size if isinstance(tensor, DTensor) else 1
+
+
+def _times(optimizer: Optimizer) -> float:
+    """How many times what this rank trains all ranks train together, where others train other parameters."""
+    whole = trained_by_all(optimizer)
+    if whole is None:
+        return 1.0
+    mine = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    together = sum(tensor.numel() for group in whole for tensor in group.values())
+    return float(together / max(mine, 1))
 
 
 def _optimizer_bytes(optimizer: Optimizer, world_size: int) -> Iterator[int]:

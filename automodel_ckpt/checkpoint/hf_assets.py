@@ -42,14 +42,14 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(model: Any) -> dict[str, TensorSpec]:
-    """The tensors that a checkpoint holds of a model, sharded already or not."""
+    """The tensors that a checkpoint holds of a model, shared out already or not."""
     from torch import Tensor
 
-    from automodel_ckpt.checkpoint.trees import module_state
+    from automodel_ckpt.checkpoint.trees import whole_state
 
     return {
         fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-        for fqn, value in module_state(model)[0].items()
+        for fqn, value in whole_state(model)[0].items()
         if isinstance(value, Tensor)
     }
 
@@ -85,11 +85,11 @@ class HFAssets:
     def from_model(
         cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None, declared: Iterable[str] = ()
     ) -> HFAssets:
-        """The assets of a transformers model, sharded already or not; *base_dir* None: not from a local directory."""
-        from automodel_ckpt.checkpoint.trees import module_state, unwrap
+        """The assets of a transformers model, shared out or not; *base_dir* None: not from a local directory."""
+        from automodel_ckpt.checkpoint.trees import unwrap, whole_state
 
         inner: Any = unwrap(model)
-        _, tied = module_state(inner)
+        _, tied = whole_state(inner)
         return cls(
             inner.config,
             generation_config=getattr(inner, "generation_config", None) if inner.can_generate() else None,

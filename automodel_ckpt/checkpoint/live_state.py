@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.trees import stored_names, unwrap
+from automodel_ckpt.checkpoint.trees import stored_names, trained_by_all, unwrap
 
 _SCALARS = (type(None), bool, int, float, complex, str)
 
@@ -67,10 +67,12 @@ def _optimizer_tree(item: Item, names: Mapping[int, str]) -> Iterator[tuple[str,
         path = f"{item.name}.state.{names[id(parameter)]}"
         for key, value in entry.items():
             yield f"{path}.{key}", value
+    whole = trained_by_all(item.value)
     for index, group in enumerate(item.value.param_groups):
-        for key, value in group.items():
-            shown = [names[id(parameter)] for parameter in value] if key == "params" else value
-            yield f"{item.name}.param_groups.{index}.{key}", shown
+        mine = (names[id(parameter)] for parameter in group["params"])
+        shown = {**group, "params": list(mine if whole is None else whole[index])}
+        for key, value in shown.items():
+            yield f"{item.name}.param_groups.{index}.{key}", value
 
 
 def _schedules(item: Item, items: Iterable[Item]) -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,14 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, set_module_state
+from automodel_ckpt.checkpoint.trees import (
+    Owners,
+    module_state,
+    optimizer_tree,
+    set_module_state,
+    trained_by_all,
+    whole_state,
+)
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
@@ -56,7 +64,7 @@ class Loader:
         modules = [item for item in items if item.kind == "module" and item.name in matched]
         for item in modules:
             tree = self._manifest.trees[matched[item.name][0]]
-            lines += differences(tree, module_state(item.value)[0])
+            lines += differences(tree, whole_state(item.value)[0])
         return lines
 
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
@@ -86,7 +94,7 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
-        self._refuse_differences(item, tree, state)
+        self._refuse_differences(item, tree, whole_state(item.value)[0])
         read_tree(self._path, tree, state, nested=False)
         set_module_state(item.value, state, tied, strict=True)
 
@@ -94,7 +102,7 @@ class Loader:
         state = optimizer_tree(item, items, owners, create=True)
         for fqn in self._without_state(item.name, tree):
             state[item.name]["state"].pop(fqn, None)
-        self._refuse_differences(item, tree, flatten_state_dict(state)[0])
+        self._refuse_differences(item, _without_others(item, tree, owners), flatten_state_dict(state)[0])
         read_tree(self._path, tree, state, nested=True)
         owners.set_optimizer_state(item, state[item.name])
         for scheduler in items:
@@ -167,6 +175,21 @@ class Loader:
             return mine if mine in record.files else None
         alike = len({self._manifest.files[file].digest for file in record.files}) == 1
         return record.files[0] if alike and scope != "rank_rng" else None
+
+
+def _without_others(item: Item, tree: Tree, owners: Owners) -> Tree:
+    """An optimizer's tree without the state of parameters that only other ranks train."""
+    trained = trained_by_all(item.value)
+    if trained is None:
+        return tree
+    others = {fqn for group in trained for fqn in group} - {fqn for group in owners.groups(item) for fqn in group}
+    prefix = f"{item.name}.state."
+
+    def is_here(name: str) -> bool:
+        return not name.startswith(prefix) or name.removeprefix(prefix).rpartition(".")[0] not in others
+
+    tensors = {name: tensor for name, tensor in tree.tensors.items() if is_here(name)}
+    return replace(tree, tensors=tensors, objects={name: blob for name, blob in tree.objects.items() if is_here(name)})
 
 
 def _saved_name(record: StateRecord) -> str:

@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, intersection, nbytes_of
-from automodel_ckpt.checkpoint.trees import module_state, set_module_state
+from automodel_ckpt.checkpoint.trees import module_state, set_module_state, whole_state
 from automodel_ckpt.checkpoint.weights import Tensors
 
 NewRows = Literal["mean", "init"]
@@ -35,6 +35,12 @@ def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[s
     """The global shapes of a module's stored tensors by FQN, and {further name: name} of tied ones."""
     state, tied = module_state(module)
     return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, tied
+
+
+def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The same of all that the ranks hold of the module."""
+    state, tied = whole_state(module)
+    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, dict(tied)
 
 
 def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: NewRows) -> None:

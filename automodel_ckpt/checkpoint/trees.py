@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,6 +40,51 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     state = dict(get_model_state_dict(module))
     kept, tied = stored_names(module, state)
     return {name: state[fqn] for name, fqn in kept.items()}, tied
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the ranks that hold different parts of a module (stages of a pipeline) store of it together.
+
+    *tensors* are without memory, by stored name and in the module's own order; *tied* as of :func:`module_state`. Such
+    a module has it in its attribute ``whole``: names, shapes and dtypes can be compared without asking other ranks.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Whole:
+        """Of a module of which nothing has been taken away yet."""
+        state, tied = module_state(module)
+        return cls({name: _outline(value) for name, value in state.items() if isinstance(value, torch.Tensor)}, tied)
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def whole_of(module: nn.Module) -> Whole | None:
+    """What the ranks store of a module together; None where each of them has all of its names."""
+    whole: Whole | None = getattr(unwrap(module), "whole", None)
+    return whole
+
+
+def whole_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """As :func:`module_state`, but of all that the ranks hold of the module; what others have is without memory."""
+    (state, tied), whole = module_state(module), whole_of(module)
+    return (state, tied) if whole is None else ({**whole.tensors, **state}, whole.tied)
+
+
+Groups = list[dict[str, torch.Tensor]]
+"""For each of an optimizer's parameter groups, {FQN: a tensor without memory} of what it trains."""
+
+
+def trained_by_all(optimizer: Optimizer) -> Groups | None:
+    """What the ranks whose optimizers train different parameters train together, under the names of :class:`Owners`;
+    None where they all train the same. Such an optimizer has it in its attribute ``whole``."""
+    groups: Groups | None = getattr(optimizer, "whole", None)
+    return groups
 
 
 def stored_names(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -102,9 +149,20 @@ class Owners:
                 self.roof.add_module(item.name.replace(".", "%"), item.value)
 
     def optimizer_state(self, item: Item) -> dict[str, Any]:
-        """``{"state": {fqn: {...}}, "param_groups": [...]}``; where there is no state at all, it is created first."""
+        """``{"state": {fqn: {...}}, "param_groups": [...]}``; where there is no state at all, it is created first.
+
+        The groups name what all ranks train, the state is this rank's.
+        """
         self._refuse_strangers(item)
-        return dict(get_optimizer_state_dict(self.roof, item.value))
+        state: dict[str, Any] = dict(get_optimizer_state_dict(self.roof, item.value))
+        for group, names in zip(state["param_groups"], trained_by_all(item.value) or (), strict=False):
+            group["params"] = list(names)
+        return state
+
+    def groups(self, item: Item) -> Groups:
+        """What this rank's optimizer trains."""
+        fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
+        return [{fqns[id(p)]: _outline(p) for p in group["params"]} for group in item.value.param_groups]
 
     def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
         """What *state* has none for has none afterwards."""

@@ -223,7 +223,9 @@ class DistributedConfig:
     sequence_parallel: bool = False
     """With tp_size: also cut what lies between the matrices, along the sequence (models built like Llama and Qwen)."""
     pp_size: int = setting(1, AT_LEAST_1)
-    """Pipeline stages; only 1 is supported."""
+    """Pipeline stages, each of which has some of the layers (models built like Llama and Qwen)."""
+    pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """With pp_size: 1f1b alternates forward and backward passes; gpipe makes all forward passes first."""
     cp_size: int = setting(1, AT_LEAST_1)
     """Context parallel ranks, which cut each row along the sequence and share out the heads of attention."""
     backend: str | None = None
@@ -251,10 +253,22 @@ class DistributedConfig:
             "set tp_size above 1, or leave them out",
         ),
         Relation(
-            ("pp_size",),
-            lambda ranks: ranks.pp_size == 1,
-            "pipeline parallelism is not supported yet",
-            "leave pp_size out: fsdp2 and tp_size share out models of any depth",
+            ("pp_size", "sequence_parallel"),
+            lambda ranks: ranks.pp_size == 1 or not ranks.sequence_parallel,
+            "pipeline stages exchange whole rows, and sequence_parallel cuts them",
+            "leave sequence_parallel out: tp_size works with stages without it",
+        ),
+        Relation(
+            ("pp_size", "cp_size"),
+            lambda ranks: ranks.pp_size == 1 or ranks.cp_size == 1,
+            "pipeline stages exchange whole rows, and context parallelism cuts them",
+            "leave one of them out",
+        ),
+        Relation(
+            ("pp_schedule", "pp_size"),
+            lambda ranks: ranks.pp_size > 1 or ranks.pp_schedule == "1f1b",
+            "pp_schedule is the order of passes in a pipeline, and there is none",
+            "set pp_size above 1, or leave pp_schedule out",
         ),
         Relation(
             ("cp_size", "sequence_parallel"),
@@ -528,6 +542,12 @@ class RecipeConfig:
             lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
             "peft and model.freeze exclude each other",
             "leave model.freeze out: with peft the whole base is frozen but what peft.modules_to_save and bias name",
+        ),
+        Relation(
+            ("distributed.pp_size", "peft"),
+            lambda recipe: recipe.peft is None or recipe.distributed.pp_size == 1,
+            "pipeline stages are cut from models without adapters",
+            "leave pp_size out: adapters need little memory, and fsdp2 shards their base",
         ),
         Relation(
             ("peft", "model"),

@@ -73,7 +73,7 @@ class RankLayout:
     @property
     def random_stream(self) -> int:
         """Which random numbers it draws: ranks that compute one thing together (tensor parallel) draw alike."""
-        return self.dp_rank * self.sizes.cp + self.cp_rank
+        return (self.pp_rank * self.sizes.dp + self.dp_rank) * self.sizes.cp + self.cp_rank
 
 
 def init_distributed(

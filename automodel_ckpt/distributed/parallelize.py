@@ -57,17 +57,23 @@ def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
 
 
 def parallelize(
-    model: nn.Module, layout: RankLayout, how: Parallelism, materialise: Materialise | None = None
+    model: nn.Module,
+    layout: RankLayout,
+    how: Parallelism,
+    materialise: Materialise | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """This rank's share of the model on its device: cut and sharded in place, or wrapped (ddp).
 
     Parameters may be on the meta device, without memory: *materialise* then fills what is left of them here. Of those
     that have values every rank must bring the same. fsdp2 makes a group of each decoder layer and one of the rest,
     where tied parameters stay together, and gathers them in the compute dtype; without it :func:`compute_context` is
-    needed. Raises :class:`RecipeError` for what this model cannot do.
+    needed. *mesh* is :func:`build_mesh`'s where the caller has it already. Raises :class:`RecipeError` for what this
+    model cannot do.
     """
     strategy = choose_strategy(how.strategy, layout.sizes)
-    mesh = build_mesh(layout) if strategy == "fsdp2" or layout.sizes.tp > 1 else None
+    if mesh is None and (strategy == "fsdp2" or layout.sizes.tp > 1):
+        mesh = build_mesh(layout)
     if mesh is not None and layout.sizes.tp > 1:
         plan = plan_for(model, how.tp_plan, layout.sizes.tp)
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
@@ -150,22 +156,30 @@ def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
         yield
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    limit: float | None,
+    *,
+    in_stages: bool = False,
+    counted_elsewhere: frozenset[int] = frozenset(),
+) -> float:
     """The 2-norm of all gradients together; they are scaled down to *limit* where it is larger. A collective.
 
-    Plain gradients count as the same on all ranks. Parameters may be of several modules on several meshes, which no
-    single operation takes.
+    Plain gradients count as the same on all ranks; but where all are plain and *in_stages*, as each rank's own, except
+    for those of parameters with the ids *counted_elsewhere*. Parameters may be of several modules on several meshes,
+    which no single operation takes.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in trained:
-        _complete(parameter)
+        complete_gradient(parameter)
     gradients = [p.grad for p in trained if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     sharded = any(isinstance(g, DTensor) for g in gradients)
-    counted = [part for part, gradient in zip(local, gradients, strict=True) if _counts(gradient, sharded)]
+    here = [id(parameter) not in counted_elsewhere for parameter in trained]
+    counted = [part for part, g, mine in zip(local, gradients, here, strict=True) if mine and _counts(g, sharded)]
     norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0)
     square = norms.double().square().sum().to(local[0].device if local else "cpu")
-    if sharded:
+    if sharded or in_stages:
         dist.all_reduce(square)
     norm = float(square.sqrt().item())
     if limit is not None and norm > limit:
@@ -173,7 +187,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> f
     return norm
 
 
-def _complete(parameter: nn.Parameter) -> None:
+def complete_gradient(parameter: nn.Parameter) -> None:
     """A gradient that is still to be summed over ranks (hand-written plans may leave it so) takes the parameter's
     layout."""
     gradient = parameter.grad

@@ -109,4 +109,8 @@ def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     if strategy == "ddp" and sizes.tp > 1:
         remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
         problems.append(Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", remedy))
+    if strategy == "ddp" and sizes.pp > 1:
+        remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
+        what = "ddp takes one forward pass before each backward pass, a pipeline makes several"
+        problems.append(Problem(what, where, f"ddp, with {sizes}", remedy))
     return problems

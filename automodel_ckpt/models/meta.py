@@ -119,7 +119,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def initialise(
     modules: Mapping[str, nn.Module], values: InitialValues, wanted: Callable[[str, nn.Module], Callable[[str], bool]]
 ) -> None:
-    """Give *modules* (by their names in the uncut model) their share of the initial values.
+    """Give *modules* (by their names in the uncut model, in its order) their share of the initial values.
 
     *wanted*, called with a module's name and the module, says which of its own tensors get them. Tensors that are tied
     get those of the first name.

@@ -15,7 +15,7 @@ from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.errors import RecipeError
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
-from tests.support.parallel import layout_here, model_of, train_steps
+from tests.support.parallel import layout_here, model_of, train_steps, train_steps_in_stages
 from tests.support.training import RECIPE
 
 LAYOUTS: dict[str, tuple[Parallelism, dict[str, int]]] = {
@@ -24,6 +24,10 @@ LAYOUTS: dict[str, tuple[Parallelism, dict[str, int]]] = {
     "tp along the sequence": (Parallelism(sequence_parallel=True), {"tp_size": 4}),
     "fsdp2 x tp": (Parallelism(), {"tp_size": 2}),
     "hsdp x tp": (Parallelism(strategy="fsdp2"), {"tp_size": 2, "dp_replicate_size": 2}),
+    "pp x fsdp2": (Parallelism(), {"pp_size": 2}),
+    "pp x hsdp": (Parallelism(), {"pp_size": 2, "dp_replicate_size": 2}),
+    "pp x tp": (Parallelism(), {"pp_size": 2, "tp_size": 2}),
+    "pp x fsdp2 x tp": (Parallelism(strategy="fsdp2"), {"pp_size": 2, "tp_size": 2}),
 }
 PLAIN = {"attention_bias": True, "tie_word_embeddings": False}
 
@@ -35,20 +39,22 @@ def as_one_rank_does(names: list[str], kind: str, settings: dict[str, Any]) -> l
     for name in names:
         how, sizes = LAYOUTS[name]
         layout = layout_here(**sizes)
-        shared = parallelize(model_of(kind, **settings), layout, how)
-        here = train_steps(shared, layout)
+        if layout.sizes.pp > 1:
+            here = train_steps_in_stages(model_of(kind, **settings), layout, how)
+        else:
+            here = train_steps(parallelize(model_of(kind, **settings), layout, how), layout)
         if here != [pytest.approx(step, rel=2e-4) for step in alone]:
             found.append(f"{name}: {here} instead of {alone}")
     return found
 
 
 def test_every_layout_of_four_ranks_trains_as_one_rank_does() -> None:
-    names = ["hsdp", "tp along the sequence", "fsdp2 x tp"]
+    names = ["hsdp", "tp along the sequence", "fsdp2 x tp", "pp x fsdp2", "pp x fsdp2 x tp"]
     assert ranks.run(as_one_rank_does, 4, names, "llama", PLAIN, timeout=120) == [[]] * 4
 
 
 def test_so_it_does_with_tied_weights_and_norms_of_single_heads() -> None:
-    names = ["tp", "hsdp x tp"]
+    names = ["tp", "hsdp x tp", "pp x tp", "pp x hsdp"]
     assert ranks.run(as_one_rank_does, 4, names, "qwen3", {"tie_word_embeddings": True}, timeout=120) == [[]] * 4
 
 

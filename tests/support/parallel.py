@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import clip_gradients, gradient_sync
+from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, gradient_sync, parallelize
+from automodel_ckpt.distributed.pipeline import Kind
 from automodel_ckpt.distributed.sizes import share_out
+from automodel_ckpt.recipes.stages import Staged, cut, train_together
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -46,24 +51,64 @@ def model_of(kind: str = "llama", **settings: Any) -> nn.Module:
 def train_steps(model: nn.Module, layout: RankLayout, num_steps: int = 2) -> list[tuple[float, float]]:
     """(mean loss, gradient norm) of each of a few steps of AdamW over the same global batches on any layout."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    return [_step(model, layout, optimizer, number) for number in range(num_steps)]
+    return [_step(model, layout, optimizer, number, partial(_passes, model)) for number in range(num_steps)]
 
 
-def _step(model: nn.Module, layout: RankLayout, optimizer: torch.optim.Optimizer, number: int) -> tuple[float, float]:
+def train_steps_in_stages(
+    model: nn.Module, layout: RankLayout, how: Parallelism, num_steps: int = 2, kind: Kind = "1f1b"
+) -> list[tuple[float, float]]:
+    """The same with this rank's stage of a whole *model*; the loss counts on the last stage, as in a recipe."""
+    made = cut(model, layout, None, None)
+    shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
+    staged = Staged(shared, layout, made, kind)
+    optimizer = torch.optim.AdamW([p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    train_together(optimizer, shared, layout)
+
+    def outcome(rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:
+        tokens = rows["labels"]
+        given = {"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}
+        logits: torch.Tensor = shared(**given, use_cache=False).logits
+        return _loss(logits, tokens) if staged.pipeline.is_last else logits
+
+    def passes(micro_batches: Sequence[torch.Tensor], weight: float) -> float:
+        losses = staged.train([{"labels": part} for part in micro_batches], outcome, weight)
+        return float(sum(loss.item() for loss in losses))
+
+    clip = partial(clip_gradients, in_stages=True, counted_elsewhere=staged.counted_elsewhere)
+    return [_step(shared, layout, optimizer, number, passes, clip) for number in range(num_steps)]
+
+
+def _step(
+    model: nn.Module,
+    layout: RankLayout,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    passes: Callable[[Sequence[torch.Tensor], float], float],
+    clip: Callable[[Iterable[nn.Parameter], float], float] = clip_gradients,
+) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, TOKENS), generator=generator)
     mine = tokens.tensor_split(layout.dp_size)[layout.dp_rank]
-    num_labels, total = GLOBAL_BATCH * (TOKENS - 1), torch.zeros((), dtype=torch.float64)
-    micro_batches = mine.chunk(2)
-    for index, part in enumerate(micro_batches, start=1):
-        with gradient_sync(model, enabled=index == len(micro_batches)):
-            logits = model(input_ids=part, use_cache=False).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
-            (loss * layout.dp_size / num_labels).backward()
-        total += loss.item() if layout.reports else 0.0
-    norm = clip_gradients(model.parameters(), 0.5)
+    num_labels = GLOBAL_BATCH * (TOKENS - 1)
+    loss = passes(mine.chunk(2), layout.dp_size / num_labels)
+    total = torch.tensor(loss if layout.reports else 0.0, dtype=torch.float64)
+    norm = clip(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
     if layout.world_size > 1:
         dist.all_reduce(total)
     return total.item() / num_labels, norm
+
+
+def _passes(model: nn.Module, micro_batches: Sequence[torch.Tensor], weight: float) -> float:
+    total = 0.0
+    for index, part in enumerate(micro_batches, start=1):
+        with gradient_sync(model, enabled=index == len(micro_batches)):
+            loss = _loss(model(input_ids=part, use_cache=False).logits, part)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
+
+
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.meta import put
+from automodel_ckpt.recipes.stages import cut, train_together
 from tests.support.parallel import layout_here, model_of
 
 LR = 0.123
@@ -41,6 +42,7 @@ WAYS = (
     Way("hsdp 2x1", 2, Parallelism(), (("dp_replicate_size", 2),)),
     Way("tp 2", 2, Parallelism(), (("tp_size", 2),)),
     Way("fsdp2 1 x tp 2", 2, Parallelism(strategy="fsdp2"), (("tp_size", 2),)),
+    Way("pp 2", 2, Parallelism(), (("pp_size", 2),)),
     Way("ddp 4", 4, Parallelism(strategy="ddp")),
     Way("fsdp2 4", 4, Parallelism()),
     Way("hsdp 2x2", 4, Parallelism(), (("dp_replicate_size", 2),)),
@@ -48,9 +50,13 @@ WAYS = (
     Way("cp 2 x tp 2", 4, Parallelism(), (("cp_size", 2), ("tp_size", 2))),
     Way("tp 4", 4, Parallelism(), (("tp_size", 4),)),
     Way("fsdp2 2 x tp 2", 4, Parallelism(), (("tp_size", 2),)),
+    Way("pp 4", 4, Parallelism(), (("pp_size", 4),)),
+    Way("fsdp2 2 x pp 2", 4, Parallelism(), (("pp_size", 2),)),
+    Way("tp 2 x pp 2", 4, Parallelism(), (("tp_size", 2), ("pp_size", 2))),
+    Way("hsdp 2x1 x pp 2", 4, Parallelism(), (("dp_replicate_size", 2), ("pp_size", 2))),
     Way("hsdp 2x1 x tp 2", 4, Parallelism(), (("tp_size", 2), ("dp_replicate_size", 2))),
 )
-SAMPLE = ("single", "tp 2", "fsdp2 2 x tp 2")
+SAMPLE = ("single", "tp 2", "fsdp2 2 x pp 2")
 """What `make test` does of it; `make reshard` does all, in all formats."""
 
 
@@ -74,16 +80,25 @@ class Shared:
 
     def __init__(self, way: Way) -> None:
         self.way, self.layout = way, layout_here(**dict(way.sizes))
-        built = model_of(tie_word_embeddings=True, num_hidden_layers=1)
+        built = model_of(tie_word_embeddings=True)
         built.odd = Odd()
         built.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)  # type: ignore[union-attr]
-        self.model = parallelize(built, self.layout, way.how)
+        self.model = self._shared(built)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=LR)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.layout.sizes.pp > 1:
+            train_together(self.optimizer, self.model, self.layout)
+
+    def _shared(self, built: nn.Module) -> nn.Module:
+        if self.layout.sizes.pp == 1:
+            return parallelize(built, self.layout, self.way.how)
+        # Of four stages two have no layer; one of these holds nothing but what every stage has.
+        made = cut(built, self.layout, None, None)
+        return parallelize(built, self.layout, replace(self.way.how, tp_plan=made.tp_plan), mesh=made.mesh)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that a checkpoint must bring back, under a name that all layouts share; the live ones."""

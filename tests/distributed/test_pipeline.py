@@ -1,0 +1,91 @@
+"""A run in pipeline stages: what it logs, how it goes on, on the same ranks and on others, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.distributed.pipeline import idle_share
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.stages import train_together
+from tests.distributed.test_training import failure, lines_of_steps, run
+from tests.support import ranks
+from tests.support.parallel import layout_here
+from tests.support.training import RECIPE, VALIDATION
+
+TEXT = (RECIPE + VALIDATION).replace("attention_dropout: 0.2", "attention_dropout: 0.0").replace(
+    "num_key_value_heads: 2", "num_key_value_heads: 4"
+)  # fmt: skip
+SHORT = ("--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+STAGES = "--distributed.pp_size=2"
+
+
+def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ranks(tmp_path: Path) -> None:
+    run(tmp_path, *SHORT, name="alone", text=TEXT)
+    whole = run(tmp_path, *SHORT, STAGES, name="whole", text=TEXT, num_ranks=2)
+    back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
+    assert run(tmp_path, *SHORT, STAGES, back, name="resumed", text=TEXT, num_ranks=2) == whole
+    assert whole[0]["rng"] != whole[1]["rng"]
+    run(tmp_path, *SHORT, back, name="on one", text=TEXT)
+    # As many ranks that share each sample, but ones that have to draw alike.
+    cut = run(tmp_path, *SHORT, back, "--distributed.tp_size=2", name="in layers", text=TEXT, num_ranks=2)
+    assert cut[0]["rng"] == cut[1]["rng"]
+    forth = f"--checkpoint.restore_from={tmp_path / 'alone' / 'epoch_0_step_2'}"
+    run(tmp_path, *SHORT, forth, STAGES, name="in stages", text=TEXT, num_ranks=2)
+    alone, *others = (lines_of_steps(tmp_path / name / "training.jsonl") for name in
+                      ("alone", "whole", "on one", "in layers", "in stages"))  # fmt: skip
+    for records in others:
+        expected = alone[-len(records) :]
+        for field in ("loss", "grad_norm", "lr"):
+            assert [r[field] for r in records] == pytest.approx([r[field] for r in expected], rel=1e-4)
+        for field in ("step", "samples", "tokens", "label_tokens"):
+            assert [r[field] for r in records] == [r[field] for r in expected]
+    one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
+    assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
+    assert [r["label_tokens"] for r in two] == [r["label_tokens"] for r in one]
+    assert sorted(p.name for p in (tmp_path / "whole/epoch_0_step_4/rng").iterdir()) == [
+        f"rng_global_rank_{rank}.pt" for rank in range(2)
+    ]
+
+
+class OwnLoss(LLMFinetune):
+    """A recipe that computes its loss in its own way."""
+
+    def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
+        return super().micro_batch_loss(micro_batch)
+
+
+def test_what_a_pipeline_cannot_do_is_refused_before_weights_are_made(tmp_path: Path) -> None:
+    deep = failure(tmp_path, "--distributed.pp_size=3", num_ranks=3)
+    assert "a pipeline stage needs a layer of its own" in str(deep)
+    own = failure(tmp_path, STAGES, num_ranks=2, recipe_class=OwnLoss)
+    assert "OwnLoss.micro_batch_loss" in str(own)
+    frozen = failure(tmp_path, STAGES, "--model.freeze=['model.embed_tokens*', 'model.layers.0.*']", num_ranks=2)
+    assert "stage 0 of 2" in str(frozen)
+    assert not (tmp_path / "run").exists()
+
+
+def other_groups() -> str:
+    """Each rank's optimizer puts its parameters into as many groups as its number plus one."""
+    layout = layout_here(pp_size=2)
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layout.rank + 1)))
+    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=0.1)
+    with pytest.raises(RecipeError) as caught:
+        train_together(optimizer, model, layout)
+    return str(caught.value)
+
+
+def test_an_optimizer_with_other_groups_on_another_stage_is_refused() -> None:
+    for text in ranks.run(other_groups, 2):
+        assert "1 groups on stage 0, 2 on stage 1" in text
+
+
+def test_stages_wait_for_each_other_less_with_more_micro_batches() -> None:
+    assert idle_share(1, 1) == 0
+    assert idle_share(4, 2) == pytest.approx(1 / 5)
+    assert idle_share(2, 3) == pytest.approx(1 / 2)
