@@ -43,7 +43,13 @@ from automodel_ckpt.distributed.sizes import choose_strategy
 from automodel_ckpt.distributed.stop import StoppedWaiting
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
-from automodel_ckpt.models.build import base_directory, check_context, checkpoint_activations, freeze
+from automodel_ckpt.models.build import (
+    base_directory,
+    check_context,
+    check_trained_types,
+    checkpoint_activations,
+    freeze,
+)
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.names import names_in_files
@@ -213,6 +219,7 @@ class FinetuneRecipe(Lifecycle):
                 checkpoint_activations(model)
         else:
             freeze(model, [])
+        check_trained_types(model)
         # A cache of keys and values serves generation only; building it in each step costs.
         takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}

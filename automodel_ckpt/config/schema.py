@@ -271,6 +271,12 @@ class DistributedConfig:
             "set pp_size above 1, or leave pp_schedule out",
         ),
         Relation(
+            ("cpu_offload", "backend"),
+            lambda ranks: not ranks.cpu_offload or ranks.backend in (None, "gloo") or "cpu:" in ranks.backend,
+            "with cpu_offload the ranks sum numbers in host memory too, for which this backend has no way",
+            "leave backend out, or set it to cpu:gloo,cuda:nccl",
+        ),
+        Relation(
             ("cp_size", "sequence_parallel"),
             lambda ranks: ranks.cp_size == 1 or not ranks.sequence_parallel,
             "cp_size and sequence_parallel exclude each other: both cut rows along the sequence",

@@ -282,6 +282,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     return num_trainable
 
 
+def check_trained_types(model: nn.Module) -> None:
+    """Raise :class:`RecipeError` where parameters in float16 are to be trained."""
+    short = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if short:
+        raise RecipeError(
+            "float16 needs a loss scaler, without which small gradients and updates vanish; there is none here",
+            where="model.dtype",
+            value=f"{len(short)} parameters in float16 to be trained, the first {short[0]}",
+            remedy="set it to bfloat16, which has float32's range, or to float32; adapters on a base in float16 are "
+            "trained in peft.dtype float32",
+        )
+
+
 def checkpoint_activations(model: Any) -> None:
     """Recompute each layer's activations in the backward pass. :class:`RecipeError` where the model cannot."""
     if not getattr(model, "supports_gradient_checkpointing", False):

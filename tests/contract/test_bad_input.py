@@ -117,6 +117,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("distributed:\n  sequence_parallel: true\n", [], ["set tp_size above 1"]),
     ("", ["--distributed.tp_plan={_target_: transformers.AutoModel}"], ["set tp_size above 1"]),
     ("distributed:\n  cp_size: 2\n  tp_size: 2\n  sequence_parallel: true\n", [], ["both cut rows along the sequence"]),
+    ("distributed:\n  cpu_offload: true\n  backend: nccl\n", [], ["for which this backend has no way", "cpu:gloo"]),
     ("", ["--distributed.cp_size=2", "--nproc-per-node=3"], ["a multiple of 2 ranks"]),
     (
         "distributed:\n  pp_size: 2\n  tp_size: 2\n  sequence_parallel: true\n",
