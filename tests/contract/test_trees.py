@@ -139,7 +139,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (root / case.name).mkdir()
     recipes = [(case, recipe_of(case, root), ranks.free_port()) for case in cases_on(num_ranks)]
     place = "--checkpoint.checkpoint_dir={run}/run"
-    digests = ranks.run(lambda: train_all(recipes, place, "--step_scheduler.local_batch_size=4"), num_ranks,
+    digests = ranks.run(lambda: train_all(recipes, place, "--step_scheduler.local_batch_size=2"), num_ranks,
                         init=False, timeout=LIMIT_SECONDS)  # fmt: skip
     return num_ranks, root, digests
 
@@ -166,7 +166,7 @@ def test_each_goes_on_bit_for_bit_and_on_another_number_of_ranks(trained: Any) -
     options = (
         "--checkpoint.checkpoint_dir={run}/again",
         "--checkpoint.restore_from={run}/run/epoch_0_step_2",
-        "--step_scheduler.local_batch_size=4",
+        "--step_scheduler.local_batch_size=2",
         "--checkpoint.save_consolidated=false",
     )
     again = ranks.run(lambda: train_all(recipes, *options), num_ranks, init=False, timeout=LIMIT_SECONDS)
