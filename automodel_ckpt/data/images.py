@@ -40,7 +40,8 @@ def open_image(value: Any, folder: Path) -> Any:
             return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, AttributeError, Warning, image_module.DecompressionBombError) as error:
         value_shown = source if isinstance(source, Path) else type(value).__name__
-        raise Unlearnable("an image cannot be read", f"{value_shown} ({error})", _REMEDY) from error
+        why = getattr(error, "strerror", None) or error
+        raise Unlearnable("an image cannot be read", f"{value_shown} ({why})", _REMEDY) from error
 
 
 def _source(value: Any, folder: Path) -> Any:

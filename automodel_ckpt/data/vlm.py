@@ -127,6 +127,7 @@ def image_text(
     *options* are further fields of :class:`ImageText`.
     """
     turns, values = _placed(turns_of(conversation), list(images))
+    _refuse_placeholders(turns, template.placeholders)
     text, learnt = template.render(turns)
     if not learnt:
         roles = ", ".join(str(turn["role"]) for turn in turns)
@@ -137,6 +138,12 @@ def image_text(
 @dataclass(frozen=True)
 class ImageChatTemplate(ChatTemplate):
     """A processor's chat template: :attr:`tokenizer` is the processor."""
+
+    @property
+    def placeholders(self) -> set[str]:
+        """The texts that the processor puts an image in the place of."""
+        named = (getattr(self.tokenizer, name, None) for name in ("image_token", "boi_token"))
+        return {token for token in named if isinstance(token, str) and token}
 
     def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the (start, end) characters of what the assistant says in it."""
@@ -182,16 +189,29 @@ def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[s
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
         first["content"] = [*entries, *first["content"]]
     inline = [next((part[key] for key in _INLINE if key in part), None) for part in entries]
-    if sum(value is None for value in inline) != len(images):
+    num_places = sum(value is None for value in inline)
+    if num_places != len(images):
         raise Unlearnable(
             "the images of this conversation do not fit its places for them",
-            f"{sum(value is None for value in inline)} places, {len(images)} images",
+            f"{num_places} place{'' if num_places == 1 else 's'} for {len(images)} "
+            f"image{'' if len(images) == 1 else 's'}",
             'give as many images as there are entries {"type": "image"}, or none of these entries',
         )
     rest = iter(images)
     values = [next(rest) if value is None else value for value in inline]
     bare = [[{"type": "image"} if p.get("type") == "image" else p for p in turn["content"]] for turn in turns]
     return [{**turn, "content": content} for turn, content in zip(turns, bare, strict=True)], values
+
+
+def _refuse_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
+    texts = [str(part.get("text", "")) for turn in turns for part in turn["content"]]
+    found = sorted(token for token in placeholders if any(token in text for text in texts))
+    if found:
+        raise Unlearnable(
+            "a text of this conversation holds what the processor takes for the place of an image",
+            found[0],
+            'leave it out: images come first in their question; or write {"type": "image"} where each belongs',
+        )
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

@@ -189,9 +189,13 @@ def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
 
 
 def _did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
-    leaves = _leaves(wanted)
-    near = difflib.get_close_matches(pattern.rpartition(".")[2], leaves, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}? {_there_are(wanted)}" if near else _there_are(wanted)
+    """Names of layers near to what a pattern holds that no layer has; as a glob where layers lie inside."""
+    leaves, parts = _leaves(wanted), dict.fromkeys(part for name in wanted for part in name.split("."))
+    unknown = [word for word in re.split(r"[^\w-]+", pattern) if word and word not in parts]
+    word = unknown[-1] if unknown else pattern.rpartition(".")[2]
+    near = difflib.get_close_matches(word, [part for part in parts if not part.isdecimal()], n=3, cutoff=0.5)
+    shown = [part if part in leaves else f"*.{part}.*" for part in near]
+    return f"did you mean {' or '.join(shown)}? {_there_are(wanted)}" if near else _there_are(wanted)
 
 
 def _there_are(wanted: Iterable[str]) -> str:

@@ -261,8 +261,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
         pattern: parameters_of(pattern, parameters) if pattern in PARTS else fnmatch.filter(parameters, pattern)
         for pattern in patterns
     }
+    parts = [part for part in PARTS if parameters_of(part, parameters)]
     problems = [
-        Problem("no parameter's name matches", "model.freeze", pattern, _did_you_mean(pattern, set(parameters)))
+        Problem("no parameter's name matches", "model.freeze", pattern, _did_you_mean(pattern, {*parameters, *parts}))
         for pattern, names in matches.items()
         if not names
     ]

@@ -145,14 +145,15 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": one_turn([IMAGE])}, "1 places, 0 images"),
-        ({"messages": one_turn([IMAGE]), "images": ["a.png", "a.png"]}, "1 places, 2 images"),
-        ({"messages": one_turn([{**IMAGE, "image": "gone.png"}])}, "an image cannot be read"),
+        ({"messages": one_turn([IMAGE])}, "1 place for 0 images"),
+        ({"messages": one_turn([IMAGE]), "images": ["a.png", "a.png"]}, "1 place for 2 images"),
+        ({"messages": one_turn("<image>\nWhat is it?"), "images": "a.png"}, "takes for the place of an image"),
+        ({"messages": one_turn([{**IMAGE, "image": "gone.png"}])}, r"gone.png \(No such file or directory\)"),
         ({"messages": one_turn([{**IMAGE, "image": "rows.jsonl"}])}, "an image cannot be read"),
         ({"messages": one_turn([{**IMAGE, "url": "https://example.org/a.png"}])}, "nothing is downloaded"),
         ({"messages": one_turn([{**IMAGE, "image": "a.png"}])[:1]}, "said by the assistant"),
     ],
-    ids=["no image", "too many", "no file", "no picture", "a link", "no answer"],
+    ids=["no image", "too many", "a place in the text", "no file", "no picture", "a link", "no answer"],
 )
 def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
     row: dict[str, Any], message: str, processors: Any, tmp_path: Path

@@ -44,6 +44,8 @@ def test_parts_are_frozen_by_their_names(family: str) -> None:
     freeze(model, ["vision_tower", "projector"])
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == set(parameters_of("language_model", dict(model.named_parameters())))
+    with pytest.raises(RecipeError, match="did you mean vision_tower"):
+        freeze(model, ["vison_tower"])
 
 
 def test_a_part_that_a_language_model_does_not_have_is_refused() -> None:
