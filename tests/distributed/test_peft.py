@@ -15,10 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.recipes.base import Control
-from automodel_ckpt.training.step_scheduler import Due
 from tests.support import ranks
 from tests.support.training import RECIPE, Recipe, steps_of, train, write_recipe
 
@@ -46,20 +43,6 @@ VARIANTS = {
 TOKENS = torch.arange(3, 19).reshape(1, 16)
 
 
-class _Killed(Exception):
-    pass
-
-
-class Interrupted(Recipe):
-    """The run is gone after step 3, which was not saved."""
-
-    def step(self, batch: GlobalBatch, control: Control) -> Due:
-        due = super().step(batch, control)
-        if self.step_scheduler.step == 3:
-            raise _Killed
-        return due
-
-
 class WithLogits(Recipe):
     """At the end rank 0 keeps what the trained model answers."""
 
@@ -82,19 +65,17 @@ def recipe_in(directory: Path) -> Path:
     return write_recipe(directory, TEXT.replace("BASE", str(directory / "base")))
 
 
-def whole_and_interrupted(recipe: Path, ports: list[int], *overrides: str) -> tuple[Any, Any]:
-    """The final digests of a run left alone, and of one that lost its third step and was started again.
+def whole_and_resumed(recipe: Path, ports: list[int], *overrides: str) -> tuple[Any, Any]:
+    """The final digests of a run left alone, and of one that goes on from its second step.
 
     Groups of the same processes one after the other need a port each.
     """
-    places = [f"--checkpoint.checkpoint_dir={recipe.parent / name}" for name in ("whole", "interrupted")]
+    places = [f"--checkpoint.checkpoint_dir={recipe.parent / name}" for name in ("whole", "resumed")]
     os.environ["MASTER_PORT"] = str(ports[0])
     whole = train(recipe, places[0], *SHORT, *overrides, recipe_class=WithLogits)
     os.environ["MASTER_PORT"] = str(ports[1])
-    with pytest.raises(_Killed):
-        train(recipe, places[1], *SHORT, *overrides, recipe_class=Interrupted)
-    os.environ["MASTER_PORT"] = str(ports[2])
-    return whole, train(recipe, places[1], *SHORT, *overrides, recipe_class=Recipe)
+    saved = f"--checkpoint.restore_from={recipe.parent / 'whole' / 'epoch_0_step_2'}"
+    return whole, train(recipe, places[1], saved, *SHORT, *overrides, recipe_class=Recipe)
 
 
 GROUPS = [(1, "single", [*VARIANTS]), (2, "fsdp2", ["lora", "tied embedding"]), (2, "ddp", ["dora"])]
@@ -108,22 +89,23 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directories = {name: root / name for name in names}
     for directory in directories.values():
         directory.mkdir()
-    recipes = {name: (recipe_in(directories[name]), [ranks.free_port() for _ in range(3)]) for name in names}
+    recipes = {name: (recipe_in(directories[name]), [ranks.free_port() for _ in range(2)]) for name in names}
 
     def all_variants() -> list[Any]:
-        common = (f"--distributed.strategy={strategy}", "--step_scheduler.local_batch_size=2")
-        return [whole_and_interrupted(*recipes[name], *common, *VARIANTS[name]) for name in names]
+        common = [f"--distributed.strategy={strategy}", "--step_scheduler.local_batch_size=2"]
+        common += ["--peft.use_rslora"] if strategy == "ddp" else []
+        return [whole_and_resumed(*recipes[name], *common, *VARIANTS[name]) for name in names]
 
     return directories, ranks.run(all_variants, num_ranks, init=False, timeout=150)
 
 
-def test_an_interrupted_run_with_adapters_resumes_bit_for_bit(trained: Any) -> None:
+def test_a_run_with_adapters_resumes_bit_for_bit(trained: Any) -> None:
     directories, digests = trained
     for of_rank in digests:
         for whole, resumed in of_rank:
             assert resumed == whole
     for directory in directories.values():
-        assert steps_of(directory / "interrupted") == steps_of(directory / "whole")
+        assert steps_of(directory / "resumed") == steps_of(directory / "whole")[2:]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call, transformers' warning
@@ -231,6 +213,8 @@ def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refus
     error = alone(recipe, fresh, "--model.from_config.hidden_size=48")
     assert isinstance(error, RecipeError) and "another model stands in the directory of the base" in str(error)
     assert "hidden_size" in str(error)
+    error = alone(recipe, fresh, "--peft.quantize_base=nf4")
+    assert isinstance(error, RecipeError) and "it needs a CUDA device; this is a cpu" in str(error)
 
 
 def test_one_rank_goes_on_with_the_adapters_of_two(tmp_path: Path) -> None:
