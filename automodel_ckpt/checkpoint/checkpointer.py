@@ -18,7 +18,6 @@ import math
 import os
 import pickle
 import shlex
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,19 +37,19 @@ from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_publish import clear_leftovers
 from automodel_ckpt.checkpoint.export_source import BaseMaps
-from automodel_ckpt.checkpoint.failures import RETRY, as_failure
+from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.file_system import overlay_warning, size_text
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan, saved_value
 from automodel_ckpt.checkpoint.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.jobs import FileJob, Job, run_all
-from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.live_state import LiveState, look
 from automodel_ckpt.checkpoint.loading import Loader, shown
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, TreePart, merge_files, merge_tree
+from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, TreePart, merge_files, merge_tree
 from automodel_ckpt.checkpoint.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.placement import Placement
+from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
 from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_for_export
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, whole_of
@@ -63,7 +62,6 @@ from automodel_ckpt.errors import (
     Problem,
     RecipeError,
     SaveFailed,
-    os_problem,
 )
 
 log = logging.getLogger("automodel_ckpt")
@@ -216,18 +214,14 @@ class Checkpointer:
                 value=model_save_format,
                 remedy=f"leave it out: with checkpoint.model_layout {model_layout} the files are safetensors",
             )
-        self.directory = Path(directory)
+        keep = policy.KeepPolicy(keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode)
+        self._run = RunDirectory(Path(directory), keep, best_metric_key)
         self._ranks, self._group = ranks, group
         self.assets = dict(assets or {})
         self._format, self._layout = model_save_format, model_layout
         self._export_when = _export_when(save_consolidated, model_save_format, model_layout)
         self._restore_from = restore_from
         self._save_optimizer = save_optimizer
-        self._metric_key, self._mode = best_metric_key, best_mode
-        self._keep = policy.KeepPolicy(keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode)
-        self._lease: Lease | None = None
-        self._made_directory = False
-        self._removals: list[threading.Thread] = []
         self._verify: Level = verify
         self._allow_missing = frozenset(allow_missing_state)
         self._on_incompatible = on_incompatible
@@ -244,6 +238,11 @@ class Checkpointer:
     def is_leader(self) -> bool:
         return self._ranks.rank == 0
 
+    @property
+    def directory(self) -> Path:
+        """Where checkpoints are saved, as the user wrote it."""
+        return self._run.path
+
     # ---------------------------------------------------------------- before training
 
     def open(self) -> None:
@@ -254,11 +253,11 @@ class Checkpointer:
         """
         with self._failing_together("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_leader:
-                self._hold()
+                self._run.hold()
                 if (warning := overlay_warning(self.directory)) is not None:
                     log.warning("%s", warning)
         with self._failing_together("looking for shared storage", RecipeError):
-            refuse_separate_storage(self.directory.absolute(), self._ranks.rank, self._group)
+            refuse_separate_storage(self._run.root, self._ranks.rank, self._group)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
@@ -503,7 +502,7 @@ class Checkpointer:
 
     def _export_in_background(self, save: _Save) -> None:
         assert self._background is not None
-        path = self.directory.absolute() / str(save.name)
+        path = self._run.root / str(save.name)
         sources = [path / layout.state_directory(name) for name in self.assets]
         try:
             output, said = self._background.export(sources)
@@ -593,9 +592,9 @@ class Checkpointer:
 
     def _reserve(self, snapshot: _Snapshot, name: layout.CheckpointName, nbytes: int) -> str:
         """On the leader: a staging directory for a checkpoint of about so many bytes."""
-        self._hold()
+        self._run.hold()
         self._refuse_what_does_not_fit(Forecast(nbytes, free_bytes(self.directory)))
-        path = commit.reserve(self.directory.absolute(), str(name))
+        path = commit.reserve(self._run.root, str(name))
         for tree in snapshot.trees.values():
             (path / tree.directory).mkdir()
         return str(path)
@@ -692,8 +691,8 @@ class Checkpointer:
 
     def _published(self, save: _Save, manifest: Manifest) -> SaveReport:
         """On the leader: swap the pointers and remove what the keep policy lets go."""
-        self._point(str(save.name))
-        return replace(self._report(save), nbytes=manifest.nbytes, pruned=self._prune(str(save.name)))
+        self._run.point(str(save.name))
+        return replace(self._report(save), nbytes=manifest.nbytes, pruned=self._run.prune(str(save.name)))
 
     def _tree_format(self, name: str, snapshot: _Snapshot, record: StateRecord) -> str:
         if name in snapshot.placements:
@@ -705,71 +704,10 @@ class Checkpointer:
         return {"restore_from": request, "resumed_from": self._resumed_from}
 
     def _set_aside_abandoned(self) -> None:
-        """A run that went back: the checkpoints after the one it resumed from give up their names, once."""
-        if self._resumed_step is None:
-            return
-        step, self._resumed_step = self._resumed_step, None
-        root = self.directory.absolute()
-        abandoned = [name for name in resume.checkpoint_names(root) if name.step > step]
-        if commit.pointed(root, layout.LOWEST_VAL) in {str(name) for name in abandoned}:
-            # A new checkpoint may soon have that name; the best of what is left is looked for after it.
-            commit.unpoint(root, layout.LOWEST_VAL)
-        for name in abandoned:
-            aside = commit.supersede(root, str(name))
-            log.warning("Abandoned checkpoint %s is kept as %s", self.directory / str(name), aside)
-
-    def _point(self, newest: str) -> None:
-        """Swap LATEST, and LOWEST_VAL where another checkpoint is the best of those validated at their own step."""
-        root = self.directory.absolute()
-        try:
-            commit.point(root, layout.LATEST, newest)
-            self._point_to_best(root, newest)
-        except OSError as error:
-            # The checkpoint itself is safe, and the next start mends the pointers.
-            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=RETRY))
-
-    def _point_to_best(self, root: Path, newest: str) -> None:
-        """Mend LOWEST_VAL. Only the newest can have overtaken a best that stands; else all are asked."""
-        before = commit.pointed(root, layout.LOWEST_VAL)
-        standing = self._metric_of(root, before)
-        if standing is not None and policy.is_better(self._metric_of(root, newest), standing, self._mode):
-            best: str | None = newest
-        elif standing is not None:
-            best = before
-        else:
-            record = policy.best(resume.records(root, self._metric_key), self._mode)
-            best = record.name if record else None
-        if best is None:
-            commit.unpoint(root, layout.LOWEST_VAL)
-        elif best != before:
-            commit.point(root, layout.LOWEST_VAL, best)
-
-    def _metric_of(self, root: Path, name: str | None) -> float | None:
-        """What ranks a checkpoint; None where it is gone, damaged, or was not validated at its own step."""
-        if name is None:
-            return None
-        with contextlib.suppress(CheckpointUnusable):
-            summary = Summary.read(root / name)
-            return policy.metric_of(summary.losses, self._metric_key) if summary.validated else None
-        return None
-
-    def _prune(self, just_saved: str) -> tuple[str, ...]:
-        """Remove what the keep policy lets go, in the background: a slow or failed removal never stops training."""
-        root = self.directory.absolute()
-        if self._keep.last is None:
-            return ()
-        try:
-            protected = resume.protected_names(root) | {just_saved}
-            removable = self._keep.removable([*resume.records(root, self._metric_key)], protected)
-        except OSError as error:
-            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
-            return ()
-        withdrawn = {record.name: trash for record in removable if (trash := _withdraw(root / record.name))}
-        if withdrawn:
-            thread = threading.Thread(target=_discard, args=(withdrawn.values(),), name="prune", daemon=True)
-            thread.start()
-            self._removals = [t for t in self._removals if t.is_alive()] + [thread]
-        return tuple(withdrawn)
+        """Once, after a run went back."""
+        if self._resumed_step is not None:
+            step, self._resumed_step = self._resumed_step, None
+            self._run.set_aside_after(step)
 
     def _exports(self, last: bool) -> bool:
         return bool(self.assets) and (self._export_when == "every" or (self._export_when == "final" and last))
@@ -788,7 +726,7 @@ class Checkpointer:
 
     def export_if_missing(self, resumed: Resumed) -> None:
         """The final export of a finished run that was killed before it had one. Called on all ranks."""
-        if self._exports(last=True) and resumed.path.parent == self.directory.absolute():
+        if self._exports(last=True) and resumed.path.parent == self._run.root:
             self._export_once(resumed.path.name)
 
     def export_best(self) -> None:
@@ -796,7 +734,7 @@ class Checkpointer:
 
         Raises :class:`SaveFailed`, the same on all ranks, where that cannot be.
         """
-        name = commit.pointed(self.directory.absolute(), layout.LOWEST_VAL) if self.is_leader else None
+        name = self._run.best() if self.is_leader else None
         if self.is_leader and name is None:
             log.warning("export_best: no checkpoint was validated, so there is no best one")
         self._export_once(name)
@@ -804,7 +742,7 @@ class Checkpointer:
     def _export_once(self, name: str | None) -> None:
         """The leader's *name* counts; nothing happens where it is None or its export is there."""
         self.settle()
-        if name is not None and self.is_exported(self.directory.absolute() / name):
+        if name is not None and self.is_exported(self._run.root / name):
             name = None
         name = agree.broadcast_object(self._group, name)
         parsed = layout.parse_checkpoint_name(name) if name else None
@@ -816,7 +754,7 @@ class Checkpointer:
         from automodel_ckpt.checkpoint.consolidate import consolidate
 
         def export() -> Path | None:
-            places = [self.directory.absolute() / str(name) / layout.state_directory(one) for one in self.assets]
+            places = [self._run.root / str(name) / layout.state_directory(one) for one in self.assets]
             return [consolidate(place, log=log.info).output for place in places][-1] if self.is_leader else None
 
         with self._failing_together(f"exporting {name}; the checkpoint itself is safe", ExportFailed):
@@ -831,7 +769,7 @@ class Checkpointer:
         try:
             for attribute, assets in self.assets.items():
                 export = export_from_memory(
-                    snapshot.trees[attribute], self.directory.absolute() / str(name), assets, snapshot.tied[attribute],
+                    snapshot.trees[attribute], self._run.root / str(name), assets, snapshot.tied[attribute],
                     rank=self._ranks.rank, group=self._group, together=together, log=log.info,
                 )  # fmt: skip
                 report = replace(report, export=export)
@@ -882,7 +820,7 @@ class Checkpointer:
             return None
         path, manifest = found
         if self.is_leader:
-            log.info("Loading checkpoint from %s", self._shown(path))
+            log.info("Loading checkpoint from %s", self._run.shown(path))
         with self._failing_together(f"loading {path.name}", CheckpointUnusable):
             self._refuse_other_base(path)
             Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
@@ -892,7 +830,7 @@ class Checkpointer:
     def _find(self) -> tuple[Path, Manifest] | None:
         """The checkpoint to load, its files compared with its manifest."""
         with self._failing_together("looking for a checkpoint", CheckpointUnusable):
-            request = self._look() if self.is_leader else None
+            request = self._run.candidates(self._restore_from) if self.is_leader else None
         request = agree.broadcast_object(self._group, request)
         assert request is not None
         chosen = self._first_usable(request)
@@ -909,49 +847,19 @@ class Checkpointer:
 
     def _move_to_sibling(self, path: Path, lines: list[str]) -> None:
         """Leave the directory as it is, and take the next one beside it: ``checkpoints.sibling-1``, -2, ..."""
-        before, self.directory = self.directory, layout.sibling(self.directory)
+        before, self._run = self._run, self._run.sibling()
         if self.is_leader:
             message = "THE CHECKPOINTS IN %s ARE OF ANOTHER MODEL and stay as they are: going on in %s. %s differs:%s"
-            log.warning(message, before, self.directory, path.name, shown(lines))
+            log.warning(message, before.path, self.directory, path.name, shown(lines))
         with self._failing_together("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
-            if self._lease is not None:
-                self._lease.release()
-                self._lease, self._made_directory = None, False
+            before.release()
             if self.is_leader:
-                self._hold()
+                self._run.hold()
 
     def _refuse_other_base(self, path: Path) -> None:
         for name, assets in self.assets.items():
             if isinstance(assets, AdapterAssets):
                 assets.refuse_other_base(path, layout.state_directory(name))
-
-    def _hold(self) -> None:
-        """Be the only run that writes here; a directory that vanishes later is not made again."""
-        if self._lease is not None:
-            return
-        root = self.directory.absolute()
-        if not root.is_dir():
-            commit.make_run_directory(root)
-            self._made_directory = True
-        self._lease = Lease(root)
-
-    def _look(self) -> resume.Request:
-        root = self.directory.absolute()
-        if root.is_dir():
-            self._hold()
-            for name in commit.recover(root):
-                log.info("Removed the leftover of an unfinished save: %s", self.directory / name)
-            self._repoint(root)
-        return resume.candidates(root, self._restore_from)
-
-    def _repoint(self, root: Path) -> None:
-        """A run killed between publishing and pointing left the pointers behind."""
-        newest = next(resume.records(root, self._metric_key), None)
-        if newest is None:
-            return
-        if commit.pointed(root, layout.LATEST) != newest.name:
-            commit.point(root, layout.LATEST, newest.name)
-        self._point_to_best(root, newest.name)
 
     def _first_usable(self, request: resume.Request) -> tuple[Path, Manifest] | None:
         refused: list[resume.Refused] = []
@@ -964,7 +872,7 @@ class Checkpointer:
                 resume.Refused(path, name.step if name else None, manifest is not None, True, tuple(problems))
             )
             if self.is_leader:
-                log.warning("Skipping checkpoint %s: %s", self._shown(path), refused[-1].reason())
+                log.warning("Skipping checkpoint %s: %s", self._run.shown(path), refused[-1].reason())
         if not refused:
             return None
         raise CheckpointUnusable(
@@ -986,30 +894,19 @@ class Checkpointer:
         found = [problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs]
         return manifest, list(dict.fromkeys(found))
 
-    def _shown(self, path: Path) -> Path:
-        """A checkpoint's path as the user wrote the run directory."""
-        return self.directory / path.name if path.parent == self.directory.absolute() else path
-
     # ---------------------------------------------------------------- both
 
     def wait(self) -> None:
         """Return when nothing of this rank is under way any more: its share of a save, removals."""
         if self._background is not None:
             self._background.wait()
-        for thread in self._removals:
-            thread.join()
-        self._removals = []
+        self._run.wait()
 
     def close(self) -> None:
         """Wait, then let the next run have the directory."""
         self.wait()
         self._end_background()
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
-        if self._made_directory:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.directory)  # only where nothing came into it
+        self._run.release()
 
     @contextlib.contextmanager
     def _failing_together(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> Iterator[None]:
@@ -1022,14 +919,6 @@ class Checkpointer:
         agree.all_or_nothing(self._group, failure)
 
 
-def _withdraw(path: Path) -> Path | None:
-    try:
-        return commit.withdraw(path)
-    except OSError as error:
-        log.warning("%s", os_problem(error, f"could not remove {path.name}", remedy="it is tried again after a save"))
-        return None
-
-
 def _on_cuda(state: Mapping[str, Any]) -> bool:
     modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
     return any(parameter.is_cuda for module in modules for parameter in module.parameters())
@@ -1038,11 +927,6 @@ def _on_cuda(state: Mapping[str, Any]) -> bool:
 def _buffers(items: Iterable[Item]) -> set[int]:
     """The addresses of modules' tensors that a forward pass may change."""
     return {buffer.data_ptr() for item in items if item.kind == "module" for buffer in item.value.buffers()}
-
-
-def _discard(paths: Iterable[Path]) -> None:
-    for path in paths:
-        commit.discard(path)
 
 
 def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:

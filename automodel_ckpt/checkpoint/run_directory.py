@@ -1,0 +1,174 @@
+"""A run's directory: who holds it, where its pointers point, which of its checkpoints stay.
+
+Only the leader writes here; nothing in this file talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout, policy, resume
+from automodel_ckpt.checkpoint.failures import RETRY
+from automodel_ckpt.checkpoint.lease import Lease
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.errors import CheckpointUnusable, os_problem
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class RunDirectory:
+    """The directory *path* (as the user wrote it, for messages), kept by *keep* and ranked by *metric_key*."""
+
+    def __init__(self, path: Path, keep: policy.KeepPolicy, metric_key: str) -> None:
+        self.path = path
+        self._keep, self._metric_key = keep, metric_key
+        self._lease: Lease | None = None
+        self._made = False
+        self._removals: list[threading.Thread] = []
+
+    @property
+    def root(self) -> Path:
+        """The same, absolute."""
+        return self.path.absolute()
+
+    def shown(self, checkpoint: Path) -> Path:
+        """A checkpoint's path as the user wrote the run directory."""
+        return self.path / checkpoint.name if checkpoint.parent == self.root else checkpoint
+
+    def sibling(self) -> RunDirectory:
+        """The one beside it for another model's checkpoints."""
+        return RunDirectory(layout.sibling(self.path), self._keep, self._metric_key)
+
+    # ---------------------------------------------------------------- who writes here
+
+    def hold(self) -> None:
+        """Be the only run that writes here; a directory that vanishes later is not made again.
+
+        Raises :class:`RecipeError` where another live run holds it, OSError where it cannot be written.
+        """
+        if self._lease is not None:
+            return
+        if not self.root.is_dir():
+            commit.make_run_directory(self.root)
+            self._made = True
+        self._lease = Lease(self.root)
+
+    def release(self) -> None:
+        """Let the next run have it; one that was made here and is empty goes."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        if self._made:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.root)  # only where nothing came into it
+
+    # ---------------------------------------------------------------- pointers
+
+    def candidates(self, restore_from: str | None) -> resume.Request:
+        """What a run may resume from, once leftovers are gone and pointers mended."""
+        if self.root.is_dir():
+            self.hold()
+            for name in commit.recover(self.root):
+                log.info("Removed the leftover of an unfinished save: %s", self.path / name)
+            self._mend_pointers()
+        return resume.candidates(self.root, restore_from)
+
+    def best(self) -> str | None:
+        """The name of the checkpoint that LOWEST_VAL points to."""
+        return commit.pointed(self.root, layout.LOWEST_VAL)
+
+    def point(self, newest: str) -> None:
+        """Swap LATEST, and LOWEST_VAL where another checkpoint is the best of those validated at their own step."""
+        try:
+            commit.point(self.root, layout.LATEST, newest)
+            self._point_to_best(newest)
+        except OSError as error:
+            # The checkpoint itself is safe, and the next start mends the pointers.
+            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=RETRY))
+
+    def _mend_pointers(self) -> None:
+        """A run killed between publishing and pointing left them behind."""
+        newest = next(resume.records(self.root, self._metric_key), None)
+        if newest is None:
+            return
+        if commit.pointed(self.root, layout.LATEST) != newest.name:
+            commit.point(self.root, layout.LATEST, newest.name)
+        self._point_to_best(newest.name)
+
+    def _point_to_best(self, newest: str) -> None:
+        """Mend LOWEST_VAL. Only the newest can have overtaken a best that stands; else all are asked."""
+        before, mode = self.best(), self._keep.mode
+        standing = self._metric_of(before)
+        if standing is not None and policy.is_better(self._metric_of(newest), standing, mode):
+            best: str | None = newest
+        elif standing is not None:
+            best = before
+        else:
+            record = policy.best(resume.records(self.root, self._metric_key), mode)
+            best = record.name if record else None
+        if best is None:
+            commit.unpoint(self.root, layout.LOWEST_VAL)
+        elif best != before:
+            commit.point(self.root, layout.LOWEST_VAL, best)
+
+    def _metric_of(self, name: str | None) -> float | None:
+        """What ranks a checkpoint; None where it is gone, damaged, or was not validated at its own step."""
+        if name is None:
+            return None
+        with contextlib.suppress(CheckpointUnusable):
+            summary = Summary.read(self.root / name)
+            return policy.metric_of(summary.losses, self._metric_key) if summary.validated else None
+        return None
+
+    # ---------------------------------------------------------------- what stays
+
+    def set_aside_after(self, step: int) -> None:
+        """Of a run that went back to *step*: the checkpoints after it give up their names."""
+        abandoned = [name for name in resume.checkpoint_names(self.root) if name.step > step]
+        if self.best() in {str(name) for name in abandoned}:
+            # A new checkpoint may soon have that name; the best of what is left is looked for after it.
+            commit.unpoint(self.root, layout.LOWEST_VAL)
+        for name in abandoned:
+            aside = commit.supersede(self.root, str(name))
+            log.warning("Abandoned checkpoint %s is kept as %s", self.path / str(name), aside)
+
+    def prune(self, just_saved: str) -> tuple[str, ...]:
+        """Remove what the keep policy lets go, in the background: a slow or failed removal never stops training."""
+        if self._keep.last is None:
+            return ()
+        try:
+            protected = resume.protected_names(self.root) | {just_saved}
+            removable = self._keep.removable([*resume.records(self.root, self._metric_key)], protected)
+        except OSError as error:
+            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
+            return ()
+        withdrawn = {record.name: trash for record in removable if (trash := _withdraw(self.root / record.name))}
+        if withdrawn:
+            thread = threading.Thread(target=_discard, args=(withdrawn.values(),), name="prune", daemon=True)
+            thread.start()
+            self._removals = [t for t in self._removals if t.is_alive()] + [thread]
+        return tuple(withdrawn)
+
+    def wait(self) -> None:
+        """Return when no removal is under way."""
+        for thread in self._removals:
+            thread.join()
+        self._removals = []
+
+
+def _withdraw(path: Path) -> Path | None:
+    try:
+        return commit.withdraw(path)
+    except OSError as error:
+        log.warning("%s", os_problem(error, f"could not remove {path.name}", remedy="it is tried again after a save"))
+        return None
+
+
+def _discard(paths: Iterable[Path]) -> None:
+    for path in paths:
+        commit.discard(path)
