@@ -50,6 +50,9 @@ bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them,
 bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: a quarter of an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loop --docs $(BENCH_ARGS)
 
+bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: three minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loss_head --docs $(BENCH_ARGS)
+
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \

@@ -40,10 +40,9 @@ from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from tools.bench_checkpoint import model_of
+from tools.bench_report import write_block
 from tools.bench_rounds import machine, parse_size
 
-PAGE = Path(__file__).parent.parent / "docs/performance.md"
-BEGIN, END = "<!-- bench-async: begin -->", "<!-- bench-async: end -->"
 NUM_ALONE = 10
 BYTES_PER_WEIGHT = 2 + 2 + 2
 """bf16 weights and AdamW's two moments of them."""
@@ -279,15 +278,6 @@ def _line(row: Row, copies: list[float]) -> str:
     return f"| {name} | {stall:.2f} | {statistics.median(row.steps):.2f} | {statistics.median(row.lost):.1f} |"
 
 
-def write_page(block: str, page: Path = PAGE) -> None:
-    """Put the tables between the page's markers."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default="512M", help="bytes of a rank's state: 64M, 512M (default)")
@@ -303,7 +293,7 @@ def main() -> None:
     block = as_markdown(results, arguments.runs)
     print(block)
     if arguments.docs:
-        write_page(block)
+        write_block("bench-async", block)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tools.bench_report import PAGE
+from tools.bench_report import write_block
 from tools.bench_rounds import ROOT, machine
 from tools.bench_startup import first_step_seconds
 
-BEGIN, END = "<!-- bench-loop: begin -->", "<!-- bench-loop: end -->"
 WARM_UP = 5
 """Steps that are not counted."""
 
@@ -373,15 +372,6 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def write_page(results: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Put the tables between this bench's markers in the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{as_markdown(results)}\n{END}{after}")
-
-
 def run_all(sizes: list[str], num_rounds: int, num_steps: int) -> dict[str, Any]:
     """Everything; the first round of one process warms caches and is not counted."""
     tables, also = {}, {}
@@ -433,7 +423,7 @@ def main() -> int:
         results = run_all(given.sizes, given.rounds, given.steps)
         print(as_markdown(results))
         if given.docs:
-            write_page(results)
+            write_block("bench-loop", as_markdown(results))
     return 0
 
 

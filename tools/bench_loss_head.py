@@ -1,8 +1,9 @@
 """Time and added memory of the loss head beside the full logits, forward and backward, at a large vocabulary.
 
-    python tools/bench_loss_head.py [--vocabulary 128000] [--hidden 512] [--tokens 2048] [--rounds 3]
+    python -m tools.bench_loss_head [--vocabulary 128000] [--hidden 512] [--tokens 2048] [--rounds 3] [--docs]
 
-Each measurement is a process of its own; the ways take turns, and the medians are compared.
+Each measurement is a process of its own; the ways take turns, and the medians of the ratios within a round count.
+``--docs`` writes the figures to docs/performance.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ import sys
 import time
 from pathlib import Path
 
+from tools.bench_report import write_block
+from tools.bench_rounds import ROOT, machine
+
 WAYS = ("full", "chunks")
 PARTS = (1.0, 0.2)
+Found = dict[tuple[str, float], list[dict[str, float]]]
+"""(way, part of the positions with a label) -> the figures of each round."""
 
 
 def measure(way: str, labelled: float, vocabulary: int, hidden: int, tokens: int) -> dict[str, float]:
@@ -57,39 +63,56 @@ def _memory(field: str) -> float:
 
 
 def main() -> None:
-    """Measure and print the figures as a table and the ratios as JSON."""
+    """Measure and print the figures as a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("vocabulary", 128_000), ("hidden", 512), ("tokens", 2048), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--docs", action="store_true", help="write the figures to docs/performance.md")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sizes = (given.vocabulary, given.hidden, given.tokens)
     if given.one:
         print(json.dumps(measure(given.one[0], float(given.one[1]), *sizes)))
         return
-    found: dict[tuple[str, float], list[dict[str, float]]] = {(way, part): [] for part in PARTS for way in WAYS}
+    found: Found = {(way, part): [] for part in PARTS for way in WAYS}
     for _ in range(given.rounds):
         for way, part in found:
             found[way, part].append(_in_a_process(way, part))
-    report({key: {n: statistics.median(r[n] for r in runs) for n in runs[0]} for key, runs in found.items()})
+    block = as_markdown(found, *sizes)
+    print(block)
+    if given.docs:
+        write_block("bench-loss-head", block)
 
 
 def _in_a_process(way: str, part: float) -> dict[str, float]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", way, str(part)]
-    answer: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    command = [sys.executable, "-m", "tools.bench_loss_head", *sys.argv[1:], "--one", way, str(part)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
+    answer: dict[str, float] = json.loads(done.stdout)
     return answer
 
 
-def report(medians: dict[tuple[str, float], dict[str, float]]) -> None:
-    """Print the table, and one line of ratios to the full head of the same labels."""
-    for (way, part), value in medians.items():
-        print(f"{way:7} {part:4.0%} labels: {value['seconds']:6.2f} s {value['megabytes']:7.0f} MB")
-    ratios = {
-        f"{name} at {part:.0%}": round(medians["chunks", part][name] / medians["full", part][name], 3)
-        for part in PARTS
-        for name in ("seconds", "megabytes")
-    }
-    print(json.dumps(ratios))
+def as_markdown(found: Found, vocabulary: int, hidden: int, tokens: int) -> str:
+    """The generated part of docs/performance.md."""
+    where = machine()
+    head = (
+        f"{where['cores']} cores ({where['processor']}), {where['kernel']}, {where['date']}; one thread. {tokens} "
+        f"tokens of width {hidden}, a vocabulary of {vocabulary:,}, float32, forward and backward; memory beyond the "
+        "layer's own."
+    )
+    table = ["| | labels | seconds | ratio | MB | ratio |", "|---|---:|---:|---:|---:|---:|"]
+    for (way, part), runs in found.items():
+        seconds, ratio, megabytes, part_of = (
+            statistics.median(values)
+            for name in ("seconds", "megabytes")
+            for values in ([run[name] for run in runs], _ratios(runs, found["full", part], name))
+        )
+        named = "full logits" if way == "full" else "**ours**"
+        table.append(f"| {named} | {part:.0%} | {seconds:.2f} | {ratio:.2f} | {megabytes:.0f} | {part_of:.2f} |")
+    return "\n".join([head, "", *table])
+
+
+def _ratios(runs: list[dict[str, float]], base: list[dict[str, float]], name: str) -> list[float]:
+    return [run[name] / other[name] for run, other in zip(runs, base, strict=True)]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from tools.bench_rounds import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOT = ROOT / "docs" / "performance.png"
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 _OURS, _OTHERS = "#1f6fb4", "#b0b0b0"
 
 
@@ -54,13 +53,18 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def write_page(results: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the tables between the page's markers; the rest of the page is written by people."""
-    text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    """Put the tables into the page."""
+    write_block("bench", as_markdown(results), page)
+
+
+def write_block(name: str, block: str, page: Path = PAGE) -> None:
+    """Put what a bench found between its markers in the page; the rest of the page is written by people."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{as_markdown(results)}\n{END}{after}")
+        raise SystemExit(f"{page} lacks the lines {begin} and {end}")
+    page.write_text(f"{before}{begin}\n{block}\n{end}{after}")
 
 
 def write_plot(results: dict[str, Any], path: Path = PLOT) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools import bench_report
+from tools import bench_loss_head, bench_report
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 
 
@@ -51,7 +51,7 @@ def test_the_tables_go_between_the_markers_of_the_page(tmp_path: Path) -> None:
         bench_report.write_page(results(), page)
     text = page.read_text()
     assert text.count("| **ours** | 1.00 | 2.00 |") == 8 and "| ours | 12 |" in text
-    assert text.startswith("# Performance") and text.count(bench_report.END) == 1
+    assert text.startswith("# Performance") and text.count("<!-- bench: end -->") == 1
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="lacks the lines"):
         bench_report.write_page(results(), page)
@@ -62,6 +62,21 @@ def test_the_plot_is_a_small_picture(tmp_path: Path) -> None:
     bench_report.write_plot(results(), tmp_path / "plot.png")
     data = (tmp_path / "plot.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) < 100_000
+
+
+def test_the_loss_heads_ratios_are_medians_over_rounds_beside_full_logits_of_the_same_labels() -> None:
+    full, ours = bench_loss_head.measure("full", 0.5, 64, 8, 16), {"seconds": 1.0, "megabytes": 2.0}
+    assert full.keys() == ours.keys() and full["seconds"] > 0
+    twice = {name: 2 * value for name, value in ours.items()}
+    found = {
+        (way, part): [ours, twice if way == "full" else ours, ours] for part in (1.0, 0.2) for way in ("full", "chunks")
+    }
+    found["chunks", 0.2] = [{"seconds": 0.25, "megabytes": 0.5}] * 3
+    table = bench_loss_head.as_markdown(found, 128_000, 512, 2048).splitlines()[-4:]
+    assert table[1:4:2] == [
+        "| **ours** | 100% | 1.00 | 1.00 | 2 | 1.00 |",
+        "| **ours** | 20% | 0.25 | 0.25 | 0 | 0.25 |",
+    ]
 
 
 @pytest.mark.slow
