@@ -137,12 +137,11 @@ class RowLayout:
         if "position_ids" in batch and not self.one_row:
             return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
-        rows, length = self._cheapest(lengths, batch["labels"].shape[1])
-        if rows is None:
+        if not self.one_row and sum(lengths) == batch["labels"].numel():
             # A mask that hides nothing costs the model a look at it in each pass.
-            is_padded = sum(lengths) < batch["labels"].numel()
-            return {name: tensor for name, tensor in batch.items() if is_padded or name != "attention_mask"}
-        return _laid_out(batch, rows, length)
+            return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        rows, length = self._cheapest(lengths, batch["labels"].shape[1])
+        return dict(batch) if rows is None else _laid_out(batch, rows, length)
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:
         """(numbers of the samples in each row or None for a row each, row length)."""

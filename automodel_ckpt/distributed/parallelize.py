@@ -177,14 +177,19 @@ def clip_gradients(
     sharded = any(isinstance(g, DTensor) for g in gradients)
     here = [id(parameter) not in counted_elsewhere for parameter in trained]
     counted = [part for part, g, mine in zip(local, gradients, here, strict=True) if mine and _counts(g, sharded)]
-    norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0)
-    square = norms.double().square().sum().to(local[0].device if local else "cpu")
+    norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0, device=_device_of(local))
+    total = torch.linalg.vector_norm(norms, dtype=torch.float64)
     if sharded or in_stages:
-        dist.all_reduce(square)
-    norm = float(square.sqrt().item())
+        dist.all_reduce(total.square_())
+        total.sqrt_()
+    norm: float = total.item()
     if limit is not None and norm > limit:
         torch._foreach_mul_(local, limit / (norm + 1e-6))
     return norm
+
+
+def _device_of(tensors: list[torch.Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
