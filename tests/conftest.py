@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.command_server import CommandServer
+
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 # Set before any test module imports torch or transformers; pytest-xdist's workers inherit the directory.
@@ -44,6 +46,13 @@ def _hypothesis_profile() -> None:
 
     settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
     settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    """Commands without the time of their imports."""
+    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

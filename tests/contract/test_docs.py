@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,12 +47,6 @@ def prepare(page: Path, directory: Path) -> None:
 
 def link_examples(place: Path) -> None:
     place.symlink_to(ROOT / "examples")
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
-    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
-        yield server
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import pytest
 
 from automodel_ckpt.cli.dry_run import kept_at_once
 from automodel_ckpt.cli.train import main
+from tests.support.command_server import CommandServer
 
 RECIPE = """
 model:
@@ -22,7 +21,7 @@ model:
      num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
 tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 4096}
 dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 256}
-step_scheduler: {global_batch_size: 16, local_batch_size: 8, max_steps: 2}
+step_scheduler: {global_batch_size: 8, local_batch_size: 8, max_steps: 2}
 """
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -34,9 +33,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def command(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "automodel_ckpt.cli.train", *words], capture_output=True, text=True,
-                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+def command(commands: CommandServer, *words: str) -> str:
+    done = commands.run("ckpt-train", *words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -47,10 +45,12 @@ def foretold(pattern: str, report: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def test_memory_and_size_are_what_training_then_takes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = command("--dry-run", "recipe.yaml")
+def test_memory_and_size_are_what_training_then_takes(
+    recipe: Path, commands: CommandServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = command(commands, "--dry-run", "recipe.yaml")
     assert not Path("checkpoints").exists()
-    command("recipe.yaml", "--checkpoint.save_consolidated", "false")
+    command(commands, "recipe.yaml", "--checkpoint.save_consolidated", "false")
     lines = [json.loads(line) for line in Path("checkpoints/training.jsonl").read_text().splitlines()]
     measured = max(line["mem"] for line in lines if "mem" in line)
     assert foretold("about SIZE per rank", report) == pytest.approx(measured, rel=0.25)

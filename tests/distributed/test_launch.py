@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.command_server import CommandServer
 from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -21,19 +23,29 @@ FAKE = "tests.support.fake_train"
 DISK_FULL = "cannot write\n  where:  shard\n  value:  ENOSPC\n  remedy: make room"
 
 
+Popen = Callable[..., subprocess.Popen[str]]
+
+
+def fresh(name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+    """With an interpreter of its own, which first has to import."""
+    return subprocess.Popen([sys.executable, *words], text=True, **options)
+
+
 class Command:
     """A started command, and what it left."""
 
-    def __init__(self, notes: Path, words: list[str], variables: dict[str, str]) -> None:
+    def __init__(self, popen: Popen, notes: Path, words: list[str], variables: dict[str, str]) -> None:
         self.notes = notes
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
-        self.process = subprocess.Popen(
-            [sys.executable, *words, "--notes", str(notes)],
+        self.process = popen(
+            "python",
+            *words,
+            "--notes",
+            str(notes),
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             start_new_session=True,
         )
         self.code: int | None = None
@@ -74,17 +86,22 @@ def is_alive(pid: int) -> bool:
 class Start:
     """Starts commands whose ranks write their notes into one directory."""
 
-    def __init__(self, notes: Path) -> None:
+    def __init__(self, notes: Path, popen: Popen) -> None:
         self.notes = notes
+        self.popen = popen
         self.commands: list[Command] = []
 
     def __call__(self, case: str, *flags: str, ranks: int = 2, **variables: str) -> Command:
         number = ["--nproc-per-node", str(ranks)] if ranks else []
-        return self._begin(["-m", FAKE, case, *flags, *number], variables)
+        return self._begin(self.popen, ["-m", FAKE, case, *flags, *number], variables)
+
+    def fresh(self, case: str) -> Command:
+        """Two ranks, in a process that has yet to import what they need."""
+        return self._begin(fresh, ["-m", FAKE, case, "--nproc-per-node", "2"], {})
 
     def torchrun(self, case: str) -> Command:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", FAKE, case]
-        return self._begin(words, {"OMP_NUM_THREADS": "1"})
+        return self._begin(fresh, words, {"OMP_NUM_THREADS": "1"})
 
     def srun(self, case: str) -> list[Command]:
         """What srun would start for two tasks on one node."""
@@ -92,14 +109,14 @@ class Start:
         tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in (0, 1)]
         return [self(case, ranks=0, **step, **task) for task in tasks]
 
-    def _begin(self, words: list[str], variables: dict[str, str]) -> Command:
-        self.commands.append(Command(self.notes, words, variables))
+    def _begin(self, popen: Popen, words: list[str], variables: dict[str, str]) -> Command:
+        self.commands.append(Command(popen, self.notes, words, variables))
         return self.commands[-1]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    start = Start(tmp_path)
+def start(tmp_path: Path, commands: CommandServer) -> Iterator[Start]:
+    start = Start(tmp_path, commands.popen)
     yield start
     for command in start.commands:
         if command.code is None:
@@ -109,7 +126,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_two_ranks_that_finish_say_nothing_but_their_own_words(start: Start) -> None:
-    done = start("ok").wait()
+    done = start.fresh("ok").wait()
     assert (done.code, done.err) == (0, "")
     assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
     assert done.note("closed_0") == done.note("closed_1") == [""]
@@ -272,7 +289,7 @@ def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
 
 
 def test_a_signal_before_the_ranks_start_is_not_lost(start: Start) -> None:
-    command = start("train_until_stopped")
+    command = start.fresh("train_until_stopped")
     wait_until(lambda: catches(command.process.pid, signal.SIGUSR1), 20)
     command.process.send_signal(signal.SIGUSR1)
     done = command.wait(30)

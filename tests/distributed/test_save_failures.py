@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from automodel_ckpt.checkpoint import Manifest, commit
 from automodel_ckpt.checkpoint.verify import verify
+from tests.support.command_server import CommandServer
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 
@@ -28,17 +29,29 @@ def small_disk(tmp_path: Path) -> object:
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable, "-m", "automodel_ckpt.cli.train", str(RECIPE), "--checkpoint.checkpoint_dir", str(directory),
-        "--step_scheduler.max_steps", "8", "--step_scheduler.ckpt_every_steps", "2", "--validation_dataset", "null",
-        "--checkpoint.save_consolidated", "false", *overrides,
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "NO_COLOR": "1"})
+class Train(Protocol):
+    def __call__(self, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def train(commands: CommandServer) -> Train:
+    """Eight steps in a directory, with a save after every second one."""
+
+    def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+        words = [
+            "ckpt-train", str(RECIPE), "--checkpoint.checkpoint_dir", str(directory), "--step_scheduler.max_steps", "8",
+            "--step_scheduler.ckpt_every_steps", "2", "--validation_dataset", "null",
+            "--checkpoint.save_consolidated", "false", *overrides,
+        ]  # fmt: skip
+        return commands.run(*words, env={**os.environ, "NO_COLOR": "1"})
+
+    return run
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_full_disk_ends_the_run_with_code_4_and_leaves_the_checkpoints_before(small_disk: Path, ranks: str) -> None:
+def test_a_full_disk_ends_the_run_with_code_4_and_leaves_the_checkpoints_before(
+    small_disk: Path, train: Train, ranks: str
+) -> None:
     ended = train(small_disk, "--nproc-per-node", ranks)
     assert ended.returncode == 4, ended.stderr
     assert ended.stderr.count("does not fit on the disk") == 1 and "are free" in ended.stderr
@@ -49,7 +62,7 @@ def test_a_full_disk_ends_the_run_with_code_4_and_leaves_the_checkpoints_before(
     assert [path.name for path in small_disk.iterdir() if path.name.startswith(".")] == []
 
 
-def test_with_continue_training_goes_on_and_the_exit_code_tells(small_disk: Path) -> None:
+def test_with_continue_training_goes_on_and_the_exit_code_tells(small_disk: Path, train: Train) -> None:
     ended = train(small_disk, "--checkpoint.on_save_failure", "continue")
     assert ended.returncode == 4, ended.stderr
     assert "training goes on" in ended.stderr
@@ -57,13 +70,15 @@ def test_with_continue_training_goes_on_and_the_exit_code_tells(small_disk: Path
     assert max(steps) == 8
 
 
-def test_with_continue_a_later_save_that_succeeds_clears_the_code(small_disk: Path) -> None:
+def test_with_continue_a_later_save_that_succeeds_clears_the_code(small_disk: Path, train: Train) -> None:
     ended = train(small_disk, "--checkpoint.on_save_failure", "continue", "--checkpoint.keep_last", "1")
     assert ended.returncode == 0, ended.stderr
     assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_8"
 
 
-def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for(tmp_path: Path) -> None:
+def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for(
+    tmp_path: Path, train: Train
+) -> None:
     run = tmp_path / "run"
     few = "{_target_: automodel_ckpt.data.python_docs.language_modeling, max_samples: 4}"
     worst = ["--checkpoint.best_metric_key", "train_loss", "--checkpoint.best_mode", "max"]
@@ -76,7 +91,7 @@ def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export
     assert (run / "LATEST/model/consolidated/config.json").is_file()
 
 
-def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(train: Train) -> None:
     for place in (Path("/proc/x"), Path("/dev/null/x")):
         ended = train(place, "--nproc-per-node", "2")
         assert ended.returncode == 2, ended.stderr

@@ -1,14 +1,20 @@
-"""Commands that start at once: one process imports torch and transformers, and forks for each ``ckpt-train``.
+"""Commands that start at once: one process imports torch and transformers, and forks for each of them.
 
-    with CommandServer(directory) as commands: ...    # commands.bin holds `ckpt-train` and `python` for a PATH
+Tests that run many short trainings as a user would spare the imports of each. A command has its own process,
+environment, directory and standard streams; only the modules are shared with the server, as the launcher shares its
+with the ranks. There are two ways to start one:
 
-Tests that run many short trainings as a user would type them spare the imports of each. A command has its own
-process, environment, directory and standard streams; only the modules are shared with the server, as the launcher
-shares its with the ranks. `python` takes a script file; with other arguments it is the real one.
+    commands.run("ckpt-train", "recipe.yaml", cwd=directory)    # like subprocess.run; so popen is like Popen
+    PATH=f"{commands.bin}:..."                                  # holds `ckpt-train` and `python` for shell scripts
+
+``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import inspect
 import json
 import os
 import runpy
@@ -18,16 +24,20 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+PR_SET_CHILD_SUBREAPER = 36
 SHIM = """#!{python} -IS
 import json, os, socket, sys
 if {name!r} == "python" and not sys.argv[1:2][0].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({place!r})
-    request = {{"name": {name!r}, "words": sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
+    request = {{"words": [{name!r}, *sys.argv[1:]], "cwd": os.getcwd(), "environment": dict(os.environ)}}
     socket.send_fds(server, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
     sys.exit(int(server.recv(8)))
 """
@@ -59,14 +69,71 @@ class CommandServer:
         self._process.kill()
         self._process.wait()
 
+    def popen(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """``subprocess.Popen``, forked by the server and yet a child of this process; text streams."""
+        return _Forked(self._place, list(words), text=True, **options)
+
+    def run(self, *words: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+        """``subprocess.run`` with its output captured."""
+        process = self.popen(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+            process.wait()
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+class _Forked(subprocess.Popen[str]):
+    def __init__(self, place: Path, words: list[str], **options: Any) -> None:
+        self._place = place
+        super().__init__(words, **options)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        request = {
+            "words": given["args"], "cwd": str(given["cwd"] or os.getcwd()), "adopted": True,
+            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "new_session": given["start_new_session"],
+        }  # fmt: skip
+        with adopting(), socket.socket(socket.AF_UNIX) as server:
+            server.connect(str(self._place))
+            descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
+            socket.send_fds(server, [json.dumps(request).encode() + b"\n"], descriptors)
+            self.pid = int(server.recv(16))
+            while parent_of(self.pid) != os.getpid():
+                time.sleep(0.001)
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Become the parent of processes further down whose own parent ends."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
 
 def serve(place: str) -> None:
-    import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import automodel_ckpt.cli.train
+    import automodel_ckpt.data.python_docs
     import automodel_ckpt.recipes.llm_finetune  # noqa: F401
 
+    get_checkpoint_conversion_mapping("llama")
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place + ".new")
@@ -90,27 +157,25 @@ def answer(connection: socket.socket) -> None:
     if child == 0:
         connection.close()
         os._exit(run(request, descriptors))
+    if request.get("adopted"):
+        connection.sendall(str(child).encode())
+        os._exit(0)
     _, status = os.waitpid(child, 0)
     connection.sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
     os._exit(0)
 
 
-def run(request: dict[str, object], descriptors: list[int]) -> int:
+def run(request: dict[str, Any], descriptors: list[int]) -> int:
+    if request.get("new_session"):
+        os.setsid()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     os.closerange(3, 64)
-    os.chdir(str(request["cwd"]))
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request["environment"])  # type: ignore[call-overload]
-    words = list(request["words"])  # type: ignore[call-overload]
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
-    code = 0
+    os.environ.update(request["environment"])
     try:
-        if request["name"] == "python":
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
-        else:
-            code = sys.modules["automodel_ckpt.cli.train"].main(words)
+        code = main(request["words"])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -119,6 +184,22 @@ def run(request: dict[str, object], descriptors: list[int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def main(words: list[str]) -> int:
+    """Do what the command would; its exit code."""
+    is_module = words[1] == "-m"
+    first = os.getcwd() if is_module else os.path.dirname(words[1] if words[0] == "python" else sys.executable)
+    sys.path[0] = os.path.abspath(first)
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    if words[0] == "ckpt-train":
+        return int(sys.modules["automodel_ckpt.cli.train"].main(words[1:]))
+    sys.argv = words[2:] if is_module else words[1:]
+    if is_module:
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[1], run_name="__main__")
+    return 0
 
 
 if __name__ == "__main__":

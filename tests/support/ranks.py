@@ -9,6 +9,7 @@ stands; it reads its rank from ``dist.get_rank()``. What it returns must be pick
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -145,6 +146,7 @@ def _rank(
     sender: Connection,
 ) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's is the parent's
+    gc.freeze()  # or each full collection would search what the parent has, and copy its pages
     os.environ.update(environment)
     torch.set_num_threads(1)
     outcome = Outcome(exitcode=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
@@ -19,6 +21,11 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control, FinetuneRecipe
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.step_scheduler import Due
+
+# What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, and some imports.
+importlib.import_module("transformers.models.llama.modeling_llama")
+importlib.import_module("automodel_ckpt.data.python_docs")
+get_checkpoint_conversion_mapping("llama")
 
 RECIPE = """
 seed: 7

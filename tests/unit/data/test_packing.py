@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout, best_fit_decreasing, longest_sample
-from automodel_ckpt.data.python_docs import docstring_pairs, train_tokenizer
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import Stream
 
@@ -45,13 +43,6 @@ def test_each_item_is_in_one_pack_and_no_pack_overflows(lengths: list[int], size
 def test_an_item_goes_to_the_fullest_pack_with_room() -> None:
     assert best_fit_decreasing([7, 6, 4, 3, 3], 10) == [[0, 3], [1, 2], [4]]
     assert best_fit_decreasing([5, 8, 2, 5], 10) == [[1, 2], [0, 3]]
-
-
-def test_docstring_pairs_waste_less_than_a_hundredth(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path))
-    packed = PackedDataset(docstring_pairs(train_tokenizer(400), seq_length=256), 1024)
-    assert len(packed) > 500
-    assert 0 <= packed.waste < 0.01
 
 
 def test_positions_start_over_and_first_tokens_have_no_label() -> None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from automodel_ckpt.data import python_docs
+from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.python_docs import docstring_pairs, language_modeling, train_tokenizer
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
@@ -127,6 +128,12 @@ def test_a_pair_asks_for_a_docstring_and_labels_only_that(tokenizer: Any, pairs:
     assert found["class pathlib.PurePath(object):\n"].startswith("Base class for manipulating paths")
     assert all(len(pairs[i]["input_ids"]) <= 96 for i in range(len(pairs)))
     assert sum(completion.endswith("</s>") for completion in found.values()) > 1000
+
+
+def test_packed_pairs_waste_less_than_a_hundredth(pairs: TokenizedDataset) -> None:
+    packed = PackedDataset(pairs, 1024)
+    assert len(packed) > 300
+    assert 0 <= packed.waste < 0.01
 
 
 def test_finding_docstrings_imports_no_module(tmp_path: Path) -> None:
