@@ -116,10 +116,11 @@ class _Elements:
         self.tensor, self.start, self.stop = tensor, start, start + tensor.nbytes
         shape = tensor.stored.shape
         filled = [piece for piece in in_one_piece(tensor.stored) if piece.nbytes]
-        self._pieces = sorted(((_flat(p.offsets, shape), _last(p.box, shape), p) for p in filled), key=_first_of)
-        self._firsts = [first for first, _, _ in self._pieces]
+        found = ((_flat(p.offsets, shape), _last(p.box, shape), p, p.box) for p in filled)
+        self._pieces = sorted(found, key=_first_of)
+        self._firsts = [first for first, *_ in self._pieces]
         self.as_is = tensor.dtype == tensor.stored.dtype and all(
-            last - first + 1 == piece.box.numel for first, last, piece in self._pieces
+            last - first + 1 == box.numel for first, last, _, box in self._pieces
         )
 
     def segment(self, start: int, stop: int) -> Segment:
@@ -131,14 +132,14 @@ class _Elements:
         itemsize, shape = nbytes_of(self.tensor.stored.dtype, ()), self.tensor.stored.shape
         # Slices in one piece do not overlap, so that only the one before can reach into the range.
         begin = max(0, bisect_left(self._firsts, first) - 1) if self.as_is else 0
-        for _, piece_last, piece in self._pieces[begin : bisect_left(self._firsts, last)]:
+        for _, piece_last, piece, box in self._pieces[begin : bisect_left(self._firsts, last)]:
             if piece_last >= first:
-                at, stop = elements_before(piece.box, shape, first), elements_before(piece.box, shape, last)
+                at, stop = elements_before(box, shape, first), elements_before(box, shape, last)
                 if stop > at:
                     yield Read(piece, at * itemsize, (stop - at) * itemsize)
 
 
-def _first_of(item: tuple[int, int, Slice]) -> int:
+def _first_of(item: tuple[int, int, Slice, Box]) -> int:
     return item[0]
 
 

@@ -22,7 +22,8 @@ _ASK_FROM_BYTES = 64 << 10
 _CACHEFUL_BYTES = 256 << 10
 _BOUNCE_BYTES = 2 << 20
 _MAX_OPEN = 64
-_SAMPLES = 4
+# A page of so many bytes is looked at: the kernel reads ahead, and drops, in pieces of such sizes.
+_SAMPLED_BYTES = 512 << 10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -82,7 +83,7 @@ class _Input:
         """Whether these bytes seem to be in the page cache, by a few of their pages; they do where nobody can tell."""
         if not self._is_direct or start + nbytes > self._map.nbytes:
             return True
-        return all(self._map.holds(start + nbytes * part // _SAMPLES) for part in range(_SAMPLES))
+        return all(map(self._map.holds, range(start, start + nbytes, _SAMPLED_BYTES)))
 
     def read_past_cache(self, start: int, memory: memoryview, bounce: memoryview) -> int:
         """How many bytes were read; the rest has to come through the page cache."""
@@ -142,15 +143,16 @@ class _Map:
             None, ctypes.c_size_t(self.nbytes), mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, ctypes.c_int64(0)
         )
         self._address = None if address == _MAP_FAILED else address
-        self._state = ctypes.c_ubyte()
+        self._mincore = self._library.mincore
+        self._mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        self._state = (ctypes.c_ubyte * 1)()
 
     def holds(self, at: int) -> bool:
         """Whether the page with byte *at* is in memory; True where that is not known."""
         if self._address is None:
             return True
-        page = ctypes.c_void_p(self._address + at // mmap.PAGESIZE * mmap.PAGESIZE)
-        failed = self._library.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(self._state))
-        return bool(failed) or bool(self._state.value & 1)
+        failed = self._mincore(self._address + at // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE, self._state)
+        return bool(failed) or bool(self._state[0] & 1)
 
     def close(self) -> None:
         if self._address is not None:

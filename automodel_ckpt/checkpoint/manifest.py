@@ -527,8 +527,10 @@ def _flag(value: object) -> bool:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{_shown(value)} is no text")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"{_shown(value)} is not valid Unicode")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{_shown(value)} is not valid Unicode") from None
     return value
 
 

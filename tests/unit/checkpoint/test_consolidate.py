@@ -198,7 +198,7 @@ def test_what_the_page_cache_holds_is_read_from_it_and_the_rest_past_it(
     if not past:
         pytest.skip("this file system does not let go of its pages")
     assert_same(consolidate(tmp_path / "c").output, tensors)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mmap=no_map, mincore=None))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mmap=no_map, mincore=no_map))
     unknown = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
     assert unknown.is_cached(0, 1 << 20)
     unknown.close()
