@@ -129,6 +129,9 @@ def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
 
     ``itemsize`` is bytes per element. Yields nothing where the boxes share no element.
     """
+    if source == target and source.numel:
+        yield Run(0, 0, source.numel * itemsize)
+        return
     common = intersection(source, target)
     if common is None:
         return
@@ -175,6 +178,8 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     Checked: rank and bounds of every box, no two share an element, and together they hold all of them. An empty
     tensor is made up by any number of empty boxes, none included; a scalar needs exactly one.
     """
+    if len(boxes) == 1 and boxes[0] == _whole(shape) and min(shape, default=0) >= 0:
+        return None
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             return f"a slice has {len(box.sizes)} dimensions, the tensor {len(shape)}"
