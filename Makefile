@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+AUTOMODEL_TOOL ?=
 
 # Every target here is a command, no file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
@@ -41,7 +42,7 @@ format: $(STAMP)  ## format the code and sort its imports
 
 bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
 	@$(BIN)/python tools/bench_startup.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)

@@ -54,6 +54,7 @@ from tools.bench_rounds import (
     llama_shapes,
     parse_size,
     rounds,
+    unflushed,
     warm,
 )
 
@@ -134,6 +135,9 @@ class Bench:
         yield Row("ours: shards", self.ours, ours=True)
         yield Row("ours: hf layout", lambda d: self.ours(d, model_layout="hf"), ours=True)
         yield Row("ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True)
+        if not durable:
+            yield Row("ours: shards, not flushed (here only)", unflushed(self.ours))
+            yield Row("ours: hf layout, not flushed (here only)", unflushed(lambda d: self.ours(d, model_layout="hf")))
         yield Row("safetensors save_file, one per rank", ensure(self.save_file))
         yield Row("torch DCP FileSystemWriter", ensure(self.dcp))
         yield Row("torch DCP HuggingFaceStorageWriter", ensure(self.dcp_hf), slow=True)

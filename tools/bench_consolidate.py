@@ -31,6 +31,7 @@ from tools.bench_rounds import (
     in_this_process,
     parse_size,
     rounds,
+    unflushed,
     warm,
 )
 from tools.bench_sources import write_source
@@ -108,6 +109,8 @@ def rows(found: dict[str, Path], tool: Path | None, *, durable: bool, is_cold: b
     yield _row("ours: 8 shards cut along dim 1, 1 file", ours(dim1), dim1, ours=True)
     yield _row("ours: F32 cast to BF16, per byte read", ours(found["F32"], "bf16"), found["F32"], ours=True)
     yield _row("ours: 2 shards, 1 file, whole process", our_process(one), one, ours=True)
+    if not durable:
+        yield _row("ours: 2 shards, not flushed (here only)", unflushed(ours(one)), one)
     yield _row("torch: 2 shards, 1 file", torchs(one, durable=durable), one, slow=True)
     if not is_cold:
         yield _row("torch: 2 shards, 4 files", torchs(four, durable=durable), four, slow=True)

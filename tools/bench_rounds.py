@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from automodel_ckpt.checkpoint import durable, export_output, placed
 
 ROOT = Path(__file__).parents[1]
 _WIDTH = 2048
@@ -75,6 +78,19 @@ def in_this_process(row: Row, directory: Path) -> float:
     seconds = time.perf_counter() - started
     shutil.rmtree(directory)
     return seconds
+
+
+def unflushed(run: Callable[[Path], object]) -> Callable[[Path], None]:
+    """The same work of ours left in the page cache, which no command does: for comparison with what is not durable."""
+
+    def run_so(directory: Path) -> None:
+        with contextlib.ExitStack() as stack:
+            for module in (durable, placed, export_output):
+                stack.enter_context(mock.patch.object(module, "DIRECT_FROM_BYTES", sys.maxsize))
+            stack.enter_context(mock.patch.object(os, "fsync", return_value=None))
+            run(directory)
+
+    return run_so
 
 
 def warm(paths: Iterable[Path]) -> None:
