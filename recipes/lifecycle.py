@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, discover, policy
-from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport
+from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport, Saving
 from automodel_ckpt.checkpoint.file_system import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -28,7 +28,7 @@ from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed, Stop
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
-from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
+from automodel_ckpt.training.progress import Progress, SavingView, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.rng import StatefulRNG, seed_everything
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.tracking import Tracking, require_trackers
@@ -381,6 +381,7 @@ class Lifecycle:
     def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
         """The checkpoint of the present step."""
         scheduler = self.step_scheduler
+        self.progress.follow(lambda: saving_view(checkpointer.saving(), self.layout.world_size))
         return checkpointer.save(
             discover(self),
             step=scheduler.step,
@@ -474,6 +475,15 @@ class Lifecycle:
         if "log_handler" in vars(self):
             tear_down_logging(self.log_handler)
         close_distributed()
+
+
+def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
+    """A save under way as the progress line shows it; of several ranks the leader's share."""
+    if saving is None:
+        return None
+    written, total = min(saving.written_bytes, saving.total_bytes), max(saving.total_bytes, 1)
+    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}" + (" on rank 0" if num_ranks > 1 else "")
+    return SavingView(saving.step, written / total, amount)
 
 
 def saved_line(report: SaveReport) -> str:

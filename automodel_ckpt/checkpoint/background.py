@@ -134,6 +134,12 @@ class Background:
         self._cancelled = threading.Event()
         self._no_export = threading.Event()
         self._exporting = threading.Lock()
+        self._staged_bytes = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Of the upload under way: bytes written, of about how many."""
+        return self._writer.written_bytes, self._staged_bytes
 
     @property
     def writer_pid(self) -> int:
@@ -157,7 +163,8 @@ class Background:
         On CUDA the copies are only under way when this returns: what they are of may change after :meth:`await_copies`.
         Tensors whose data pointer is among *at_once* may change before.
         """
-        self._memory.reserve(max(layout.end for layout in layouts))
+        self._staged_bytes = max(layout.end for layout in layouts)
+        self._memory.reserve(self._staged_bytes)
         pairs = [pair for layout in layouts for pair in self._memory.filled(layout)]
         if self._stream is None:
             _copy(pairs)

@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.background import Background, Cancelled, Layout, lay_out
 from automodel_ckpt.checkpoint.composed import placed_files
+from automodel_ckpt.checkpoint.direct import METER
 from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_publish import clear_leftovers
@@ -107,6 +108,15 @@ class SaveReport:
     @property
     def bytes_per_second(self) -> float:
         return self.nbytes / self.total_seconds if self.total_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How far a save is: bytes of this rank's share that are written, of about how many."""
+
+    step: int
+    written_bytes: int
+    total_bytes: int
 
 
 @dataclass(slots=True)
@@ -231,6 +241,7 @@ class Checkpointer:
         self._wants_background = is_async
         self._background: Background | None = None
         self._in_flight: _Save | None = None
+        self._writing: tuple[int, int, int] | None = None
         self._kept: _Kept | None = None
         self._forecast_bytes = 0
 
@@ -369,6 +380,7 @@ class Checkpointer:
         try:
             with self._failing_together(f"saving {name}"):
                 part, jobs, objects = self._plan(save, proposals)
+                self._writing = name.step, METER.nbytes, sum(job.size for job in (*jobs, *objects))
                 run_all([*jobs, *objects], save.staging, part)
                 if self.is_leader:
                     self._write_common(save, part)
@@ -380,6 +392,8 @@ class Checkpointer:
             if self.is_leader:
                 commit.discard(save.staging)
             raise
+        finally:
+            self._writing = None
         self._tell_once(save.snapshot.items)
         report = self._published(save, published) if published is not None else self._report(save)
         report = self._with_export(report, save) if self._exports(save.last) else report
@@ -518,6 +532,16 @@ class Checkpointer:
         log.info("Hugging Face export of %s: %s", save.name, output)
 
     # ---------------------------------------------------------------- the save in the background
+
+    def saving(self) -> Saving | None:
+        """How far the save under way is; None where there is none. May be called by any thread."""
+        writing, save, background = self._writing, self._in_flight, self._background
+        if writing is not None:
+            step, before, total = writing
+            return Saving(step, METER.nbytes - before, total)
+        if save is not None and background is not None and background.state == "busy":
+            return Saving(save.name.step, *background.progress)
+        return None
 
     @property
     def upload_failed(self) -> bool:

@@ -66,6 +66,16 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
         data, start = data[count:], start + count
 
 
+class Meter:
+    """Counts the bytes that this process has written to new files, for whoever shows how far a save is."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
+METER = Meter()
+
+
 class DirectStream:
     """Gathers consecutive writes to a file into two blocks; while one goes to disk the other fills.
 

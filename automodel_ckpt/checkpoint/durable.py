@@ -11,7 +11,7 @@ from types import TracebackType
 
 import xxhash
 
-from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, DirectStream, write_all
+from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, write_all
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
 _READ_BYTES = 8 << 20
@@ -73,6 +73,7 @@ class DurableFile:
                 else:
                     write_all(self._descriptor, block, self._passed_on)
                 self._passed_on += len(block)
+                METER.nbytes += len(block)
 
     def tell(self) -> int:
         """Bytes written so far."""

@@ -61,6 +61,10 @@ class FileJob:
     tree: str | None = None
     nbytes: int = 0
 
+    @property
+    def size(self) -> int:
+        return self.nbytes or sum(_length(piece.data) for piece in self.pieces)
+
     def data(self) -> Sequence[tuple[int, Data]]:
         return [(piece.start, piece.data) for piece in self.pieces]
 
@@ -87,8 +91,11 @@ class Job(Protocol):
     """Something to write: a file of one's own, or one's share of a common one.
 
     :meth:`data` are the bytes that it takes, with the place in the file where they go; :meth:`over` is the same job
-    with these bytes elsewhere, such as in the memory that :meth:`run` gets.
+    with these bytes elsewhere, such as in the memory that :meth:`run` gets; :attr:`size` is about how many it writes.
     """
+
+    @property
+    def size(self) -> int: ...
 
     def data(self) -> Sequence[tuple[int, Data]]: ...
     def over(self, data: Sequence[Data]) -> Job: ...
@@ -99,6 +106,11 @@ def run_all(jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview |
     """Carry out jobs in their order; what they wrote stands in *part*. *memory* is what their spans are of."""
     for job in jobs:
         job.run(staging, part, memoryview(b"") if memory is None else memory)
+
+
+def _length(data: Data) -> int:
+    """Bytes, as far as they are known before they are fetched."""
+    return len(data) if isinstance(data, bytes) else int(getattr(data, "nbytes", 0))
 
 
 def _whole(pieces: Sequence[Piece]) -> Span | None:

@@ -18,7 +18,7 @@ from types import TracebackType
 
 import xxhash
 
-from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, DirectStream, write_all
+from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, write_all
 from automodel_ckpt.checkpoint.jobs import Data, fetched
 from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart, digest_of
 from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Run, Tensor, runs_in_file
@@ -53,6 +53,10 @@ class PlacedJob:
     tree: str
     header: bytes | None = None
 
+    @property
+    def size(self) -> int:
+        return sum(piece.entry.slices[0].nbytes for piece in self.pieces)
+
     def data(self) -> Sequence[tuple[int, Data]]:
         return [(piece.entry.slices[0].start, piece.data) for piece in self.pieces]
 
@@ -62,8 +66,7 @@ class PlacedJob:
     def run(self, staging: Path, part: Part, memory: memoryview) -> None:
         """Write the share below *staging* and enter its slices into *part*. Raises OSError naming the file."""
         tree = part.trees.setdefault(self.tree, TreePart())
-        own_bytes = sum(piece.entry.slices[0].nbytes for piece in self.pieces)
-        with PlacedFile(staging / self.file, direct=own_bytes >= DIRECT_FROM_BYTES) as out:
+        with PlacedFile(staging / self.file, direct=self.size >= DIRECT_FROM_BYTES) as out:
             if self.header is not None:
                 out.make(self.header, self.nbytes)
                 part.placed[self.file] = FileRecord(self.nbytes, digest_of(self.header))
@@ -100,6 +103,7 @@ class PlacedFile:
             for group in _groups(runs_in_file(stored, piece.entry.shape)):
                 block = _converted(view, group, piece.dtype, stored.dtype)
                 hashed.update(block)
+                METER.nbytes += len(block)
                 for run in group:
                     at = run.target - group[0].target
                     self._write(block[at : at + run.nbytes], run.source)

@@ -18,18 +18,20 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.direct import METER
 from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.manifest import Part
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 NICENESS = 10
 _LOOK_SECONDS = 1.0
+_REPORT_SECONDS = 0.25
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _GONE = "the process that writes this rank's checkpoints ended"
 # The trainer's own search path, whatever it was started as: nothing may be found in the working directory instead.
@@ -95,6 +97,8 @@ class Writer:
             os.close(theirs)
         self._commands: IO[bytes] = open(mine, "wb")  # noqa: SIM115 (closed by end)
         self._answers: IO[bytes] = open(answers, "rb")  # noqa: SIM115 (closed by end)
+        self.written_bytes = 0
+        """By the command under way, or the last one."""
 
     @property
     def pid(self) -> int:
@@ -109,7 +113,10 @@ class Writer:
         try:
             pickle.dump(command, self._commands)
             self._commands.flush()
-            failed, value = pickle.load(self._answers)
+            self.written_bytes = 0
+            while (answer := pickle.load(self._answers))[0] is None:
+                self.written_bytes = answer[1]
+            failed, value = answer
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._died(command) from error
         if failed:
@@ -170,7 +177,8 @@ def main() -> None:
     shared = SharedMemory(memory)
     with open(answers, "wb") as out:
         while (command := todo.get()) is not None:
-            outcome = _outcome(command, shared)
+            with _reporting(out):
+                outcome = _outcome(command, shared)
             idle.set()  # before the answer, on which the next command may follow
             pickle.dump(outcome, out)
             out.flush()
@@ -195,6 +203,30 @@ def _listen(commands: int, trainer: int, todo: queue.SimpleQueue[Command | None]
                 return
             idle.clear()
             todo.put(command)
+
+
+@contextlib.contextmanager
+def _reporting(out: IO[bytes]) -> Iterator[None]:
+    """Meanwhile, and at the end, tell the trainer how many bytes are written: (None, number)."""
+    before, ended = METER.nbytes, threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone
+            pickle.dump((None, METER.nbytes - before), out)
+            out.flush()
+
+    def report() -> None:
+        while not ended.wait(_REPORT_SECONDS):
+            tell()
+
+    thread = threading.Thread(target=report, name="report", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        tell()
 
 
 def _outcome(command: Command, shared: SharedMemory) -> tuple[bool, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -14,6 +16,8 @@ PACKAGE_LOGGER = "automodel_ckpt"
 _CLEAR = "\r\x1b[K"
 _LIVE_PAUSE_SECONDS = 0.1
 _SMOOTHING = 0.9
+_BAR_CELLS = 10
+_TICK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,26 @@ class StepView:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class SavingView:
+    """How far the save of *step* is: its *share* that is written, 0 to 1, and *amount*, the same in words."""
+
+    step: int
+    share: float
+    amount: str
+
+    def __str__(self) -> str:
+        filled = round(_BAR_CELLS * min(max(self.share, 0.0), 1.0))
+        return f"saving {self.step} [{'#' * filled}{'.' * (_BAR_CELLS - filled)}] {self.amount}"
+
+
 class Progress:
     """One line: step of all, epoch, loss, rate, tokens per second, time left, step and age of the newest checkpoint.
 
     On a terminal it is rewritten in place, at most ten times a second; elsewhere a new one is printed every
-    *every_seconds*. Only an *enabled* one (the leader's) prints at all. Log records go through :meth:`write_above`, so
-    that they do not tear the live line.
+    *every_seconds*. While a save is under way its bar stands in the line, between steps too (:meth:`follow`);
+    elsewhere a save that takes longer gets a line of its own every *every_seconds*. Only an *enabled* one (the
+    leader's) prints at all. Log records go through :meth:`write_above`, so that they do not tear the live line.
     """
 
     def __init__(
@@ -53,17 +71,57 @@ class Progress:
         self._step_seconds = 0.0
         self._tokens_per_second = 0.0
         self._latest: StepView | None = None
+        self._saving: SavingView | None = None
+        self._saving_since = 0.0
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._ticker: threading.Thread | None = None
 
     def update(self, view: StepView) -> None:
         """Take in a finished step, and show it when the pause since the last line is over."""
         if not self.enabled:
             return
-        self._average(view)
-        self._latest = view
-        now = self._clock()
-        if now - self._shown_at >= (_LIVE_PAUSE_SECONDS if self._live else self.every_seconds):
-            self._shown_at = now
-            self._show(self._text(view))
+        with self._alone():
+            self._average(view)
+            self._latest = view
+            now = self._clock()
+            if now - self._shown_at >= (_LIVE_PAUSE_SECONDS if self._live else self.every_seconds):
+                self._shown_at = now
+                self._show(self._text(view))
+
+    def follow(self, source: Callable[[], SavingView | None]) -> None:
+        """From now on show, in a thread, how far the save is that *source* tells of; None: there is none."""
+        if not self.enabled or self._ticker is not None:
+            return
+
+        def tick() -> None:
+            while not self._closed.wait(_TICK_SECONDS):
+                self.show_saving(source())
+
+        self._ticker = threading.Thread(target=tick, name="progress", daemon=True)
+        self._ticker.start()
+
+    def show_saving(self, saving: SavingView | None) -> None:
+        """Take in how far a save is, and show it when that is due."""
+        with self._alone():
+            before, self._saving, now = self._saving, saving, self._clock()
+            if saving is None or before is None or before.step != saving.step:
+                self._saving_since = now
+            if self._live and saving != before:
+                self._show(self._text(self._latest) if self._latest else str(saving or ""))
+            elif saving is not None and not self._live and now - self._saving_since >= self.every_seconds:
+                self._saving_since = now
+                self._show(str(saving))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lines come from several threads. A process forked while one of them writes must not wait for it for ever."""
+        held = self._lock.acquire(timeout=1)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
 
     def note_saved(self, step: int) -> None:
         """The newest checkpoint is that of *step*, from now on."""
@@ -71,13 +129,18 @@ class Progress:
 
     def write_above(self, text: str) -> None:
         """Print *text* as lines of its own; a live line stays below it."""
-        if self._line:
-            self._stream.write(_CLEAR)
-        self._stream.write(text + "\n" + self._line)
-        self._stream.flush()
+        with self._alone():
+            if self._line:
+                self._stream.write(_CLEAR)
+            self._stream.write(text + "\n" + self._line)
+            self._stream.flush()
 
     def close(self) -> None:
         """Leave the last step's line standing."""
+        self._closed.set()
+        if self._ticker is not None:
+            self._ticker.join()
+            self._ticker, self._saving = None, None
         if self._latest is not None and self._live:
             self._show(self._text(self._latest))
             self._stream.write("\n")
@@ -112,6 +175,8 @@ class Progress:
             f"lr {view.lr:.2e}",
             f"{self._tokens_per_second:,.0f} tok/s",
         ]
+        if self._saving is not None:
+            return "  ".join([*parts, str(self._saving)])
         if self.total_steps is not None and self._num_seen > 1:
             parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
         if self._saved is not None:

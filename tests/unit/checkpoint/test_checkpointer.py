@@ -436,7 +436,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_
 ) -> None:
     monkeypatch.setattr("automodel_ckpt.checkpoint.checkpointer.free_bytes", lambda _: 1000)
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
-    with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1 kB are free"):
+    with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.refuse_too_little_space(discover(made))
     with pytest.raises(SaveFailed, match="does not fit on the disk"):
         saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
@@ -592,3 +592,22 @@ def test_a_parameter_that_was_frozen_when_saved_is_still_refused(tmp_path: Path)
     tiny.save(tmp_path, made)
     with pytest.raises(CheckpointUnusable, match=r"optimizer\.state\.model\.unused\.exp_avg: here, but not saved"):
         tiny.load(tmp_path, with_unused(2))
+
+
+@pytest.mark.parametrize("layout", [{}, {"model_layout": "hf"}, {"is_async": True}], ids=str)
+def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: Any) -> None:
+    recipe = tiny.recipe()
+    tiny.train(recipe)
+    checkpointer = tiny.checkpointer(tmp_path, save_consolidated=False, **layout)
+    seen = []
+    checkpointer.save(
+        discover(recipe), step=20, epoch=0, config_yaml="", losses={}, progress={},
+        before_publishing=lambda: seen.append(checkpointer.saving()),
+    )  # fmt: skip
+    checkpointer.settle()
+    (saving,) = seen
+    assert saving is not None and saving.step == 20
+    written = sum(path.stat().st_size for path in (tmp_path / "epoch_0_step_20").rglob("*") if path.is_file())
+    assert 0.3 * written < saving.written_bytes <= written and saving.total_bytes == pytest.approx(written, rel=0.7)
+    assert checkpointer.saving() is None
+    checkpointer.close()

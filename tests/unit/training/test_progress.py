@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from typing import TextIO
 
 import pytest
 
-from automodel_ckpt.training.progress import Progress, StepView, duration, set_up_logging, tear_down_logging
+from automodel_ckpt.training.progress import Progress, SavingView, StepView, duration, set_up_logging, tear_down_logging
 
 
 class Terminal(io.StringIO):
@@ -59,6 +60,56 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(monk
     assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
     assert last.endswith("saved 20, 1 min 30 s ago")
     assert rest == ""
+
+
+def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, clock = Terminal(), Clock()
+    line = progress(stream, clock)
+    line.update(view(20))
+    line.show_saving(SavingView(20, 0.42, "1.3 GB of 3.0 GB"))
+    assert stream.getvalue().split("\r\x1b[K")[-1].endswith("tok/s  saving 20 [####......] 1.3 GB of 3.0 GB")
+    clock.now += 1
+    line.update(view(21))
+    assert "step 21/60" in stream.getvalue().split("\r")[-1] and "saving 20" in stream.getvalue().split("\r")[-1]
+    line.show_saving(None)
+    line.close()
+    assert "saving" not in stream.getvalue().split("\r\x1b[K")[-1]
+
+
+def test_a_first_save_before_any_step_has_a_bar_too() -> None:
+    stream = Terminal()
+    line = progress(stream, Clock())
+    line.show_saving(SavingView(0, 2.0, "all"))
+    assert stream.getvalue().endswith("saving 0 [##########] all")
+
+
+def test_elsewhere_a_long_save_is_told_of_now_and_then() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = progress(stream, clock)
+    for second in range(25):
+        line.show_saving(SavingView(20, second / 25, f"{second} GB of 25 GB"))
+        clock.now += 1
+    line.show_saving(None)
+    assert stream.getvalue().splitlines() == [
+        "saving 20 [####......] 10 GB of 25 GB", "saving 20 [########..] 20 GB of 25 GB",
+    ]  # fmt: skip
+
+
+def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None:
+    stream = Terminal()
+    line = progress(stream, Clock())
+    asked = threading.Event()
+
+    def source() -> SavingView:
+        asked.set()
+        return SavingView(7, 0.5, "half")
+
+    line.follow(source)
+    assert asked.wait(30)
+    line.close()
+    assert "saving 7" in stream.getvalue()
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
 def test_ranks_that_do_not_lead_show_no_progress() -> None:
