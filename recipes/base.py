@@ -27,7 +27,7 @@ from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.packing import longest_sample
-from automodel_ckpt.distributed.context_parallel import ContextParallel, check_context_parallel
+from automodel_ckpt.distributed.context_parallel import ContextParallel, check_context_heads, check_context_parallel
 from automodel_ckpt.distributed.parallelize import (
     Materialise,
     Parallelism,
@@ -41,21 +41,25 @@ from automodel_ckpt.distributed.parallelize import (
 )
 from automodel_ckpt.distributed.sizes import choose_strategy
 from automodel_ckpt.distributed.stop import StoppedWaiting
+from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
 from automodel_ckpt.models.build import (
     base_directory,
     check_context,
     check_trained_types,
+    check_vocabulary,
     checkpoint_activations,
     freeze,
+    load_model_config,
+    require_local,
 )
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.names import names_in_files
 from automodel_ckpt.models.probe import forward_parameters, logits_of
 from automodel_ckpt.models.stages import check_stages
-from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
+from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, set_size, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up
 from automodel_ckpt.recipes.context import cut_rows
@@ -158,6 +162,39 @@ class FinetuneRecipe(Lifecycle):
             max_time_seconds=steps.max_time_seconds,
             has_validation=self.config.validation_dataset is not None,
         )
+
+    def named_or_the_models(self, key: str) -> tuple[str | None, str]:
+        """The directory or Hub name in the section *key* (tokenizer, processor), else the pretrained model's; and where
+        it stands. :class:`RecipeError` for a path where nothing is."""
+        name, where = getattr(self.config, key).from_pretrained, f"{key}.from_pretrained"
+        if name is None and isinstance(self.config.model, ModelConfig):
+            name, where = self.config.model.from_pretrained, "model.from_pretrained"
+        if name is not None:
+            require_local(name, where)
+        return name, where
+
+    def check_model_config(self) -> PreTrainedConfig | None:
+        """The transformers configuration, checked against the tokenizer, the data and the grid of ranks; None for a
+        model by ``_target_``."""
+        model, tokenizer, sizes = self.config.model, self.text_tokenizer, self.layout.sizes
+        if isinstance(model, Target):
+            return None
+        found = load_model_config(
+            from_pretrained=model.from_pretrained, from_config=model.from_config,
+            tokenizer=tokenizer, processor=self.preprocessor,
+        )  # fmt: skip
+        size = wanted_size(model.vocab_size, tokenizer)
+        if size is not None and model.from_config is not None:
+            set_size(found, size)
+        check_vocabulary(found, tokenizer, size=size)
+        check_heads(found, sizes.tp)
+        check_context_heads(found, sizes.cp, sizes.tp)
+        for name in ("dataset", "validation_dataset"):
+            section = getattr(self.config, name)
+            seq_length = section.kwargs.get("seq_length") if section is not None else None
+            if seq_length is not None:
+                check_context(found, int(seq_length), f"{name}.seq_length")
+        return found
 
     def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
         """A loader of this rank's part of the global batches; for validation in order, and without accumulation."""

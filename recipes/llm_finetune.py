@@ -12,18 +12,14 @@ import os
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.config.schema import ModelConfig, Target
+from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
-from automodel_ckpt.distributed.context_parallel import check_context_heads
-from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
 from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
-from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.base import FinetuneRecipe, Rows
 
 log = logging.getLogger("automodel_ckpt")
@@ -49,7 +45,7 @@ class LLMFinetune(FinetuneRecipe):
 
     def build_tokenizer(self) -> Any:
         """The ``tokenizer`` section, else the pretrained model's own; None where there is neither."""
-        section, model = self.config.tokenizer, self.config.model
+        section = self.config.tokenizer
         if isinstance(self.config.processor, Target) or self.config.processor.from_pretrained is not None:
             raise RecipeError(
                 "a language model has a tokenizer, not a processor",
@@ -59,12 +55,9 @@ class LLMFinetune(FinetuneRecipe):
             )
         if isinstance(section, Target):
             return build(section)
-        name, where = section.from_pretrained, "tokenizer.from_pretrained"
-        if name is None and isinstance(model, ModelConfig):
-            name, where = model.from_pretrained, "model.from_pretrained"
+        name, where = self.named_or_the_models("tokenizer")
         if name is None:
             return None
-        require_local(name, where)
         try:
             return AutoTokenizer.from_pretrained(os.path.expanduser(name))
         except (OSError, ValueError) as error:
@@ -74,27 +67,6 @@ class LLMFinetune(FinetuneRecipe):
                 value=f"{name} ({str(error).splitlines()[0]})",
                 remedy="name a directory with tokenizer files in tokenizer.from_pretrained",
             ) from error
-
-    def check_model_config(self) -> PreTrainedConfig | None:
-        """The transformers configuration, checked against tokenizer and data; None for a model by ``_target_``."""
-        model = self.config.model
-        if isinstance(model, Target):
-            return None
-        found = load_model_config(
-            from_pretrained=model.from_pretrained, from_config=model.from_config, tokenizer=self.tokenizer
-        )
-        size = wanted_size(model.vocab_size, self.tokenizer)
-        if size is not None and model.from_config is not None:
-            set_size(found, size)
-        check_vocabulary(found, self.tokenizer, size=size)
-        check_heads(found, self.layout.sizes.tp)
-        check_context_heads(found, self.layout.sizes.cp, self.layout.sizes.tp)
-        for name in ("dataset", "validation_dataset"):
-            section = getattr(self.config, name)
-            seq_length = section.kwargs.get("seq_length") if section is not None else None
-            if seq_length is not None:
-                check_context(found, int(seq_length), f"{name}.seq_length")
-        return found
 
     def build_dataset(self, section: Target) -> Any:
         """The data set that a section names; with a ``packed_sequence`` section in packs."""

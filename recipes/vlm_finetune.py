@@ -12,14 +12,12 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoModelForImageTextToText
 
-from automodel_ckpt.config.schema import ModelConfig, Target
+from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.build import check_context, check_vocabulary, load_model_config, require_local
 from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.base import FinetuneRecipe
@@ -65,12 +63,10 @@ class VLMFinetune(FinetuneRecipe):
 
     def build_processor(self) -> Any:
         """The ``processor`` section, else the pretrained model's own."""
-        section, model = self.config.processor, self.config.model
+        section = self.config.processor
         if isinstance(section, Target):
             return self.checked_processor(build(section), "processor")
-        name, where = section.from_pretrained, "processor.from_pretrained"
-        if name is None and isinstance(model, ModelConfig):
-            name, where = model.from_pretrained, "model.from_pretrained"
+        name, where = self.named_or_the_models("processor")
         if name is None:
             raise RecipeError(
                 "there is no processor",
@@ -78,7 +74,6 @@ class VLMFinetune(FinetuneRecipe):
                 value=None,
                 remedy="give processor.from_pretrained, or a builder in processor._target_",
             )
-        require_local(name, where)
         try:
             return self.checked_processor(read_processor(os.path.expanduser(name)), where)
         except (OSError, ValueError, ImportError) as error:
@@ -100,26 +95,6 @@ class VLMFinetune(FinetuneRecipe):
             value=type(processor).__name__,
             remedy="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
         )
-
-    def check_model_config(self) -> PreTrainedConfig | None:
-        """The transformers configuration, checked against processor and data; None for a model by ``_target_``."""
-        model = self.config.model
-        if isinstance(model, Target):
-            return None
-        found = load_model_config(
-            from_pretrained=model.from_pretrained,
-            from_config=model.from_config,
-            tokenizer=self.processor.tokenizer,
-            processor=self.processor,
-        )
-        check_vocabulary(found, self.processor.tokenizer)
-        check_context_heads(found, self.layout.sizes.cp, self.layout.sizes.tp)
-        for name in ("dataset", "validation_dataset"):
-            section = getattr(self.config, name)
-            seq_length = section.kwargs.get("seq_length") if section is not None else None
-            if seq_length is not None:
-                check_context(found, int(seq_length), f"{name}.seq_length")
-        return found
 
     def build_dataset(self, section: Target) -> Any:
         """The data set that a section names."""

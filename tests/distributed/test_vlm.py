@@ -174,6 +174,14 @@ def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: P
     assert "model.vision_tower.post_layernorm.*" in str(caught.value)
 
 
+def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    fresh = ("--model.from_pretrained=null", f"--model.from_config={tmp_path / 'base'}", "--model.vocab_size=400")
+    processor = f"--processor.from_pretrained={tmp_path / 'base'}"
+    short = ("--checkpoint.enabled=false", "--step_scheduler.max_steps=1", "--validation_dataset=null")
+    assert train(recipe, *fresh, processor, *short)[1].shape[-1] == 400
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
