@@ -282,12 +282,6 @@ class DistributedConfig:
             "cp_size and sequence_parallel exclude each other: both cut rows along the sequence",
             "leave sequence_parallel out",
         ),
-        Relation(
-            ("cp_size", "pp_size"),
-            lambda ranks: ranks.cp_size == 1 or ranks.pp_size == 1,
-            "rows cannot be cut along the sequence between pipeline stages",
-            "leave one of cp_size and pp_size out",
-        ),
     )
 
 

@@ -73,8 +73,18 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
         ("--model.dtype", "bfloat16", "--checkpoint.model_save_format", "torch_save"),
         ("--distributed.strategy", "fsdp2"),
         ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"),
+        pytest.param(
+            ("--nproc-per-node", "2", "--distributed.cp_size", "2", "--model.dtype", "bfloat16"),
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU"),
+        ),
     ],
-    ids=["fp32 safetensors single", "bf16 torch_save", "fsdp2 of one rank", "fsdp2 with parameters on the host"],
+    ids=[
+        "fp32 safetensors single",
+        "bf16 torch_save",
+        "fsdp2 of one rank",
+        "fsdp2 with parameters on the host",
+        "rows cut among two GPUs",
+    ],
 )
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path: Path, overrides: Any) -> None:
     train(tmp_path / "straight", *overrides)
