@@ -82,6 +82,13 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
+def hand_over(path: Path, data: bytes) -> None:
+    """Let a file appear whole, for a reader that may remove it, and its directory, at once: nothing may follow."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(data)
+    os.rename(temporary, path)
+
+
 def fsync_directory(path: Path) -> None:
     """Make the directory's entries durable."""
     try:

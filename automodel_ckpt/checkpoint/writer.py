@@ -54,7 +54,7 @@ class Write:
         staging = Path(self.staging)
         for jobs in self.jobs:
             run_all(pickle.loads(jobs), staging, self.part, memory.view(self.memory_bytes))
-        commit.replace_file(staging / layout.part_file(self.part.rank), self.part.to_bytes())
+        commit.hand_over(staging / layout.part_file(self.part.rank), self.part.to_bytes())
 
 
 @dataclass(frozen=True, slots=True)

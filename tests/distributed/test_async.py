@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,11 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.recipes.lifecycle import Control
 from automodel_ckpt.training.step_scheduler import Due
+from tests.distributed.test_signals import wait_for
 from tests.support import ranks, tiny, training
+from tools.crash import signals
+from tools.crash.endurance import members
+from tools.crash.trainer import Trainer
 
 ASYNC = ("--checkpoint.is_async", "true")
 
@@ -131,84 +134,80 @@ def test_a_plan_that_one_rank_cannot_keep_is_made_anew_on_all(tmp_path: Path) ->
     assert ranks.run(changed_on_one_rank, 2, tmp_path / "run") == [expected, expected]
 
 
-RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
-
-
-class Command:
-    """``ckpt-train`` on two ranks, in a session of its own; every save stays under way, since its writers are held."""
-
-    def __init__(self, directory: Path) -> None:
-        self.log = directory / "log"
-        command = [
-            sys.executable, "-m", "automodel_ckpt.cli.train", str(RECIPE), "--nproc-per-node", "2", *ASYNC,
-            "--checkpoint.checkpoint_dir", str(directory / "run"), "--step_scheduler.max_steps", "5000",
-            "--step_scheduler.ckpt_every_steps", "2", "--validation_dataset", "null", "--step_scheduler.num_epochs",
-            "null",
-        ]  # fmt: skip
-        environment = {**os.environ, "NO_COLOR": "1"}
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True, env=environment
-            )
-        self.wait_for(lambda: len(self.writers()) == 2)
-
-    def wait_for(self, holds: Any, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.02)
-
-    def members(self) -> dict[int, bytes]:
-        """The processes of the session that run, with their command lines."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdecimal() and os.getsid(int(entry.name)) == self.process.pid:
-                    line = (entry / "cmdline").read_bytes()
-                    if line:  # a process that has ended has none
-                        found[int(entry.name)] = line
-            except (OSError, ProcessLookupError):
-                continue
-        return found
-
-    def writers(self) -> list[int]:
-        return [pid for pid, line in self.members().items() if b"checkpoint.writer" in line]
-
-    def signal(self, pids: list[int], number: int) -> None:
-        for pid in pids:
-            os.kill(pid, number)
-
-
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
-    made = Command(tmp_path)
-    yield made
-    for pid in made.members():
-        os.kill(pid, signal.SIGKILL)
-    made.process.wait()
+def chain(tmp_path: Path) -> signals.Chain:
+    signals.import_what_ranks_need()
+    return signals.Chain(tmp_path, "run")
 
 
-def test_a_second_signal_does_not_wait_and_a_killed_launcher_leaves_no_process(
-    command: Command, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    command.wait_for(lambda: commit.pointed(run, "LATEST") is not None)
-    command.signal(command.writers(), signal.SIGSTOP)
-    newest = commit.pointed(run, "LATEST")
-    command.wait_for(lambda: list(run.glob(".epoch*staging*")))
-    command.process.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
-    assert command.process.poll() is None
-    writers = command.writers()
-    command.process.send_signal(signal.SIGTERM)
-    command.signal(writers, signal.SIGCONT)
-    command.process.wait(20)
-    command.wait_for(lambda: not command.members(), 20)
-    assert command.process.returncode not in (0, 75)
-    assert (run / str(newest) / "MANIFEST.json").is_file()
+def writers(trainer: Trainer) -> list[int]:
+    """The processes that write the ranks' saves."""
+    return [pid for pid in members(trainer.pid) if b"checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_launcher_that_is_killed_leaves_no_writer_behind(command: Command) -> None:
-    command.wait_for(lambda: b"Saving checkpoint" in command.log.read_bytes())
-    command.process.kill()
-    command.wait_for(lambda: not command.members(), 20)
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def held_in_a_save(trainer: Trainer, root: Path) -> list[int]:
+    """The writers, held in a save behind the first, which is published."""
+    wait_for(trainer, 0, "published")
+    held = writers(trainer)
+    signal_all(held, signal.SIGSTOP)
+    wait_for(trainer, 0, "upload", 2)
+    assert list(root.glob(".epoch*staging*"))
+    return held
+
+
+def test_a_second_signal_does_not_wait_and_leaves_the_checkpoint_before(chain: signals.Chain) -> None:
+    with chain.start(is_async="true", steps=5000) as trainer:
+        held = held_in_a_save(trainer, chain.root)
+        trainer.send("launcher", signal.SIGTERM)
+        assert not trainer.wait(1.5)
+        trainer.send("launcher", signal.SIGTERM)
+        signal_all(held, signal.SIGCONT)
+        assert trainer.wait(20) and trainer.code == 128 + signal.SIGTERM, trainer.log
+        assert trainer.orphans(20) == []
+    assert (chain.root / "LATEST/MANIFEST.json").is_file() and commit.pointed(chain.root, "LATEST") == "epoch_0_step_4"
+
+
+def test_a_launcher_that_is_killed_leaves_no_writer_behind(chain: signals.Chain) -> None:
+    with chain.start(is_async="true", steps=5000) as trainer:
+        wait_for(trainer, 0, "upload")
+        os.kill(trainer.pid, signal.SIGKILL)
+        assert trainer.wait(20) and trainer.orphans(20) == []
+
+
+def test_a_disk_that_fills_up_while_training_goes_on_ends_it_with_4(chain: signals.Chain) -> None:
+    chain.root.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", chain.root], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+    try:
+        with chain.start(is_async="true") as trainer:
+            held = held_in_a_save(trainer, chain.root)
+            (chain.root / "filler").write_bytes(bytes(os.statvfs(chain.root).f_bavail * 4096))
+            signal_all(held, signal.SIGCONT)
+            assert trainer.wait(60) and trainer.code == 4 and trainer.orphans() == [], trainer.log
+        _, found, error = trainer.log.partition("error: rank ")
+        assert found and "saving epoch_0_step_8 failed" in error and "ENOSPC" in error, trainer.log
+        assert f"where:  {chain.root}/.epoch_0_step_8.staging-" in error and "free space" in error, trainer.log
+        assert commit.pointed(chain.root, "LATEST") == "epoch_0_step_4" and not list(chain.root.glob("*epoch*8*"))
+    finally:
+        subprocess.run(["umount", "-l", chain.root], check=True)
+
+
+def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_when_not(chain: signals.Chain) -> None:
+    for steps, code in ((10, 0), (11, 4)):  # saves after 8 and 10; goes on from there, a save after 11
+        going_on = {"checkpoint.on_save_failure": "continue", "step_scheduler.ckpt_every_steps": 8}
+        with chain.start(is_async="true", steps=steps, keys=going_on) as trainer:
+            while len(found := writers(trainer)) < 2:
+                assert not trainer.wait(0.01), trainer.log
+            signal_all(found, signal.SIGSTOP)
+            wait_for(trainer, 0, "upload")
+            signal_all(found, signal.SIGKILL)
+            assert trainer.wait(60) and trainer.code == code, trainer.log
+        assert "warning: rank 0: the process that writes this rank's checkpoints ended" in trainer.log
+        assert "training goes on, since checkpoint.on_save_failure is continue" in trainer.log
+    assert trainer.log.count("error: rank 0") == 1 and commit.pointed(chain.root, "LATEST") == "epoch_0_step_10"

@@ -93,14 +93,15 @@ class Chain:
         self.starts = 0
 
     def start(self, **settings: Any) -> Trainer:
-        """The next start; *settings*: ``is_async``, ``save_consolidated``, ``hang``, ``steps``, ``max_restarts``."""
+        """The next start; *settings*: ``is_async``, ``save_consolidated``, ``hang``, ``steps``, ``max_restarts``, and
+        ``keys`` of the recipe."""
         self.starts += 1
         keys = {
             "checkpoint.checkpoint_dir": self.root, "checkpoint.is_async": settings.get("is_async", "false"),
             "checkpoint.save_consolidated": settings.get("save_consolidated", "false"),
             "step_scheduler.max_steps": settings.get("steps", STEPS), "step_scheduler.ckpt_every_steps": SAVE_EVERY,
             "step_scheduler.val_every_steps": VALIDATE_EVERY,
-        }  # fmt: skip
+        } | settings.get("keys", {})  # fmt: skip
         flags = ["--nproc-per-node=2", "--trust=tools", f"--max-restarts={settings.get('max_restarts', 0)}"]
         words = [*flags, str(self.recipe), *(f"--{k}={v}" for k, v in keys.items())]
         hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,18 @@ def test_what_a_library_wrote_gets_our_mode_digest_and_fsync(tmp_path: Path, cal
     os.umask(before)
     assert records["side/nested/file"].digest == "xxh3_128:" + xxhash.xxh3_128_hexdigest(b"abc")
     assert (directory / "file").stat().st_mode & 0o777 == 0o644 and calls == [("fsync", "file")]
+
+
+def test_what_is_handed_over_may_be_taken_away_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader publishes as soon as it finds the last part, whatever that rank's writer still does."""
+    parts, rename = tmp_path / ".parts", os.rename
+    parts.mkdir()
+
+    def taken_away(source: Path, target: Path) -> None:
+        rename(source, target)
+        assert target.read_bytes() == b"part"
+        shutil.rmtree(parts)
+
+    monkeypatch.setattr(os, "rename", taken_away)
+    commit.hand_over(parts / "rank_00000.json", b"part")
+    assert not parts.exists()
