@@ -519,6 +519,7 @@ class FinetuneRecipe(Lifecycle):
             allow_missing_state=section.allow_missing_state,
             on_incompatible=section.on_incompatible,
             is_async=section.is_async,
+            patience_seconds=60 * self.config.distributed.timeout_minutes,
         )
         checkpointer.open()
         return checkpointer

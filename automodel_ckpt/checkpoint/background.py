@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,13 @@ from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.jobs import Data, FileJob, Job, Span
 from automodel_ckpt.checkpoint.manifest import Blob, Part
-from automodel_ckpt.checkpoint.writer import Export, Write, Writer
-from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.checkpoint.writer import Command, Export, Write, Writer
+from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _ROOM_BYTES = 64 << 20
+_END_SECONDS = 10.0
 
 State = Literal["idle", "busy", "failed"]
 """Of an upload; a failed one may still be under way."""
@@ -132,6 +134,9 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failure: AutomodelError | None = None
         self._cancelled = threading.Event()
+        self._where = Path()
+        self.is_at_work = False
+        self._moved: tuple[float, tuple[bytes, ...]] = (0.0, ())
         self._no_export = threading.Event()
         self._exporting = threading.Lock()
         self._staged_bytes = 0
@@ -208,6 +213,7 @@ class Background:
             self._writer = Writer(self._memory.descriptor)
         command = Write(str(staging), part, jobs, self._memory.tensor.nbytes)
         self._cancelled.clear()
+        self._moved = (time.monotonic(), ())
         self._thread = threading.Thread(target=self._upload, args=(command, then, doing), name="upload", daemon=True)
         self._thread.start()
 
@@ -215,12 +221,19 @@ class Background:
         try:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._writer.do(command)
+            self._do(command, Path(command.staging))
             if then is not None:
                 then()
         except Exception as error:
             if not self._cancelled.is_set():
                 self._failure = as_failure(error, doing, Path(command.staging))
+
+    def _do(self, command: Command, where: Path) -> Any:
+        self._where, self.is_at_work = where, True
+        try:
+            return self._writer.do(command)
+        finally:
+            self.is_at_work = False
 
     def export(self, sources: Sequence[Path]) -> tuple[str, list[str]]:
         """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Export`.
@@ -231,7 +244,7 @@ class Background:
             try:
                 if self._no_export.is_set():
                     raise Cancelled
-                answer: tuple[str, list[str]] = self._writer.do(Export([str(source) for source in sources]))
+                answer: tuple[str, list[str]] = self._do(Export([str(source) for source in sources]), sources[0])
                 return answer
             except Exception as error:
                 if self._no_export.is_set():
@@ -249,6 +262,25 @@ class Background:
         if self._cancelled.wait(seconds):
             raise Cancelled
 
+    def still_seconds(self) -> float:
+        """For how long the writer has not moved, as far as calls of this have seen."""
+        sign = self._writer.sign_of_life()
+        if sign != self._moved[1]:
+            self._moved = (time.monotonic(), sign)
+        return time.monotonic() - self._moved[0]
+
+    def give_up(self, *, anyhow: bool) -> None:
+        """Nothing has moved for too long: the upload failed where this rank's writer is at work; *anyhow*, where it
+        waits for anything."""
+        if self.is_at_work or (anyhow and self.state == "busy"):
+            kind = ExportFailed if self._exporting.locked() else SaveFailed
+            who = "the process that writes this rank's checkpoints" if self.is_at_work else "publishing"
+            self._failure = kind(
+                f"{who} does not move", where=str(self._where),
+                value=f"process {self.writer_pid} for {self.still_seconds():.0f} s: distributed.timeout_minutes",
+                remedy="look what holds it up: a disk that does not answer, a stopped process; then start again",
+            )  # fmt: skip
+
     def wait(self, seconds: float | None = None) -> None:
         """Return when the upload has ended, or after so many seconds."""
         if self._thread is not None:
@@ -257,9 +289,11 @@ class Background:
     def abandon(self) -> AutomodelError | None:
         """End the upload as it is, and have everything ready for the next. Returns what had failed, if it had."""
         self._cancelled.set()
-        if self.state == "busy":
+        if self._thread is not None and self._thread.is_alive():
             self._writer.kill()
-        self.wait()
+            self.wait(_END_SECONDS)
+            if self._thread.is_alive():  # in a call that cannot be interrupted: it ends when that returns
+                self._writer, self._thread = Writer(self._memory.descriptor), None
         failure, self._failure = self._failure, None
         return failure
 

@@ -191,7 +191,8 @@ class Checkpointer:
 
     *group* is a gloo process group of all ranks, used by nothing else meanwhile; *assets* gives, by the attribute name
     of a module, what its export needs (entries may come later, before the first save). The other arguments are the
-    recipe's ``checkpoint:`` keys of the same names. Raises :class:`RecipeError` for keys that exclude each other.
+    recipe's ``checkpoint:`` keys of the same names; a background save whose writer does not move at all for
+    *patience_seconds* while it is waited for has failed. Raises :class:`RecipeError` for keys that exclude each other.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class Checkpointer:
         allow_missing_state: Iterable[str] = (),
         on_incompatible: Literal["error", "sibling"] = "error",
         is_async: bool = False,
+        patience_seconds: float = 1800.0,
     ) -> None:
         if model_layout != "shards" and model_save_format != "safetensors":
             raise RecipeError(
@@ -239,6 +241,7 @@ class Checkpointer:
         self._resumed_from: str | None = None
         self._told = False
         self._wants_background = is_async
+        self._patience_seconds = patience_seconds
         self._background: Background | None = None
         self._in_flight: _Save | None = None
         self._writing: tuple[int, int, int] | None = None
@@ -556,17 +559,22 @@ class Checkpointer:
     def settle(self) -> bool:
         """Return when no save is under way in the background; True if one was. Called on all ranks.
 
-        Raises :class:`SaveFailed`, the same on all ranks, where it failed on one; then there is no trace of it.
+        Raises :class:`SaveFailed`, the same on all ranks, where it failed on one or came to a standstill; then there is
+        no trace of it.
         """
         save, background = self._in_flight, self._background
         if save is None or background is None:
             return False
         while True:
-            states = agree.gather_objects(self._group, background.state)
+            mine = (background.state, background.still_seconds(), background.is_at_work)
+            reports = agree.gather_objects(self._group, mine)
+            states = [state for state, _, _ in reports]
             if "failed" in states:
                 self._abandon(save)
             if "busy" not in states:
                 break
+            if all(still > self._patience_seconds for _, still, _ in reports):
+                background.give_up(anyhow=not any(is_at_work for _, _, is_at_work in reports))
             background.wait(_POLL_SECONDS)
         self._in_flight = None
         return True

@@ -17,11 +17,19 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_SAVE_FAILED, EXIT_STOPPED, EXIT_UNUSABLE, EXIT_USAGE, describe
+from automodel_ckpt.errors import (
+    EXIT_INTERNAL,
+    EXIT_SAVE_FAILED,
+    EXIT_STOPPED,
+    EXIT_UNUSABLE,
+    EXIT_USAGE,
+    Problem,
+    describe,
+)
 
 FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
 """Codes that a restart cannot better: the ranks return them instead of dying."""
@@ -29,6 +37,7 @@ STOPPED_AT_ONCE = 128
 """A second signal ends a process with this and the signal's number."""
 
 LOST_PEER = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed")
+TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 NOT_CONNECTED = re.compile(r"connectFullMesh failed")
 """gloo's word for ranks that could not form a group, which happens now and then on a busy machine."""
 LOST_PEER_CLASSES = frozenset({"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"})
@@ -49,6 +58,10 @@ class FailureRecord:
     """The message says already which rank it happened on."""
     connected: bool = True
     """False: the ranks could not connect to each other, so nothing has been done yet."""
+    timed_out: bool = False
+    """It waited for other ranks as long as a collective may."""
+    absent: bool = False
+    """It was in no collective when it was ended because of others."""
 
 
 def record_of(error: BaseException, rank: int) -> FailureRecord:
@@ -57,8 +70,8 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     origin = getattr(error, "rank", None)
     primary = not lost_peer(error) if origin is None else origin == rank
     details = "".join(traceback.format_exception(error)) if code == EXIT_INTERNAL else ""
-    connected = not NOT_CONNECTED.search(str(error))
-    return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected)
+    connected, timed_out = not NOT_CONNECTED.search(str(error)), bool(TIMED_OUT.search(str(error)))
+    return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out)
 
 
 def lost_peer(error: BaseException | None) -> bool:
@@ -93,6 +106,21 @@ def stopped_at_once(rank: int, number: int) -> FailureRecord:
 def verdict(records: Iterable[FailureRecord]) -> FailureRecord | None:
     """The earliest primary record; without one the earliest echo; None when nothing failed."""
     return min(records, key=lambda record: (not record.primary, record.time), default=None)
+
+
+def naming_the_silent(why: FailureRecord, records: Iterable[FailureRecord], started: Collection[int]) -> FailureRecord:
+    """A verdict of a rank that waited in vain, told as what it waited for: those *started* on this machine that left no
+    word of their own. Others stay as they are."""
+    silent = sorted(set(started) - {record.rank for record in records if not record.absent})
+    if not why.timed_out or not silent:
+        return why
+    ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+    problem = Problem(
+        f"{ranks} did not answer in time", "distributed.timeout_minutes", f"rank {why.rank} waited for as long as that",
+        "look what held it up (a stopped process, a disk that does not answer, code that waits); the same command "
+        "resumes from the newest checkpoint",
+    )  # fmt: skip
+    return replace(why, message=f"error: {problem}", details="", names_rank=True)
 
 
 def text_of(record: FailureRecord, *, several_ranks: bool) -> str:
@@ -160,8 +188,17 @@ class Board:
 
 def is_gone(process: int) -> bool:
     """Whether a process has ended (its parent may not have asked for its exit status yet)."""
+    return _state_of(process) in ("", "Z")
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process is there and was told to stand still (SIGSTOP, a debugger)."""
+    return _state_of(process) in ("T", "t")
+
+
+def _state_of(process: int) -> str:
+    """The kernel's letter, see proc(5); empty where there is no such process."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return status.rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

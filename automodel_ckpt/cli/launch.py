@@ -25,7 +25,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from automodel_ckpt.cli.failure import Board, FailureRecord, death_of, is_gone, record_of, text_of, verdict
+from automodel_ckpt.cli.failure import (
+    Board,
+    FailureRecord,
+    death_of,
+    is_gone,
+    naming_the_silent,
+    record_of,
+    text_of,
+    verdict,
+)
 from automodel_ckpt.cli.topology import (
     LOCAL,
     Rendezvous,
@@ -254,6 +263,7 @@ def _conclude(board: Board, codes: Mapping[int, int], deaths: list[FailureRecord
         return max(codes.values(), default=EXIT_DONE)
     if not deaths and set(codes.values()) == {EXIT_DONE}:
         return EXIT_DONE
+    why = naming_the_silent(why, recorded, board.processes(attempts[-1]) if attempts else {})
     common = len({record.message for record in recorded}) == 1 and len(recorded) == len(codes or recorded)
     say(text_of(why, several_ranks=several_ranks and not (common and len(recorded) > 1)))
     return why.code or EXIT_INTERNAL

@@ -21,6 +21,7 @@ A rank restarted although the verdict is final (way 2 exits with 1) returns that
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -28,7 +29,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 from automodel_ckpt.cli.failure import (
@@ -37,6 +39,7 @@ from automodel_ckpt.cli.failure import (
     Board,
     FailureRecord,
     is_gone,
+    is_stopped,
     record_of,
     stopped_at_once,
     text_of,
@@ -50,6 +53,8 @@ PEER_GRACE_SECONDS = 10.0
 ECHO_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.5
+STOPPED_POLLS = 20
+"""So often in a row a stopped peer is seen before that is said. Not seconds: a whole job may be suspended."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -155,9 +160,24 @@ def _ending(board: Board, attempt: int, code: int, failures: list[FailureRecord]
         if cause is not None and cause.code in FINAL_CODES:
             return cause.code
     if code not in FINAL_CODES and code != EXIT_DONE:
+        _end_stopped_peers(board, attempt)
         exit_now(EXIT_INTERNAL)
     flush()
     return code
+
+
+def _end_stopped_peers(board: Board, attempt: int) -> None:
+    """What the agent would do too, half a minute later: they cannot obey its SIGTERM."""
+    for peer, process in board.processes(attempt).items():
+        if is_stopped(process):
+            board.write(attempt, _ended(peer, f"rank {peer} was stopped when the others had failed"))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _ended(rank: int, message: str) -> FailureRecord:
+    """The record of a rank that is ended because of others."""
+    return FailureRecord(time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True, absent=True)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -199,14 +219,27 @@ def _announce_restart(earlier: FailureRecord | None) -> None:
 
 
 def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event) -> None:
+    stopped: Counter[int] = Counter()
     while not done.wait(POLL_SECONDS):
+        _tell_of_stopped(board.processes(attempt), rank, stopped)
         failed = _failed_peer(board, attempt, rank)
         at_once = any(record.code > STOPPED_AT_ONCE for record in board.records(attempt))
         if failed is not None and not done.wait(0 if at_once else PEER_GRACE_SECONDS):
-            message = f"rank {rank} was ended because rank {failed} had failed"
-            echo = FailureRecord(time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True)
-            board.write(attempt, echo)
+            board.write(attempt, _ended(rank, f"rank {rank} was ended because rank {failed} had failed"))
             exit_now(EXIT_INTERNAL)
+
+
+def _tell_of_stopped(processes: Mapping[int, int], rank: int, seen: Counter[int]) -> None:
+    """Say once of a rank of this machine that it was stopped, not ended: only people know whether it will go on. The
+    first rank that runs says it; *seen* counts how often in a row a peer was seen so."""
+    standing = {peer for peer, process in processes.items() if peer != rank and is_stopped(process)}
+    for peer in seen.keys() - standing:
+        del seen[peer]
+    seen.update(standing)
+    if rank == min(processes.keys() - standing):
+        for peer in (one for one in standing if seen[one] == STOPPED_POLLS):
+            say(f"warning: rank {peer} (process {processes[peer]}) is stopped, and the others wait for it, at most "
+                f"distributed.timeout_minutes; `kill -CONT {processes[peer]}` lets it go on")  # fmt: skip
 
 
 def _failed_peer(board: Board, attempt: int, rank: int) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automodel_ckpt.cli import failure, worker
 from automodel_ckpt.distributed.mesh import init_distributed
 from automodel_ckpt.distributed.stop import PeerStop
 from tests.support import ranks
@@ -84,6 +87,31 @@ def joined(port: int, attempt: int) -> tuple[int, bool]:
     dist.all_reduce(count)
     told.set(PeerStop.KEY, "1")
     return int(count), found
+
+
+def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_path: Path) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(keys={"distributed.timeout_minutes": 0.1}) as trainer:
+        wait_for(trainer, 1, "save")
+        since = trainer.send("rank1", signal.SIGSTOP)
+        assert trainer.wait(40) and trainer.code == 1, trainer.log
+        assert time.monotonic() - since < 30
+        assert trainer.orphans() == []
+    assert "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+    assert "Traceback" not in trainer.log and chain.newest() == 0
+
+
+def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as peer:
+        os.kill(peer.pid, signal.SIGSTOP)
+        while not failure.is_stopped(peer.pid):
+            time.sleep(0.01)
+        processes, seen = {0: os.getpid(), 1: peer.pid, 2: os.getpid()}, [Counter[int](), Counter[int]()]
+        for _ in range(worker.STOPPED_POLLS + 2):
+            for rank, mine in zip((0, 2), seen, strict=True):
+                worker._tell_of_stopped(processes, rank, mine)
+        peer.kill()
+    assert capfd.readouterr().err.count(f"warning: rank 1 (process {peer.pid}) is stopped") == 1
 
 
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(tmp_path: Path) -> None:

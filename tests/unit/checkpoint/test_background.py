@@ -187,6 +187,21 @@ def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
     assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
 
 
+def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, patience_seconds=0.5)
+    saver.pause()
+    saver.save(1)
+    writer = saver.writer
+    with pytest.raises(
+        SaveFailed, match=rf"does not move[\s\S]*epoch_0_step_1[\s\S]*process {writer} for 1 s"
+    ) as caught:
+        saver.checkpointer.settle()
+    assert caught.value.exit_code == 4 and names(tmp_path) == [] and not is_there(writer)
+    saver.save(2)
+    assert saver.checkpointer.settle() and commit.pointed(tmp_path, "LATEST") == "epoch_0_step_2"
+    saver.checkpointer.close()
+
+
 def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_path_and_errno(tmp_path: Path) -> None:
     mount = tmp_path / "disk"
     mount.mkdir()
