@@ -443,6 +443,9 @@ class Lifecycle:
         scheduler = self.step_scheduler
         loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
         log.info("done: step %d, %s", scheduler.step, loss)
+        if scheduler.ran_out_of_time:
+            limit = self.config.step_scheduler.max_time
+            log.info("ended here by step_scheduler.max_time (%s); the same command goes on from there", limit)
         if self.last_save is not None:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -131,7 +132,7 @@ class Background:
         self._writer = Writer(self._memory.descriptor)
         self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._uploads = _Uploads()
         self._failure: AutomodelError | None = None
         self._cancelled = threading.Event()
         self._where = Path()
@@ -154,7 +155,7 @@ class Background:
     def state(self) -> State:
         if self._failure is not None:
             return "failed"
-        return "busy" if self._thread is not None and self._thread.is_alive() else "idle"
+        return "idle" if self._uploads.idle.is_set() else "busy"
 
     def reserve(self, nbytes: int) -> None:
         """Allocate before the first save what it will need. Raises :class:`OSError`."""
@@ -214,8 +215,7 @@ class Background:
         command = Write(str(staging), part, jobs, self._memory.tensor.nbytes)
         self._cancelled.clear()
         self._moved = (time.monotonic(), ())
-        self._thread = threading.Thread(target=self._upload, args=(command, then, doing), name="upload", daemon=True)
-        self._thread.start()
+        self._uploads.begin(lambda: self._upload(command, then, doing))
 
     def _upload(self, command: Write, then: Callable[[], None] | None, doing: str) -> None:
         try:
@@ -283,25 +283,51 @@ class Background:
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the upload has ended, or after so many seconds."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._uploads.idle.wait(seconds)
 
     def abandon(self) -> AutomodelError | None:
         """End the upload as it is, and have everything ready for the next. Returns what had failed, if it had."""
         self._cancelled.set()
-        if self._thread is not None and self._thread.is_alive():
+        if not self._uploads.idle.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
-            if self._thread.is_alive():  # in a call that cannot be interrupted: it ends when that returns
-                self._writer, self._thread = Writer(self._memory.descriptor), None
+            if not self._uploads.idle.is_set():  # in a call that cannot be interrupted: it ends when that returns
+                self._uploads.end()
+                self._writer, self._uploads = Writer(self._memory.descriptor), _Uploads()
         failure, self._failure = self._failure, None
         return failure
 
     def close(self) -> None:
         """Wait for the upload, and give everything back."""
         self.wait()
+        self._uploads.end()
         self._writer.end()
         self._memory.close()
+
+
+class _Uploads:
+    """A thread for one upload after the other. A thread for each would keep the training: to start one takes until it
+    runs, milliseconds on a busy machine."""
+
+    def __init__(self) -> None:
+        self.idle = threading.Event()
+        self.idle.set()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="upload", daemon=True).start()
+
+    def begin(self, task: Callable[[], None]) -> None:
+        self.idle.clear()
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """When the task under way, if any, has ended."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # and with it what it refers to, until the next one comes
+            self.idle.set()
 
 
 class Cancelled(Exception):

@@ -49,7 +49,7 @@ def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
         found.outline.append((item.name, item.kind, item.scope, item.aliases, item.owner))
         if item.kind == "module":
             state = unwrap(item.value).state_dict(keep_vars=True)
-            kept, tied = stored_names(item.value, state)
+            kept, tied = stored_names(item.value, state, state.items())
             found.trees[item.name] = {name: state[key] for name, key in kept.items()}
             found.outline += (kept, tied, [_spec(value) for value in state.values()])
             for key, value in state.items():

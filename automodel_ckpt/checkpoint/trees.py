@@ -87,12 +87,17 @@ def trained_by_all(optimizer: Optimizer) -> Groups | None:
     return groups
 
 
-def stored_names(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """({name it is stored under: its FQN}, {left-out name: kept name}) of a module's *state*; see above."""
+def stored_names(
+    module: nn.Module, state: Mapping[str, Any], tensors: Iterable[tuple[str, Any]] | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """({name it is stored under: its FQN}, {left-out name: kept name}) of a module's *state*; see above.
+
+    *tensors*: the module's own, by name, where they are at hand; looking for them takes longer than all else.
+    """
     keys = adapter_keys(unwrap(module), state)
     if keys is not None:
         return {key: fqn for fqn, key in keys.items()}, {}
-    tied = tied_names(unwrap(module), state)
+    tied = tied_names(unwrap(module), state) if tensors is None else _tied(unwrap(module), tensors)
     named = _names_in_files(module)
     kept = {named.get(fqn, fqn): fqn for fqn in state if fqn not in tied}
     return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
@@ -110,12 +115,15 @@ def _names_in_files(module: nn.Module) -> Mapping[str, str]:
 
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
     """{name: the name it is tied to} for all but one of the names under which the module holds the same tensor."""
-    names: dict[int, list[str]] = {}
     present = set(state)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return _tied(module, ((name, tensor) for name, tensor in tensors if name in present))
+
+
+def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    names: dict[int, list[str]] = {}
     for name, tensor in tensors:
-        if name in present:
-            names.setdefault(id(tensor), []).append(name)
+        names.setdefault(id(tensor), []).append(name)
     declared = set(getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ())
     tied: dict[str, str] = {}
     for group in names.values():

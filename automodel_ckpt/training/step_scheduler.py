@@ -98,6 +98,7 @@ class StepScheduler:
         self.elapsed_seconds = 0.0
         self.best: float | None = None
         self.ended_early = False
+        self.ran_out_of_time = False
         self.validation_is_due = False
         self._clock = clock
         self._session_start = clock()
@@ -148,7 +149,7 @@ class StepScheduler:
         self.consumed_samples += num_samples
         self.consumed_tokens += num_tokens
         self.elapsed_seconds = elapsed_seconds
-        self.ended_early = time_is_up
+        self.ended_early = self.ran_out_of_time = time_is_up
         if self._step_start is not None:
             seconds = self._clock() - self._step_start
             self._longest_step_seconds = max(self._longest_step_seconds, seconds)

@@ -101,7 +101,8 @@ class TreePlan:
         """The local data of a slice, on its device: those of the state dict that is there now."""
         value = self.planner.state_dict[share.fqn]
         local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
-        return local.detach() if local.shape == share.sizes else local.detach().reshape(share.sizes)
+        local = local.detach() if local.requires_grad else local
+        return local if local.shape == share.sizes else local.reshape(share.sizes)
 
     def fetching(self, share: TensorShare) -> Fetch:
         """The slice's data, to be fetched when it is its turn."""
