@@ -25,10 +25,10 @@ RECIPE = ROOT / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 GOAL_SECONDS = 4.5
 
 
-def first_step_seconds(num_ranks: int) -> float:
+def first_step_seconds(num_ranks: int, recipe: Path = RECIPE) -> float:
     """Seconds from starting ``ckpt-train`` to the end of its first optimizer step; the run is killed then."""
     with tempfile.TemporaryDirectory(prefix="bench-startup-", ignore_cleanup_errors=True) as directory:
-        words = ["-m", "automodel_ckpt.cli.train", f"--nproc-per-node={num_ranks}", str(RECIPE)]
+        words = ["-m", "automodel_ckpt.cli.train", f"--nproc-per-node={num_ranks}", str(recipe)]
         output = Path(directory) / "output"
         started = time.time()
         with output.open("wb") as file:

@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path(os.environ.get("DEMO_DIRECTORY", "runs/demo"))
 UNDISTURBED, KILLED = RUNS / "undisturbed", RUNS / "killed"
 RECIPE = "examples/llm_finetune/tiny_llama_python_docs.yaml"
-NUM_STEPS = 60
-CKPT_EVERY_STEPS = 20
-KILL_AT_STEP = 30
+NUM_STEPS = int(os.environ.get("DEMO_STEPS", "60"))
+"""A multiple of 6, at least 30: the run has to be caught between two checkpoints."""
+CKPT_EVERY_STEPS = NUM_STEPS // 3
+KILL_AT_STEP = NUM_STEPS // 2
 
 COMPARED = ("epoch", "loss", "grad_norm", "lr", "tokens", "label_tokens")
 """Fields of training.jsonl that a resume must reproduce; the others are clock times and memory."""
@@ -104,7 +105,9 @@ def program(name: str) -> str:
 
 
 def train_command(directory: Path) -> list[str]:
-    return [program("ckpt-train"), "--nproc-per-node=2", RECIPE, "--checkpoint.checkpoint_dir", str(directory)]
+    words = [program("ckpt-train"), "--nproc-per-node=2", RECIPE, "--checkpoint.checkpoint_dir", str(directory)]
+    changed = {"max_steps": NUM_STEPS, "ckpt_every_steps": CKPT_EVERY_STEPS} if NUM_STEPS != 60 else {}
+    return words + [f"--step_scheduler.{key}={value}" for key, value in changed.items()]
 
 
 def steps_of(directory: Path) -> dict[int, dict[str, Any]]:

@@ -45,6 +45,8 @@ EXCLUDED = (
     "automodel_ckpt.consolidate",
 )
 _NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
+_NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}
+"""What some recipes need and takes a moment to import: imported before ranks are forked, once for all of them."""
 _FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 
 _checked: dict[str, Callable[..., Any]] = {}  # what check_targets resolved, for build() in this process and its forks
@@ -175,6 +177,9 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> type[Any]:
     complete = load_recipe(loaded.path, loaded.overrides, schema=getattr(recipe_class, "Config", RecipeConfig))
     loaded.config, loaded.tree = complete.config, complete.tree
     check_targets(loaded, trust)
+    for section, library in _NEEDED_BY.items():
+        if getattr(loaded.config, section, None) is not None:
+            importlib.import_module(library)
     return recipe_class
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
-from transformers.trainer_utils import SchedulerType
 
 from automodel_ckpt.errors import RecipeError
 
@@ -25,6 +23,10 @@ def build_schedule(
     Raises :class:`RecipeError` when the length is needed and unknown (a stream with no max_steps), or *kwargs* holds
     what the schedule does not take.
     """
+    # They bring half of transformers' trainer, and peft: runs without a schedule start sooner without them.
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
     length = decay_steps or total_steps
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters

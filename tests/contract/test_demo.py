@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(300)
 def test_the_demo_runs_to_its_end(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "demo.py")]
-    environment = {**os.environ, "DEMO_DIRECTORY": str(tmp_path)}
+    environment = {**os.environ, "DEMO_DIRECTORY": str(tmp_path), "DEMO_STEPS": "30"}
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all 60 steps agree in epoch, loss, grad_norm" in done.stdout
+    assert "all 30 steps agree in epoch, loss, grad_norm" in done.stdout
     assert "the exported weights are the same bytes" in done.stdout
     assert "transformers loaded the export" in done.stdout
 

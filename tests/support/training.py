@@ -24,6 +24,7 @@ from automodel_ckpt.training.step_scheduler import Due
 
 # What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, and some imports.
 importlib.import_module("transformers.models.llama.modeling_llama")
+importlib.import_module("transformers.optimization")
 importlib.import_module("automodel_ckpt.data.python_docs")
 get_checkpoint_conversion_mapping("llama")
 
