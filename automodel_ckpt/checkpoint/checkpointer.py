@@ -183,6 +183,7 @@ class _Save:
     on_saved: Callable[[SaveReport], None] | None
     started: float
     stall_seconds: float = 0.0
+    is_published: bool = False
     records: dict[str, StateRecord] = field(default_factory=dict)
 
 
@@ -505,6 +506,7 @@ class Checkpointer:
         parts = self._awaited_parts(save.staging)
         parts[self._ranks.rank].files.update(common.files)
         report = self._published(save, self._publish(save, parts))
+        save.is_published = True
         if save.on_saved is not None:
             save.on_saved(report)
         if self._exports(save.last):
@@ -542,7 +544,7 @@ class Checkpointer:
         if writing is not None:
             step, before, total = writing
             return Saving(step, METER.nbytes - before, total)
-        if save is not None and background is not None and background.state == "busy":
+        if save is not None and not save.is_published and background is not None and background.state == "busy":
             return Saving(save.name.step, *background.progress)
         return None
 

@@ -139,7 +139,8 @@ def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
     verb = "would remove" if arguments.dry_run else "removed"
     if freed:
         print("\n".join(table([(f"{verb} {what}".strip(), printable(n), size_text(b)) for n, b in freed.items()])))
-    print(f"{size_text(sum(freed.values()))} {'to free' if arguments.dry_run else 'freed'}")
+    total = f"{size_text(sum(freed.values()))} {'to free' if arguments.dry_run else 'freed'}"
+    print(total if freed else "nothing to remove: all that is there stays")
 
 
 def pin(arguments: argparse.Namespace, find: Find) -> int:

@@ -599,13 +599,15 @@ def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: An
     recipe = tiny.recipe()
     tiny.train(recipe)
     checkpointer = tiny.checkpointer(tmp_path, save_consolidated=False, **layout)
-    seen = []
+    seen, after = [], []
     checkpointer.save(
         discover(recipe), step=20, epoch=0, config_yaml="", losses={}, progress={},
         before_publishing=lambda: seen.append(checkpointer.saving()),
+        on_saved=lambda _: after.append(checkpointer.saving()),
     )  # fmt: skip
     checkpointer.settle()
     (saving,) = seen
+    assert after == [None], "an export may follow"
     assert saving is not None and saving.step == 20
     written = sum(path.stat().st_size for path in (tmp_path / "epoch_0_step_20").rglob("*") if path.is_file())
     assert 0.3 * written < saving.written_bytes <= written and saving.total_bytes == pytest.approx(written, rel=0.7)
