@@ -65,7 +65,7 @@ raises: $(STAMP)  ## which error messages are met by no test: runs the suite
 reference: $(STAMP)  ## write docs/reference from the code
 	@$(BIN)/python tools/make_reference.py
 
-reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other saved, in each format; 3000 random layouts: five minutes
+reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other saved, in each format; 3000 random layouts: ten minutes
 	@RESHARD=full RESHARD_LAYOUTS=3000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
 	    tests/distributed/test_reshard.py tests/distributed/test_planner.py
 

@@ -34,7 +34,7 @@ def make_model(directory: Path) -> None:
 
     tokenizer = train_tokenizer(vocab_size=512)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=None, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
