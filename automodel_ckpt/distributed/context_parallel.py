@@ -79,6 +79,8 @@ def _why_not(model: nn.Module) -> str:
     if getattr(base, "_is_stateful", False) or kinds or inside:
         named = ", ".join(sorted(kinds | inside)) or "a state along the sequence"
         return f"tokens meet in its layers elsewhere than in attention ({named})"
+    if "deepstack_visual_embeds" in inspect.signature(base.get_decoder().forward).parameters:
+        return "what images give joins whole rows between its layers"
     if not getattr(base, "_supports_attention_backend", False):
         return "its attention is not one of transformers' attention interface"
     if attention_name(base) == "eager":

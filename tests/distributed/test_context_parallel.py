@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, Qwen3VLConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from automodel_ckpt.distributed.context_parallel import check_context_heads, check_context_parallel
@@ -143,6 +143,12 @@ def test_a_model_whose_class_tells_is_refused_without_weights(settings: dict[str
     with pytest.raises(RecipeError) as caught:
         check_context_parallel(on_meta(lambda: AutoModelForCausalLM.from_config(config)))
     assert said in str(caught.value)
+
+
+def test_a_model_that_images_join_between_the_layers_is_refused() -> None:
+    config = Qwen3VLConfig(text_config={"num_hidden_layers": 1}, vision_config={"depth": 1})
+    with pytest.raises(RecipeError, match="joins whole rows between its layers"):
+        check_context_parallel(on_meta(lambda: AutoModelForImageTextToText.from_config(config)))
 
 
 def test_what_is_none_of_transformers_models_is_refused() -> None:
