@@ -77,4 +77,4 @@ clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our 
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) .clients runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .clients runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
