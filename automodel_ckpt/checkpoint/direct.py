@@ -25,27 +25,24 @@ _HUGE_PAGE_BYTES = 2 << 20
 def block_of(nbytes: int) -> memoryview:
     """Private memory of that size, all zero, as O_DIRECT asks of memory; what is never touched takes none.
 
-    It begins at a page, and at a huge one, which the kernel is asked for, where *nbytes* fill one.
+    It begins at a page. Where *nbytes* fill a huge one the kernel is asked for those: Linux begins a mapping of whole
+    huge pages at one since 6.7, an older one has them in the middle.
     """
     huge = nbytes >= _HUGE_PAGE_BYTES
+    size = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES if huge else nbytes
     # MAP_PRIVATE: else it would count as memory that others share.
-    mapping = mmap.mmap(-1, nbytes + (_HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    view = memoryview(mapping)
-    if not huge:
-        return view
-    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    skip = -_address(view) % _HUGE_PAGE_BYTES
-    return view[skip : skip + nbytes]
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)[:nbytes]
 
 
 def begins_at_a_sector(memory: memoryview) -> bool:
     """Whether O_DIRECT takes this memory; of memory that cannot be written it is not known, which counts as no."""
-    return not memory.readonly and bool(memory) and _address(memory) % SECTOR_BYTES == 0
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if memory.readonly or not memory:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % SECTOR_BYTES == 0
 
 
 def bypass_page_cache(descriptor: int, bypass: bool) -> bool:

@@ -21,7 +21,7 @@ model:
      num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
 tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 4096}
 dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 256}
-step_scheduler: {global_batch_size: 8, local_batch_size: 8, max_steps: 2}
+step_scheduler: {global_batch_size: 8, local_batch_size: 4, max_steps: 2}
 """
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
