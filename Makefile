@@ -59,6 +59,9 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 
+hostile: $(STAMP)  ## every attack on every reader of a checkpoint: about ten minutes
+	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/hostile
+
 raises: $(STAMP)  ## which error messages are met by no test: runs the suite
 	@$(BIN)/python tools/raise_sites.py
 

@@ -279,10 +279,7 @@ def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
     assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_save_format=torch_save"),
-                          ("fsdp2", "model_layout=hf")],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_layout=hf")])
 def test_an_interrupted_run_in_another_format_goes_on(tmp_path: Path, strategy: str, how: str) -> None:
     overrides = (f"--checkpoint.{how}", f"--distributed.strategy={strategy}")
     schedule = "--lr_scheduler.decay_steps=12"

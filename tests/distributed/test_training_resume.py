@@ -30,7 +30,6 @@ def run(directory: Path, num_ranks: int, name: str, *overrides: str, kills: tupl
     ("num_ranks", "num_workers", "accumulation", "kills"),
     [
         (1, 0, 1, (3, 8)),
-        (1, 2, 4, (6, 11)),
         (2, 0, 4, (7, 11)),
         (2, 2, 1, (6, 7)),
     ],

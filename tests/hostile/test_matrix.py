@@ -19,8 +19,8 @@ from .readers import CHECKS, EXPORTS, IMPORTS, READERS, RESUMES, prepare
 from .victim import Attacked
 
 attacks.entries()
-# HOSTILE=all runs every attack with every reader; else each class meets each of its readers once, by turns with another
-# of its attacks.
+# HOSTILE=all (make hostile) runs every attack with every reader; else each class meets every second of its readers, by
+# turns with another of its attacks.
 EVERY = [(attack, reader) for attack in attacks.ATTACKS for reader in sorted(attack.readers)]
 # 4: an export's place is taken by what no export made.
 CLEAN = dict.fromkeys(READERS, (0, 2, 3)) | dict.fromkeys(EXPORTS | IMPORTS, (0, 2, 3, 4))
@@ -29,7 +29,7 @@ CLEAN = dict.fromkeys(READERS, (0, 2, 3)) | dict.fromkeys(EXPORTS | IMPORTS, (0,
 def _by_turns() -> list[tuple[attacks.Attack, str]]:
     chosen = []
     for turn, (kind, readers) in enumerate(attacks.KINDS.items()):
-        for place, reader in enumerate(sorted(readers)):
+        for place, reader in enumerate(sorted(readers)[turn % 2 :: 2] or sorted(readers)):
             able = [attack for attack in attacks.ATTACKS if attack.kind == kind and reader in attack.readers]
             chosen.append((able[(turn + 7 * place) % len(able)], reader))
     return chosen

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -21,14 +20,16 @@ READER = """
 import sys, torch
 sys.modules["automodel_ckpt"] = None
 from transformers import AutoModelForCausalLM
-path, inputs, output = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+inputs, *places = sys.argv[1:]
 ids = torch.load(inputs)
-with torch.no_grad():
-    logits = model(ids).logits
 ones = torch.ones_like(ids[:1])
-greedy = model.generate(ids[:1], attention_mask=ones, do_sample=False, max_new_tokens=24, pad_token_id=0)
-torch.save({"logits": logits, "greedy": greedy, "dtype": str(model.dtype)}, output)
+for place in places:
+    exported = f"{place}/c/model/consolidated"
+    model = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+    greedy = model.generate(ids[:1], attention_mask=ones, do_sample=False, max_new_tokens=24, pad_token_id=0)
+    torch.save({"logits": logits, "greedy": greedy, "dtype": str(model.dtype)}, f"{place}/out.pt")
 """
 
 
@@ -43,24 +44,31 @@ def tiny_llama(tied: bool, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 0), (torch.bfloat16, 1)])
-def test_the_export_gives_equal_logits(tmp_path: Path, tied: bool, dtype: torch.dtype, dim: int) -> None:
+def export(place: Path, tied: bool, dtype: torch.dtype, dim: int) -> Any:
+    """Export a model to *place*/c/model/consolidated, from three shards cut along *dim*; returns it."""
     model = tiny_llama(tied, dtype)
     state, ties = module_state(model)
-    HFAssets.from_model(model).write(tmp_path / "c" / "model" / ".hf_metadata")
-    write_checkpoint(tmp_path / "c", state, [p for f, t in state.items() for p in cut(f, t, 3, dim)], tied=ties)
-    output = consolidate(tmp_path / "c").output
+    HFAssets.from_model(model).write(place / "c" / "model" / ".hf_metadata")
+    write_checkpoint(place / "c", state, [p for f, t in state.items() for p in cut(f, t, 3, dim)], tied=ties)
+    assert consolidate(place / "c").output == place / "c" / "model" / "consolidated"
+    return model
+
+
+def test_exports_give_equal_logits(tmp_path: Path) -> None:
+    cases = [(torch.float32, 0, True), (torch.float32, 0, False), (torch.bfloat16, 1, True), (torch.bfloat16, 1, False)]
+    places = [tmp_path / str(number) for number in range(len(cases))]
+    models = [export(place, tied, dtype, dim) for place, (dtype, dim, tied) in zip(places, cases, strict=True)]
     ids = torch.arange(34).reshape(2, 17) % 97
     torch.save(ids, tmp_path / "ids.pt")
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     subprocess.run(
-        [sys.executable, "-c", READER, output, tmp_path / "ids.pt", tmp_path / "out.pt"],
+        [sys.executable, "-c", READER, tmp_path / "ids.pt", *places],
         check=True, env=environment, cwd=tmp_path, timeout=120,
     )  # fmt: skip
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    with torch.no_grad():
-        want = model(ids).logits
-    assert found["dtype"] == str(dtype)
-    assert (found["logits"] - want).abs().max().item() == 0
-    assert len(set(found["greedy"][0, 17:].tolist())) >= 8, "a degenerate model proves nothing"
+    for model, place, (dtype, *_) in zip(models, places, cases, strict=True):
+        found = torch.load(place / "out.pt", weights_only=True)
+        with torch.no_grad():
+            want = model(ids).logits
+        assert found["dtype"] == str(dtype)
+        assert (found["logits"] - want).abs().max().item() == 0
+        assert len(set(found["greedy"][0, 17:].tolist())) >= 8, "a degenerate model proves nothing"
