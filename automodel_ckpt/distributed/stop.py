@@ -123,7 +123,9 @@ class StopRequest:
             os._exit(128 + number)
 
     def _let_go(self) -> None:
-        """In a forked child (a data loader's worker) signals are not the child's affair, but SIGTERM ends it."""
+        """In a forked child (a data loader's worker) signals are not the child's affair, but SIGTERM ends it; unless it
+        is a trainer itself and installs its own handlers."""
+        self._installed = False
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
             for number in self.signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -151,6 +152,7 @@ def run(reader: Callable[[], int], root: Path, *, forbidden: Sequence[str] = ())
             warnings.simplefilter("ignore")  # of threads of this process: the child takes none of their locks
             child = os.fork()
         if child == 0:
+            gc.freeze()  # what other tests left in this process is not the child's to end: that may abort it
             os.close(read_end)
             _child(reader, root, forbidden, write_end, output.fileno())
         os.close(write_end)

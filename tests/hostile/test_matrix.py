@@ -80,10 +80,10 @@ def test_a_hostile_checkpoint_harms_nobody(attack: attacks.Attack, reader: str, 
 
 
 def test_the_matrix_is_complete() -> None:
-    pairs = {(attack.kind, reader) for attack, reader in CASES}
-    assert pairs == {(kind, reader) for kind, readers in attacks.KINDS.items() for reader in readers}
-    assert len(pairs) >= 200 and len(CASES) >= 200
-    assert {reader for _, reader in pairs} == READERS.keys()
+    every, pairs = ({(attack.kind, reader) for attack, reader in cases} for cases in (EVERY, CASES))
+    assert every == {(kind, reader) for kind, readers in attacks.KINDS.items() for reader in readers} and pairs <= every
+    assert {kind for kind, _ in pairs} == attacks.KINDS.keys() and {reader for _, reader in pairs} == READERS.keys()
+    assert len(pairs) >= 200 and len(pairs) >= len(every) // 2
     assert len({(attack.kind, attack.name, reader) for attack, reader in EVERY}) == len(EVERY)
 
 
