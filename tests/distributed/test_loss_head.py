@@ -20,12 +20,15 @@ from tests.support import ranks
 from tests.support.parallel import VOCABULARY, layout_here, model_of
 from tests.support.training import RECIPE, VALIDATION
 
+ENDS = "['*embed_tokens*', 'lm_head*']"
 FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-@pytest.mark.parametrize("frozen", ["[]", "['*embed_tokens*', 'lm_head*']"])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "tied", "frozen"),
+    [("single", 1, "true", "[]"), ("ddp", 2, "false", "[]"), ("fsdp2", 2, "true", "[]"), ("fsdp2", 2, "false", "[]"),
+     ("single", 1, "false", ENDS), ("ddp", 2, "true", ENDS), ("fsdp2", 2, "true", ENDS)],
+)  # fmt: skip
 def test_it_trains_as_full_logits_do(tmp_path: Path, strategy: str, num_ranks: int, tied: str, frozen: str) -> None:
     if tied == "true" and frozen != "[]":
         frozen = "['*embed_tokens*']"
