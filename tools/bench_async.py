@@ -260,7 +260,9 @@ def on_ranks(num_ranks: int, arguments: argparse.Namespace, root: Path) -> tuple
 
 
 def as_markdown(results: list[tuple[int, int, list[Row]]], num_rounds: int) -> str:
-    parts = [", ".join(machine().values()) + f"; medians of {num_rounds} rounds."]
+    here = machine()
+    place = f"{here['cores']} cores ({here['processor']}), {here['kernel']}, {here['date']}"
+    parts = [f"{place}; medians of {num_rounds} rounds."]
     for num_ranks, nbytes, rows in results:
         where = "1 rank, a free core" if num_ranks == 1 else f"{num_ranks} ranks on {os.cpu_count()} cores"
         parts.append(f"\n### Asynchronous saves: {where}, {nbytes / 1e6:.0f} MB per rank\n")
