@@ -28,7 +28,7 @@ demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
 	@$(BIN)/python tools/demo_vlm.py
 
-test: $(STAMP)  ## every test, offline, within ten minutes on two cores
+test: $(STAMP)  ## every test, offline, ten to twelve minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
 
 check: $(STAMP)  ## formatting, lint and strict types
