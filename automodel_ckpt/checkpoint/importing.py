@@ -30,9 +30,10 @@ from automodel_ckpt.checkpoint.formats.dcp import read_content
 from automodel_ckpt.checkpoint.hf_assets import is_side_file
 from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece, run_all
-from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Tree, merge_files, merge_tree
+from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.resume import records
+from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.stored import whole
 from automodel_ckpt.checkpoint.weights import Tensors, is_hugging_face, open_weights
@@ -116,16 +117,15 @@ def run_import(planned: Import) -> Path:
     ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` where it cannot be written,
     :class:`CheckpointUnusable` where the source cannot be read, and leaves no trace then.
     """
-    run = planned.run.absolute()
+    run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
     try:
-        commit.make_run_directory(run)
-        lease = Lease(run)
+        run.hold()
     except OSError as error:
-        raise as_failure(error, "importing", run) from error
+        raise as_failure(error, "importing", run.root) from error
     try:
-        return _write(planned, run)
+        return _write(planned, run.root)
     finally:
-        lease.release()
+        run.release()
 
 
 # ---------------------------------------------------------------- what there is
