@@ -66,7 +66,7 @@ raises: $(STAMP)  ## which error messages are met by no test: runs the suite
 	@$(BIN)/python tools/raise_sites.py
 
 reference: $(STAMP)  ## write docs/reference from the code
-	@$(BIN)/python tools/make_reference.py
+	@$(BIN)/python -m tools.make_reference
 
 reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other saved, in each format; 3000 random layouts: ten minutes
 	@RESHARD=full RESHARD_LAYOUTS=3000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \

@@ -1,20 +1,21 @@
 """Write docs/reference from the code: the keys of a recipe, both commands, every error message.
 
-python tools/make_reference.py            # writes docs/reference/*.md
-python tools/make_reference.py --check    # exit code 1 where they differ from the code; the tests do this
+python -m tools.make_reference            # writes docs/reference/*.md
+python -m tools.make_reference --check    # exit code 1 where they differ from the code; the tests do this
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import sys
 import typing
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import automodel_ckpt
+import yaml
+
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config import help as help_page
 from automodel_ckpt.config.bind import default_of
@@ -22,16 +23,19 @@ from automodel_ckpt.config.convert import describe, members, section_type
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
+from tools.error_messages import Message, messages
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-PACKAGE = Path(automodel_ckpt.__file__).parent
 GENERATED = "<!-- Written by tools/make_reference.py from the code: change that, then run it. -->"
+CAUSES = REFERENCE / "causes.yaml"
 KINDS = {
     "RecipeError": "the command line or the recipe is wrong (exit code 2)",
     "CheckpointUnusable": "a checkpoint cannot be used (exit code 3)",
     "SaveFailed": "a save failed (exit code 4)",
     "Stopped": "stopped by a signal (exit code 75)",
+    "os_problem": "the system refused something",
+    "Problem": "found while checking several things at once",
 }
 
 
@@ -125,49 +129,56 @@ def _argument_row(action: argparse.Action) -> str:
 
 
 def errors_page() -> str:
-    """Every message that is raised on purpose, with its remedy."""
+    """Every message that is raised on purpose, with its cause and its fix."""
     lines = [
         "# Every error message",
         "",
-        "What the commands say when something is wrong: the message, and what to do. `…` stands for a name or",
-        "a number. A message shows *where* and the *value* it met; [troubleshooting](../troubleshooting.md) tells",
-        "of causes.",
+        "What the commands say when something is wrong, why that is met, and what to do. `…` stands for a name or a",
+        "number. A message also shows *where* and the *value* it met. The most frequent ones, and what goes wrong",
+        "without a message, are in [troubleshooting](../troubleshooting.md).",
     ]
-    found = sorted({site for file in sorted(_sources()) for site in _raise_sites(file)})
-    for kind, title in [*KINDS.items(), ("Problem", "found while checking several things at once")]:
-        rows = [f"| {_cell(what)} | {_cell(remedy)} |" for name, what, remedy in found if name == kind]
-        lines += ["", f"## {title[0].upper()}{title[1:]}", "", "| message | remedy |", "|---|---|", *rows]
+    causes = read_causes()
+    for kind, title in KINDS.items():
+        rows = [_error_row(found, causes) for found in messages() if found.kind == kind]
+        lines += ["", f"## {title[0].upper()}{title[1:]}", "", "| symptom | cause | fix |", "|---|---|---|"]
+        lines += dict.fromkeys(rows)
     return "\n".join(lines) + "\n"
 
 
-def _sources() -> Iterator[Path]:
-    for room in (PACKAGE, ROOT / "recipes"):
-        yield from (file for file in room.rglob("*.py") if "examples" not in file.parts)
+def _error_row(found: Message, causes: Mapping[str, Cause]) -> str:
+    cause = causes.get(found.what, Cause("", ""))
+    return f"| {_cell(found.what)} | {_cell(cause.text)} | {_cell(cause.fix or found.remedy)} |"
 
 
-def _raise_sites(file: Path) -> Iterator[tuple[str, str, str]]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        if isinstance(node, ast.Call) and name in (*KINDS, "Problem"):
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            what = node.args[0] if node.args else given.get("what")
-            remedy = node.args[3] if len(node.args) > 3 else given.get("remedy")
-            text = _text(what)
-            if any(character.isalpha() for character in text):
-                yield name, text, _text(remedy)
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a message is met; *fix* where the code puts the remedy together from what it finds."""
+
+    text: str
+    fix: str
 
 
-def _text(node: ast.expr | None) -> str:
-    """A string of the source, with an ellipsis for what is filled in."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
-    if isinstance(node, ast.IfExp):
-        return f"{_text(node.body)} (or: {_text(node.orelse)})"
-    return "…"
+def read_causes() -> dict[str, Cause]:
+    """{message: cause} of causes.yaml."""
+    read = yaml.safe_load(CAUSES.read_text())
+    return {
+        what: Cause(given["cause"], given["fix"]) if isinstance(given, dict) else Cause(given, "")
+        for what, given in read.items()
+    }
+
+
+def cause_faults() -> list[str]:
+    """Messages without a cause or without a fix, causes without a message, fixes that the code gives already."""
+    causes, remedies = read_causes(), defaultdict[str, list[str]](list)
+    for found in messages():
+        remedies[found.what].append(found.remedy)
+    silent = {what for what, said in remedies.items() if not all(any(map(str.isalpha, text)) for text in said)}
+    fixed = {what for what, cause in causes.items() if cause.fix}
+    faults = {
+        "no cause": remedies.keys() - causes.keys(), "no message": causes.keys() - remedies.keys(),
+        "no fix": silent & causes.keys() - fixed, "a fix beside the code's": fixed & remedies.keys() - silent,
+    }  # fmt: skip
+    return [f"{CAUSES.name}: {why}: {what}" for why, names in faults.items() for what in sorted(names)]
 
 
 def main() -> int:
@@ -184,7 +195,9 @@ def main() -> int:
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(text)
     print(f"{'differ from the code' if check else 'written'}: {', '.join(old) or 'none'}")
-    return 1 if check and old else 0
+    faults = cause_faults()
+    print("\n".join(faults), end="\n" * bool(faults))
+    return 1 if faults or (check and old) else 0
 
 
 if __name__ == "__main__":

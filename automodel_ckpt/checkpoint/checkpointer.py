@@ -530,7 +530,7 @@ class Checkpointer:
                 clear_leftovers(source / layout.CONSOLIDATED, log.debug)
             return
         except Exception as error:
-            failure = as_failure(error, f"exporting {save.name}; the checkpoint itself is safe", path)
+            failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path)
             raise ExportFailed.all_of(failure.problems) from error
         for line in said:
             log.info("%s", line)
@@ -791,14 +791,14 @@ class Checkpointer:
             places = [self._run.root / str(name) / layout.state_directory(one) for one in self.assets]
             return [consolidate(place, log=log.info).output for place in places][-1] if self.is_leader else None
 
-        with self._failing_together(f"exporting {name}; the checkpoint itself is safe", ExportFailed):
+        with self._failing_together(f"exporting {name} (the checkpoint itself is safe)", ExportFailed):
             return agree.while_working(self._group, export)
 
     def _with_export(self, report: SaveReport, save: _Save) -> SaveReport:
         """The same from memory, by all ranks; its failure leaves the checkpoint as it is."""
         name, snapshot = save.name, save.snapshot
         together = partial(
-            self._failing_together, f"exporting {name}; the checkpoint itself is safe", kind=ExportFailed
+            self._failing_together, f"exporting {name} (the checkpoint itself is safe)", kind=ExportFailed
         )
         try:
             for attribute, assets in self.assets.items():
