@@ -64,7 +64,8 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
 
 def adapt(model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None) -> Adapted:
     """The model with the adapters of a ``peft`` section; *num_base_rows* is its base's number of embeddings."""
-    model.names_in_files = {}  # type: ignore[assignment]  # an adapter's file has peft's names
+    # An adapter's file has peft's names.
+    model.names_in_files = model.parts_in_files = {}  # type: ignore[assignment]
     return add_adapters(model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows)
 
 

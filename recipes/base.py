@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.side_files import Assets
+from automodel_ckpt.checkpoint.trees import keep_whole
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -56,12 +57,11 @@ from automodel_ckpt.models.build import (
 )
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
-from automodel_ckpt.models.names import names_in_files
 from automodel_ckpt.models.probe import forward_parameters, logits_of
 from automodel_ckpt.models.stages import check_stages
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, set_size, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
-from automodel_ckpt.recipes.blueprint import Blueprint, draw_up
+from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
 from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
 from automodel_ckpt.recipes.stages import (
@@ -246,12 +246,13 @@ class FinetuneRecipe(Lifecycle):
         if isinstance(section, ModelConfig):
             num_base_rows = self.num_base_rows(model)
             self.resize(model, section)
-            model.names_in_files = self.names_in_files(model, section)  # type: ignore[assignment]
+            self.name_tensors(model, section)
             if self.config.peft is not None:
                 self.adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
                 model, blueprint = self.adapted.model, with_copies(blueprint, self.adapted.model)
             else:
                 freeze(model, section.freeze)
+                keep_whole(model)
             if section.activation_checkpointing:
                 checkpoint_activations(model)
         else:
@@ -321,11 +322,11 @@ class FinetuneRecipe(Lifecycle):
         if size is not None and section.from_pretrained is not None:
             resize_vocabulary(model, size, section.new_tokens)
 
-    def names_in_files(self, model: nn.Module, section: ModelConfig) -> dict[str, str]:
-        """What checkpoints call the model's tensors, where that is not their name here; Hugging Face files' names."""
-        names = names_in_files(model, base_directory(section.from_pretrained) if section.from_pretrained else None)
+    def name_tensors(self, model: nn.Module, section: ModelConfig) -> None:
+        """Tell checkpoints what to call the model's tensors: by the names of Hugging Face files."""
+        directory = base_directory(section.from_pretrained) if section.from_pretrained else None
+        names = hold_names(model, directory).names
         self.vocabulary = [names.get(name, name) for name in self.vocabulary]
-        return names
 
     def prepare_base(self) -> str | None:
         """The directory or Hub name that the model's weights are read from, made first where the recipe says so; None

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import base_directory, build_model, fresh_dtype
 from automodel_ckpt.models.keys import Names, Verdict, compare
 from automodel_ckpt.models.meta import InitialValues, allocate, initialise, is_transient, on_meta
-from automodel_ckpt.models.names import names_in_files
+from automodel_ckpt.models.names import InFiles, names_in_files
 from automodel_ckpt.models.vocabulary import set_size, tell_resized, vocabulary_names
 from automodel_ckpt.recipes.starting import MODEL, together
 
@@ -149,6 +150,14 @@ def _materialiser(
     return materialise
 
 
+def hold_names(model: Any, directory: Path | None) -> InFiles:
+    """Tell checkpoints how files hold the tensors of *model*, of the base in *directory* where there is one. Call it
+    before the model is shared out."""
+    found = names_in_files(model, directory)
+    model.names_in_files, model.parts_in_files = found
+    return found
+
+
 class _Source:
     """The files of a pretrained model, whose tensors are those of *model* one to one: :class:`NotInParts` if not.
 
@@ -170,7 +179,7 @@ class _Source:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotInParts(f"its files cannot be read in parts ({error})") from error
-        self._names = model.names_in_files = names_in_files(model, directory)
+        self._names, self._parts = hold_names(model, directory)
         self._verdict = self._compared(model)
         fqns = {stored: fqn for fqn, stored in self._names.items()}
         self._resized = {fqns.get(name, name): shapes for name, shapes in self._verdict.resized.items()}
@@ -202,13 +211,18 @@ class _Source:
         model = adapted() if adapted is not None else model
         now = {id(module): name for name, module in model.named_modules()}
         fqns, fillings = {stored: fqn for fqn, stored in self._names.items()}, {}
+        rows = {name: fqn for fqn, its in self._parts.items() for name in its}
         for name, (there, here) in self._resized.items():
             tell_resized(name, there, here, self._new_rows)
         for name, stored in self._verdict.matches.items():
-            parent, _, key = fqns.get(name, name).rpartition(".")
+            parent, _, key = rows.get(name, fqns.get(name, name)).rpartition(".")
             if parent not in modules:
                 continue
             outer = now[id(modules[parent])]
             fqn = f"{outer}.{key}" if outer else key
-            fillings[name_in_files(model, fqn)] = Filling(self._tensors, stored, name in self._verdict.resized)
+            filled = name if name in rows else name_in_files(model, fqn)
+            fillings[filled] = Filling(self._tensors, stored, name in self._verdict.resized)
+        # With adapters its checkpoints hold no experts, but they are read.
+        held, model.parts_in_files = model.parts_in_files, self._parts
         fill_module(model, fillings, self._new_rows)
+        model.parts_in_files = held

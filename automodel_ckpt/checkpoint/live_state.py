@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.trees import stored_names, trained_by_all, unwrap
+from automodel_ckpt.checkpoint.trees import stored_names, stored_values, trained_by_all, unwrap
 
 _SCALARS = (type(None), bool, int, float, complex, str)
 
@@ -50,7 +50,7 @@ def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
         if item.kind == "module":
             state = unwrap(item.value).state_dict(keep_vars=True)
             kept, tied = stored_names(item.value, state, state.items())
-            found.trees[item.name] = {name: state[key] for name, key in kept.items()}
+            found.trees[item.name] = stored_values(item.value, state, kept)
             found.outline += (kept, tied, [_spec(value) for value in state.values()])
             for key, value in state.items():
                 names.setdefault(id(value), f"{item.name.replace('.', '%')}.{key}")

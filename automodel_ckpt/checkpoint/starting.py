@@ -47,12 +47,12 @@ def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: Ne
     """Read the stored tensors into the module's own (FQN -> filling); the others keep their values.
 
     Sharded or not, on any device; values are cast to the parameter's dtype. Of a resized tensor the common rows are
-    read, and with *new_rows* ``mean`` the others become the mean of all stored rows; with ``init`` they stay. Needs no
-    other rank. Raises :class:`CheckpointUnusable` naming the file.
+    read, and with *new_rows* ``mean`` the others become the mean of all stored rows; with ``init`` they stay. What only
+    other ranks hold is left to them. Needs no other rank. Raises :class:`CheckpointUnusable` naming the file.
     """
     state, tied = module_state(module)
     for source in {id(filling.source): filling.source for filling in fillings.values()}.values():
-        mine = {fqn: f for fqn, f in fillings.items() if f.source is source}
+        mine = {fqn: f for fqn, f in fillings.items() if f.source is source and fqn in state}
         whole = {fqn: _renamed(source.tensors[f.name], fqn) for fqn, f in mine.items() if not f.resized}
         read_tree(source.root, Tree("", whole, {}), {fqn: state[fqn] for fqn in whole}, nested=False)
         for fqn in mine.keys() - whole.keys():

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -34,17 +36,18 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
     Returns (state dict, {left-out name: kept name}). Of names that share a tensor the first in the module's own order
     is kept, unless the module says otherwise (transformers' ``_tied_weights_keys``). A module whose tensors have other
-    names in files says so in its attribute ``names_in_files``; those are the names here. Of a PEFT model it is only
-    what its adapter file holds, under the names it has there: the base is not the checkpoint's.
+    names in files says so in its attribute ``names_in_files``; those are the names here. Rows that are in files tensors
+    of their own (experts) are here too, as the attribute ``parts_in_files`` says; each rank has those that it holds. Of
+    a PEFT model it is only what its adapter file holds, under the names it has there: the base is not the checkpoint's.
     """
     state = dict(get_model_state_dict(module))
     kept, tied = stored_names(module, state)
-    return {name: state[fqn] for name, fqn in kept.items()}, tied
+    return stored_values(module, state, kept), tied
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What the ranks that hold different parts of a module (stages of a pipeline) store of it together.
+    """What the ranks that hold different parts of a module (stages of a pipeline, experts) store of it together.
 
     *tensors* are without memory, by stored name and in the module's own order; *tied* as of :func:`module_state`. Such
     a module has it in its attribute ``whole``: names, shapes and dtypes can be compared without asking other ranks.
@@ -58,6 +61,12 @@ class Whole:
         """Of a module of which nothing has been taken away yet."""
         state, tied = module_state(module)
         return cls({name: _outline(value) for name, value in state.items() if isinstance(value, torch.Tensor)}, tied)
+
+
+def keep_whole(module: nn.Module) -> None:
+    """Where shards of a module will hold different tensors of files, have it know them all; call it before."""
+    if _parts_in_files(module):
+        module.whole = Whole.of(module)  # type: ignore[assignment]
 
 
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,6 +84,9 @@ def whole_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]
     (state, tied), whole = module_state(module), whole_of(module)
     return (state, tied) if whole is None else ({**whole.tensors, **state}, whole.tied)
 
+
+Part = tuple[int, tuple[slice, ...]]
+"""A row of a tensor, and what of that row."""
 
 Groups = list[dict[str, torch.Tensor]]
 """For each of an optimizer's parameter groups, {FQN: a tensor without memory} of what it trains."""
@@ -99,8 +111,43 @@ def stored_names(
         return {key: fqn for fqn, key in keys.items()}, {}
     tied = tied_names(unwrap(module), state) if tensors is None else _tied(unwrap(module), tensors)
     named = _names_in_files(module)
-    kept = {named.get(fqn, fqn): fqn for fqn in state if fqn not in tied}
+    parts = _parts_in_files(module)
+    kept = {named.get(fqn, fqn): fqn for fqn in state if fqn not in tied and fqn not in parts}
+    kept.update((name, fqn) for fqn in state if fqn in parts for name in _rows_here(fqn, state[fqn], parts[fqn]))
     return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
+
+
+def stored_values(module: nn.Module, state: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
+    """What a module's *state* has for each stored name (of :func:`stored_names`); of rows a view."""
+    parts = _parts_in_files(module)
+    rows = {fqn: _local_rows(state[fqn]) for fqn in parts if fqn in state}
+    return {name: state[fqn] if fqn not in rows else _view(*rows[fqn], parts[fqn][name]) for name, fqn in kept.items()}
+
+
+def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, Part]) -> Iterator[str]:
+    """The *parts* of a tensor that this rank holds."""
+    if isinstance(value, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in value.placements):
+        raise RecipeError(
+            "experts are cut across ranks, and a checkpoint holds each whole",
+            where="distributed.tp_plan",
+            value=f"{fqn}: {value.placements}",
+            remedy="leave the experts out of the plan (fsdp2 shards them)",
+        )
+    local, first = _local_rows(value)
+    return (name for name, (row, _) in parts.items() if 0 <= row - first < len(local))
+
+
+def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a tensor, and the number of the first."""
+    if not isinstance(value, DTensor):
+        return value.detach(), 0
+    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return value.to_local().detach(), offsets[0]
+
+
+def _view(rows: torch.Tensor, first: int, part: Part) -> torch.Tensor:
+    row, columns = part
+    return rows[row - first][columns]
 
 
 def name_in_files(module: nn.Module, fqn: str) -> str:
@@ -111,6 +158,11 @@ def name_in_files(module: nn.Module, fqn: str) -> str:
 def _names_in_files(module: nn.Module) -> Mapping[str, str]:
     names: Mapping[str, str] = getattr(unwrap(module), "names_in_files", {})
     return names
+
+
+def _parts_in_files(module: nn.Module) -> Mapping[str, Mapping[str, Part]]:
+    parts: Mapping[str, Mapping[str, Part]] = getattr(unwrap(module), "parts_in_files", {})
+    return parts
 
 
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
@@ -135,13 +187,17 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
 def set_module_state(module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool) -> None:
     """Hand a loaded state (of :func:`module_state`'s form) to the module."""
     whole = {**state, **{name: state[kept] for name, kept in tied.items() if kept in state}}
-    keys = adapter_keys(unwrap(module), get_model_state_dict(module))
+    present, parts = get_model_state_dict(module), _parts_in_files(module)
+    # They are views, and filled.
+    rows = {name for its in parts.values() for name in its}
+    keys = adapter_keys(unwrap(module), present)
     if keys is not None:
         # The base's tensors are not there.
         own, strict = {fqn: whole[key] for fqn, key in keys.items() if key in whole}, False
     else:
         fqns = {name: fqn for fqn, name in _names_in_files(module).items()}
-        own = {fqns.get(name, name): value for name, value in whole.items()}
+        own = {fqns.get(name, name): value for name, value in whole.items() if name not in rows}
+        own.update((fqn, present[fqn]) for fqn in parts if fqn in present)
     set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
 
 

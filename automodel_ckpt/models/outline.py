@@ -31,7 +31,7 @@ def outline(directory: Path) -> Outline:
     """The outline of the transformers model in *directory*, built without memory. Raises :class:`CheckpointUnusable`
     where it is none of the library's own."""
     model = _empty_model(directory)
-    renamed, stored = names_in_files(model, directory), _stored_names(directory)
+    renamed, stored = names_in_files(model, directory).names, _stored_names(directory)
     prefix: str = model.base_model_prefix
     files = {name: _spelled(renamed.get(name, name), prefix, stored) for name in model.state_dict(keep_vars=True)}
     transposed = {name for name, module in model.named_modules() if isinstance(module, _TRANSPOSED)}

@@ -59,22 +59,22 @@ def test_names_in_files_are_those_that_transformers_saves(family: str, tmp_path:
     with safe_open(base / "model.safetensors", "pt") as file:
         expected = set(file.keys())
     for model, base_dir in ((model_of(family), None), (AutoModelForImageTextToText.from_pretrained(base), base)):
-        names = names_in_files(model, base_dir)
+        names = names_in_files(model, base_dir).names
         tied = set(model.all_tied_weights_keys)
         assert {names.get(name, name) for name in model.state_dict() if name not in tied} == expected
 
 
 def test_a_base_whose_files_have_the_names_of_memory_keeps_them(tmp_path: Path) -> None:
     model = model_of("llava")
-    assert names_in_files(model)
+    assert names_in_files(model).names
     save_file(
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
     )
-    assert names_in_files(model, tmp_path) == {}
+    assert names_in_files(model, tmp_path) == ({}, {})
 
 
 def test_what_is_no_transformers_model_keeps_its_names() -> None:
-    assert names_in_files(torch.nn.Linear(2, 2)) == {}
+    assert names_in_files(torch.nn.Linear(2, 2)) == ({}, {})
 
 
 def test_a_configuration_of_several_parts_takes_its_ids_from_the_processor() -> None:
