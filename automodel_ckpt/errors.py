@@ -7,6 +7,8 @@ place, :func:`describe`.
 from __future__ import annotations
 
 import errno as errno_names
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,30 @@ EXIT_USAGE = 2
 EXIT_UNUSABLE = 3
 EXIT_SAVE_FAILED = 4
 EXIT_STOPPED = 75
+
+
+_hidden: dict[str, str] = {}  # what a variable of the environment holds -> the reference that stood for it
+_NOT_SECRET = re.compile(r"[-+0-9.eE_]{0,5}|true|false|null", re.IGNORECASE)
+
+
+def hide(value: str, reference: str) -> None:
+    """Have :func:`without_hidden` show *reference* where it finds *value*; words and short numbers stay readable."""
+    if not _NOT_SECRET.fullmatch(value.strip()):
+        for written in (value, value.strip(), repr(value)[1:-1], json.dumps(value)[1:-1]):
+            _hidden.setdefault(written, reference)
+
+
+def without_hidden(text: str) -> str:
+    """*text* with the values that references resolved to replaced by these references, the longest first.
+
+    A value of fewer than eight characters is only seen where it is not part of a longer word.
+    """
+    for value in sorted(_hidden, key=len, reverse=True):
+        if len(value) >= 8:
+            text = text.replace(value, _hidden[value])
+        elif value in text:
+            text = _hidden[value].join(re.split(rf"(?<!\w){re.escape(value)}(?!\w)", text))
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +58,7 @@ class Problem:
         for label, text in (("where", self.where), ("value", self.value), ("remedy", self.remedy)):
             if text is not None and text != "":
                 lines.append(f"  {label + ':':8}{text}")
-        return "\n".join(lines)
+        return without_hidden("\n".join(lines))
 
 
 class AutomodelError(Exception):
@@ -108,4 +134,4 @@ def describe(error: BaseException) -> tuple[int, str]:
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    return EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}"
+    return EXIT_INTERNAL, without_hidden(f"internal error: {type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,12 +19,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport, Saving
+from automodel_ckpt.checkpoint.discovery import left_out
 from automodel_ckpt.checkpoint.file_system import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
-from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed, Stopped
+from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, Stopped, without_hidden
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
@@ -77,13 +78,15 @@ class Lifecycle:
     step_scheduler: StepScheduler
     rng: StatefulRNG
     checkpointer: Checkpointer | None
+    untracked: Collection[str] = ()
+    """Names of attributes with state that is not saved; a class may set it, and so may :meth:`build`."""
     vocabulary: Sequence[str] = ()
     """Names of the model's parameters that ``model.vocab_size`` gives another number of rows."""
 
     def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
         self.config = config
         self.config_yaml = config_yaml
-        self.untracked: set[str] = set()
+        self.untracked: set[str] = set(self.untracked)
         self.checkpointer = None
         self.resumed: Resumed | None = None
         self.peer_stop: PeerStop | None = None
@@ -131,6 +134,7 @@ class Lifecycle:
 
         Afterwards nothing may draw random numbers before the first step.
         """
+        self._refuse_hidden_methods()
         state = discover(self)
         if self.checkpointer is not None:
             self._resume(self.checkpointer, state)
@@ -151,8 +155,7 @@ class Lifecycle:
         )
 
     def _resume(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
-        for name in sorted(self.untracked & vars(self).keys()):
-            log.info("not saved, since it is untracked: %s", name)
+        self._say_what_is_left_out()
         checkpointer.check(state)
         recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
         self.resumed = checkpointer.load(state)
@@ -164,6 +167,25 @@ class Lifecycle:
             checkpointer.prepare(state)
         if self.layout.is_leader:
             self._cut_back_logs(self.step_scheduler)
+
+    def _refuse_hidden_methods(self) -> None:
+        """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""
+        methods = {name for name in vars(self) if callable(getattr(type(self), name, None))}
+        hidden = sorted(name for name in methods if not callable(vars(self)[name]))
+        if hidden:
+            raise RecipeError(
+                "an attribute hides a method of the recipe",
+                where=f"{type(self).__name__}.build",
+                value=", ".join(hidden),
+                remedy="give the attribute another name",
+            )
+
+    def _say_what_is_left_out(self) -> None:
+        passed_over = dict(left_out(self))
+        for name, why in passed_over.items():
+            log.info("not saved, since %s: %s", why, name)
+        for name in sorted(set(self.untracked) - passed_over.keys()):
+            log.warning("untracked names %r, but the recipe has no such attribute", name)
 
     def _cut_back_logs(self, scheduler: StepScheduler) -> None:
         """Let the logs end with the step resumed from; without its validation where that is made up for."""
@@ -374,7 +396,7 @@ class Lifecycle:
             "bytes_per_second": report.bytes_per_second,
             "free_bytes": report.free_bytes,
             "pruned": list(report.pruned),
-            "export_command": report.export_command,
+            "export_command": report.export_command and without_hidden(report.export_command),
         }
         self.append(self.training_log, event)
 

@@ -276,9 +276,13 @@ class Checkpointer:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
-        for item in classify(state):
+        items = classify(state)
+        owners = Owners(items)
+        for item in items:
             if item.kind in ("object", "lr_scheduler"):
                 refuse_unsafe(item.name, item.value.state_dict())
+            elif item.kind == "optimizer" and self._save_optimizer:
+                owners.refuse_strangers(item)
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""

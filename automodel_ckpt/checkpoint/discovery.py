@@ -6,10 +6,11 @@ type, the *place* from the attribute's name, so that nothing a user adds to a re
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import xxhash
@@ -30,6 +31,7 @@ _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
 # Of containers in containers; the reader takes no more (tuples are hashed as keys, level by level).
 _MAX_DEPTH = 25
+_MAX_NAME_BYTES = 200  # a file's name takes 255, of which suffixes such as _global_rank_1023.pt need some
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,56 @@ class Item:
 def discover(recipe: object) -> dict[str, Any]:
     """All state that the recipe's attributes hold, by name; lists, tuples and dicts of such objects count.
 
-    Names in the recipe's set ``untracked`` are left out. An object under several names stands under each of them here;
-    :func:`classify` stores it once.
+    Names in the recipe's set ``untracked`` are left out, and modules that hold nothing. An object under several names
+    stands under each of them here; :func:`classify` stores it once.
+
+    Raises :class:`RecipeError` where two would have one name.
     """
-    untracked = set(getattr(recipe, "untracked", ()))
+    passed_over = dict(left_out(recipe))
     found: dict[str, Any] = {}
-    for name, value in vars(recipe).items():
-        if name not in untracked:
-            found.update((n, v) for n, v in _stateful_within(name, value, frozenset()) if n not in untracked)
+    for name, value in _everything(recipe):
+        if name in passed_over or name.partition(".")[0] in passed_over:
+            continue
+        if found.setdefault(name, value) is not value:
+            raise RecipeError(
+                "two objects with state have the same name",
+                where=f"recipe attribute {name!r}",
+                value=f"{type(found[name]).__name__} and {type(value).__name__}",
+                remedy="rename one of them (keys of a dict are told apart by their text)",
+            )
     return found
+
+
+def left_out(recipe: object) -> Iterator[tuple[str, str]]:
+    """(name, why) of what the recipe holds and :func:`discover` passes over."""
+    untracked = set(getattr(recipe, "untracked", ()))
+    attributes = dict(_attributes(recipe))
+    for name in sorted(untracked & attributes.keys()):
+        yield name, "it is untracked"
+    for name, value in _everything(recipe):
+        if name in untracked - attributes.keys():
+            yield name, "it is untracked"
+        elif isinstance(value, torch.nn.Module) and name not in untracked and _holds_nothing(value):
+            yield name, "it has no state"
+
+
+def _holds_nothing(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is None and not module.state_dict()
+
+
+def _everything(recipe: object) -> Iterator[tuple[str, object]]:
+    for name, value in _attributes(recipe):
+        yield from _stateful_within(name, value, frozenset())
+
+
+def _attributes(recipe: object) -> Iterator[tuple[str, object]]:
+    """The recipe's own attributes, then those of its classes that hold state themselves."""
+    yield from vars(recipe).items()
+    seen = set(vars(recipe))
+    for name, value in ((name, value) for base in type(recipe).__mro__ for name, value in vars(base).items()):
+        if name not in seen and _is_stateful(value):
+            yield name, value
+        seen.add(name)
 
 
 def _stateful_within(name: str, value: object, inside: frozenset[int]) -> Iterator[tuple[str, object]]:
@@ -95,6 +138,7 @@ def classify(state: Mapping[str, Any]) -> list[Item]:
     items = [_item(name, state[name], tuple(aliases)) for name, *aliases in names.values()]
     owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
     items = [_with_owner(item, owners) if item.kind == "lr_scheduler" else item for item in items]
+    _refuse_names(items)
     _refuse_clashes(items)
     return items
 
@@ -108,8 +152,9 @@ def _item(name: str, value: object, aliases: tuple[str, ...]) -> Item:
         return Item(name, value, "lr_scheduler", "replicated", aliases)
     if isinstance(value, torch.utils.data.DataLoader):
         return Item(name, value, "object", "dp_rank", aliases)
-    scope = getattr(value, "checkpoint_scope", "replicated")
-    return Item(name, value, "object", cast(layout.Scope, scope), aliases)
+    scope = getattr(value, "checkpoint_scope", None)  # anything, of an object that has every attribute
+    declared = scope if isinstance(scope, str) and scope in get_args(layout.Scope) else "replicated"
+    return Item(name, value, "object", cast(layout.Scope, declared), aliases)
 
 
 def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
@@ -122,6 +167,26 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
             remedy=f"keep the optimizer in an attribute too, or add {item.name!r} to the recipe's `untracked`",
         )
     return replace(item, owner=owner)
+
+
+def _refuse_names(items: Iterable[Item]) -> None:
+    problems = []
+    for item in items:
+        place = item.path.rstrip("/")
+        reason = layout.unsafe_path(place)
+        if "/" in item.name:
+            reason = "it contains a slash"
+        elif len(os.fsencode(place)) > _MAX_NAME_BYTES and reason is None:
+            reason = f"it is longer than {_MAX_NAME_BYTES} bytes"
+        elif place in layout.RESERVED:
+            reason = "a checkpoint has a file of this name"
+        if reason:
+            remedy = f"rename it, or add {item.name!r} to the recipe's `untracked`"
+            problems.append(
+                Problem("an attribute's name cannot be that of a file", "recipe", f"{item.name!r}: {reason}", remedy)
+            )
+    if problems:
+        raise RecipeError.all_of(problems)
 
 
 def _refuse_clashes(items: Iterable[Item]) -> None:

@@ -11,6 +11,8 @@ MANIFEST = "MANIFEST.json"
 CONFIG = "config.yaml"
 LOSSES = "losses.json"
 PARTS = ".parts"
+RESERVED = frozenset({MANIFEST, CONFIG, LOSSES, PARTS})
+"""Names in a checkpoint that no attribute can have."""
 HF_METADATA = ".hf_metadata"
 CONSOLIDATED = "consolidated"
 MERGED = "merged"

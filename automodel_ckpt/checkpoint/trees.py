@@ -217,7 +217,7 @@ class Owners:
 
         The groups name what all ranks train, the state is this rank's.
         """
-        self._refuse_strangers(item)
+        self.refuse_strangers(item)
         state: dict[str, Any] = dict(get_optimizer_state_dict(self.roof, item.value))
         for group, names in zip(state["param_groups"], trained_by_all(item.value) or (), strict=False):
             group["params"] = list(names)
@@ -232,7 +232,8 @@ class Owners:
         """What *state* has none for has none afterwards."""
         set_optimizer_state_dict(self.roof, item.value, dict(state), options=StateDictOptions(strict=False))
 
-    def _refuse_strangers(self, item: Item) -> None:
+    def refuse_strangers(self, item: Item) -> None:
+        """Raises :class:`RecipeError` where an optimizer trains what no module under the roof has."""
         known = {id(parameter) for parameter in self.roof.parameters()}
         mine = [parameter for group in item.value.param_groups for parameter in group["params"]]
         strangers = [tuple(parameter.shape) for parameter in mine if id(parameter) not in known]

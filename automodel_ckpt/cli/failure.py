@@ -29,6 +29,7 @@ from automodel_ckpt.errors import (
     EXIT_USAGE,
     Problem,
     describe,
+    without_hidden,
 )
 
 FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
@@ -69,7 +70,7 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     code, message = describe(error)
     origin = getattr(error, "rank", None)
     primary = not lost_peer(error) if origin is None else origin == rank
-    details = "".join(traceback.format_exception(error)) if code == EXIT_INTERNAL else ""
+    details = without_hidden("".join(traceback.format_exception(error))) if code == EXIT_INTERNAL else ""
     connected, timed_out = not NOT_CONNECTED.search(str(error)), bool(TIMED_OUT.search(str(error)))
     return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out)
 

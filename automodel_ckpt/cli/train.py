@@ -30,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = describe(error)
         if _speaks():
             print_error(message)
+    except Exception as error:  # of code that the recipe names, or a defect
+        from automodel_ckpt.cli.failure import record_of, text_of
+
+        record = record_of(error, 0)
+        code = record.code
+        print_error(text_of(record, several_ranks=False))
     if argv is None and "torch" in sys.modules:
         from automodel_ckpt.cli.launch import leave
 

@@ -14,6 +14,7 @@ from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import Problem, RecipeError
 
 
@@ -71,6 +72,7 @@ def load_recipe(
     config = binder.section(binder.schema, root, "")
     if found:
         raise RecipeError.all_of(found)
+    settle(root, config, with_arguments=False)
     return LoadedRecipe(config, path, root, tuple(overrides))
 
 

@@ -109,7 +109,7 @@ def lines(node: Node, indent: int = 0) -> Iterator[tuple[str, str]]:
     """(line of YAML, origin) of a mapping: sections as blocks, lists in one line."""
     assert isinstance(node.value, dict)
     for key, child in node.value.items():
-        name = " " * indent + str(Node(key, child.origin, quoted=key == ""))
+        name = " " * indent + str(_key(key))
         if isinstance(child.value, dict) and child.value:
             yield f"{name}:", ""
             yield from lines(child, indent + 2)
@@ -123,13 +123,21 @@ def _origin(node: Node) -> str:
     return ", ".join(dict.fromkeys([node.origin, *(item.origin for item in items if item.is_flag)]))
 
 
+def _key(text: str) -> Node:
+    """A mapping's key, which is text, quoted where some reader of YAML may take it for something else."""
+    resolver: Any = _RESOLVER
+    tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
+    return Node(text, "", quoted=tag != "tag:yaml.org,2002:str" or text[:1] in "+-.0123456789" or text == "None")
+
+
 def _to_yaml(node: Node) -> yaml.Node:
     if isinstance(node.value, dict):
-        pairs = [(_to_yaml(Node(key, "", quoted=key == "")), _to_yaml(child)) for key, child in node.value.items()]
+        pairs = [(_to_yaml(_key(key)), _to_yaml(child)) for key, child in node.value.items()]
         return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=True)
     if isinstance(node.value, list):
         return yaml.SequenceNode("tag:yaml.org,2002:seq", [_to_yaml(item) for item in node.value], flow_style=True)
-    text = "null" if node.is_null else node.value
+    # The word None is text where nobody says a type.
+    text = "null" if node.is_null and node.value != "None" else node.value
     if "\n" in text or not text.isprintable():
         return yaml.ScalarNode("tag:yaml.org,2002:str", text, style='"')
     if node.quoted:

@@ -1,6 +1,7 @@
 """References to environment variables: ``${oc.env:NAME}`` and ``${oc.env:NAME,default}``, the only interpolations.
 
-Resolved values go into the typed configuration alone; whatever is printed or saved shows the reference.
+Resolved values go into the typed configuration alone; whatever is printed or saved shows the reference, and so do the
+messages of errors that come up later (``errors.without_hidden``).
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import os
 import re
 
+from automodel_ckpt.errors import hide
+
 ALLOWED = "the only interpolations are ${oc.env:NAME} and ${oc.env:NAME,default}; \\${ is a literal ${"
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _ENVIRONMENT = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:")
 _VARIABLE = re.compile(r"\$\{oc\.env:([^,${}]*)\}")
+_NAME = re.compile(r"\$\{oc\.env:([^,${}]*)")
 
 
 class ReferenceFailed(Exception):
@@ -40,6 +44,11 @@ def resolve(text: str) -> str | None:
         value = OmegaConf.create({"value": text})["value"]
     except OmegaConfBaseException:
         raise _failure(unset) from None
+    used = [name for name in map(str.strip, _NAME.findall(text)) if name in os.environ]
+    for name in used:
+        hide(os.environ[name], f"${{oc.env:{name}}}")
+    if used and value is not None:
+        hide(str(value), text)
     return None if value is None else str(value)
 
 

@@ -27,6 +27,7 @@ from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.references import resolve as resolve_reference
 from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import Problem, RecipeError
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
@@ -232,6 +233,7 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> None:
         checker.check(key, target, supplied)
     if checker.problems:
         raise RecipeError.all_of(checker.problems)
+    settle(loaded.tree, loaded.config, with_arguments=True)
 
 
 def _check_names(loaded: LoadedRecipe, trust: Trust) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.discovery import classify, discover, refuse_unsafe
+from automodel_ckpt.checkpoint.discovery import classify, discover, left_out, refuse_unsafe
 from automodel_ckpt.errors import RecipeError
 
 
@@ -70,6 +70,46 @@ def test_one_object_under_two_names_is_stored_once_under_the_first() -> None:
 
 def test_untracked_names_are_left_out() -> None:
     assert list(discover(recipe(kept=Duck(), left=Duck(), untracked={"left"}))) == ["kept"]
+
+
+def test_what_is_passed_over_is_told_with_the_reason() -> None:
+    held = recipe(
+        kept=Duck(), table={"a": Duck(), "b": Duck()}, loss=torch.nn.CrossEntropyLoss(), left=Duck(), number=3
+    )
+    held.untracked = ["left", "table.a", "number", "misspelt"]
+    assert list(discover(held)) == ["kept", "table.b"]
+    untracked = dict.fromkeys(("left", "number", "table.a"), "it is untracked")
+    assert dict(left_out(held)) == {**untracked, "loss": "it has no state"}
+
+
+def test_state_of_the_recipes_class_counts() -> None:
+    class Recipe:
+        shared, hidden, duck_class = Duck(), Duck(), Duck
+
+    held = Recipe()
+    held.hidden = own = Duck()
+    assert discover(held) == {"hidden": own, "shared": Recipe.shared}
+
+
+@pytest.mark.parametrize("attributes", [{"a": {1: Duck(), "1": Duck()}}, {"a": {"b": Duck()}, "a.b": Duck()}])
+def test_two_objects_of_one_name_are_refused(attributes: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="two objects with state have the same name"):
+        discover(recipe(**attributes))
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "a/b", "../up", "x" * 250])
+def test_names_that_no_file_of_a_checkpoint_can_have_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match="name cannot be that of a file"):
+        classify({name: torch.nn.Linear(1, 1)})
+
+
+def test_an_object_that_has_every_attribute_is_plain_state() -> None:
+    class Everything(Duck):
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: 0
+
+    (item,) = classify({"proxy": Everything()})
+    assert item.scope == "replicated"
 
 
 def test_two_attributes_for_one_place_are_refused_by_name() -> None:

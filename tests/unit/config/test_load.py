@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from automodel_ckpt import errors
+from automodel_ckpt.cli.failure import record_of
 from automodel_ckpt.config.convert import members, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig, Target, parse_duration
+from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import RecipeError
 
 BASE = """\
@@ -211,6 +215,29 @@ def test_no_message_shows_a_resolved_value(tmp_path: Path, monkeypatch: pytest.M
     assert words[0].partition("=")[0] in str(caught.value)
 
 
+def test_errors_that_come_up_later_show_the_reference_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_hidden", {})
+    monkeypatch.setenv("CKPT_TEST", SECRET)
+    monkeypatch.setenv("CKPT_WORD", "abc")
+    loaded = load(
+        tmp_path,
+        "seed: ${oc.env:CKPT_SEED,7}\n",
+        "--dataset.x=a/${oc.env:CKPT_TEST}",
+        "--dataset.y=${oc.env:CKPT_WORD}",
+    )
+    for error in (
+        RecipeError(
+            f"no {SECRET}", where="here", value=Path(loaded.config.dataset.kwargs["x"]), remedy="abc, not abcd 7"
+        ),
+        ValueError(f"no {SECRET} {loaded.config.dataset.kwargs['x']!r} abc, not abcd 7"),
+    ):
+        shown = record_of(error, 0)
+        assert SECRET not in shown.message + shown.details
+        assert "no ${oc.env:CKPT_TEST}" in shown.message
+        assert "a/${oc.env:CKPT_TEST}" in shown.message
+        assert "${oc.env:CKPT_WORD}, not abcd 7" in shown.message
+
+
 @pytest.mark.parametrize(
     "text",
     ["${seed}", "${oc.select:seed}", "${oc.env:HOME}${now:}", "a${", "${oc.env:HOME", "${oc.create:[1]}", "${.x}"],
@@ -225,7 +252,28 @@ def test_a_missing_variable_is_named(tmp_path: Path) -> None:
         load(tmp_path, "", "--dataset.x=a/${oc.env:CKPT_NOT_SET}/b")
 
 
-# What is saved loads again
+# What is saved loads again, here and elsewhere
+
+
+def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -> None:
+    words = ["--optimizer.lr", "1e-5", "--seed=017", "--checkpoint.checkpoint_dir=017", "--checkpoint.is_async=on",
+             "--model.attn_implementation=off", "--checkpoint.keep_steps=[0x10]", "--clip_grad_norm=None",
+             "--dataset.id", "017", "--dataset.word=None", "--dataset.table={on: [no, 1e5]}"]  # fmt: skip
+    loaded = load(tmp_path, "", *words)
+    as_printed = yaml.safe_load(loaded.explain())["dataset"]
+    assert as_printed == {
+        "_target_": "automodel_ckpt.data.text.TextDataset", "path": "data.jsonl", "id": "017", "word": "None",
+        "table": {"on": ["no", "1e5"]},
+    }  # fmt: skip
+    settle(loaded.tree, loaded.config, with_arguments=True)
+    saved = yaml.safe_load(loaded.to_yaml())
+    assert saved["dataset"]["table"] == {"on": ["no", 1e5]}
+    assert (saved["optimizer"]["lr"], saved["seed"], saved["clip_grad_norm"]) == (1e-5, 17, None)
+    assert saved["model"]["attn_implementation"] == "off"
+    assert [saved["checkpoint"][key] for key in ("checkpoint_dir", "is_async", "keep_steps")] == ["017", True, [16]]
+    (tmp_path / "again.yaml").write_text(loaded.to_yaml())
+    assert load_recipe(tmp_path / "again.yaml").config == loaded.config
+
 
 PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 

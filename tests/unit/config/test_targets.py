@@ -292,7 +292,7 @@ def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: 
     cls = prepare(loaded, Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
     assert cls.__name__ == "MyRecipe"
     assert loaded.config.head.width == 17
-    assert "width: 017" in loaded.to_yaml()
+    assert "width: 17" in loaded.to_yaml()
     with pytest.raises(RecipeError, match=r"unknown key head\.widht"):
         prepare(load(recipe, "--head.widht=1"), Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
 
