@@ -138,8 +138,7 @@ class Source(Rows):
             raise RecipeError("a stream has no parts of splits", where="dataset.split", value=self.split, remedy=remedy)
         try:
             if not self.is_file:
-                name = str(Path(self.path).expanduser())
-                return datasets.load_dataset(name, self.name, split=self.split, streaming=True)
+                return datasets.load_dataset(self._named, self.name, split=self.split, streaming=True)
             self._refuse_subset_of_file()
             _require_readable(self._file)
             loader, files = _LOADERS[self._file.suffix], str(self._file)
@@ -156,7 +155,10 @@ class Source(Rows):
         return list(self._table.column_names)
 
     def values(self, field: str) -> list[Any]:
-        return list(self._table[field])
+        try:
+            return list(self._table[field])
+        except UnicodeDecodeError as error:  # the reader of JSON takes any bytes for UTF-8
+            raise _unreadable(self._file, error) from error
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row; its images are decoded only now."""
@@ -180,6 +182,12 @@ class Source(Rows):
     @property
     def _file(self) -> Path:
         return Path(self.path).expanduser()
+
+    @property
+    def _named(self) -> str:
+        """A Hub name as it is; a directory in full, since ``datasets`` needs a name for it."""
+        path = Path(self.path).expanduser()
+        return str(path.resolve() if path.is_dir() else path)
 
     @cached_property
     def _table(self) -> Any:
@@ -205,7 +213,7 @@ class Source(Rows):
 
     def _read_named(self, datasets: Any) -> Any:
         try:
-            return datasets.load_dataset(str(Path(self.path).expanduser()), self.name, split=self.split)
+            return datasets.load_dataset(self._named, self.name, split=self.split)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._refused(error) from error
 
