@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from automodel_ckpt.checkpoint import Checkpointer, discover, policy
-from automodel_ckpt.checkpoint.checkpointer import Resumed, SaveReport, Saving
+from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
+from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.discovery import left_out
 from automodel_ckpt.checkpoint.file_system import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig

@@ -119,7 +119,7 @@ class Bench:
         state = discover(SimpleNamespace(model=self.model, optimizer=self.optimizer))
         self.number += 1
         saver.save(state, step=self.number, epoch=0, config_yaml="", losses={}, progress={})
-        return lambda: saver._background is None or saver._background.state != "busy"
+        return lambda: saver.saving() is None
 
     number = 0
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed, SaveReport
+    from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed
     from automodel_ckpt.checkpoint.discovery import discover
     from automodel_ckpt.checkpoint.hf_assets import HFAssets
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.planner import SaveReport
 
 __all__ = ["Checkpointer", "HFAssets", "Manifest", "Resumed", "SaveReport", "discover"]
 
 _HOMES = {
-    "Checkpointer": "checkpointer", "Resumed": "checkpointer", "SaveReport": "checkpointer",
+    "Checkpointer": "checkpointer", "Resumed": "checkpointer", "SaveReport": "planner",
     "HFAssets": "hf_assets", "Manifest": "manifest", "discover": "discovery",
 }  # fmt: skip
 

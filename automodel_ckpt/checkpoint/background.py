@@ -23,7 +23,8 @@ from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.jobs import Data, FileJob, Job, Span
 from automodel_ckpt.checkpoint.manifest import Blob, Part
-from automodel_ckpt.checkpoint.writer import Command, Export, Write, Writer
+from automodel_ckpt.checkpoint.sealing import Draft
+from automodel_ckpt.checkpoint.writer import Command, Export, Seal, Write, Writer
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 PAGE_BYTES = 4096
@@ -234,6 +235,11 @@ class Background:
             return self._writer.do(command)
         finally:
             self.is_at_work = False
+
+    def seal(self, staging: Path, draft: Draft, common: Part) -> int:
+        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Seal`."""
+        nbytes: int = self._do(Seal(str(staging), draft, common), staging)
+        return nbytes
 
     def export(self, sources: Sequence[Path]) -> tuple[str, list[str]]:
         """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Export`.

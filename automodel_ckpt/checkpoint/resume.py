@@ -5,6 +5,7 @@ Imports no torch; shared by the trainer and ``ckpt``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
+"""Records that were read before, with the :func:`stamp` that each checkpoint had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,34 @@ def checkpoint_names(root: Path) -> list[layout.CheckpointName]:
     return sorted((name for entry, name in named if name and entry.is_dir(follow_symlinks=False)), reverse=True)
 
 
-def records(root: Path, metric_key: str) -> Iterator[policy.Record]:
-    """The complete checkpoints of a run, newest first, with the value that ranks them; the others are passed over."""
+def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator[policy.Record]:
+    """The complete checkpoints of a run, newest first, with the value that ranks them; the others are passed over.
+
+    What was read before, and is *known*, is not read again.
+    """
+    known = {} if known is None else known
     for name in checkpoint_names(root):
-        try:
-            summary = Summary.read(root / str(name))
-        except CheckpointUnusable:
-            continue
-        metric = policy.metric_of(summary.losses, metric_key) if summary.validated else None
-        yield policy.Record(str(name), name.step, name.epoch, metric)
+        if (found := record(root, str(name), metric_key, known)) is not None:
+            yield found
+
+
+def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
+    """One of them; None where it is gone or damaged."""
+    parsed = layout.parse_checkpoint_name(name)
+    with contextlib.suppress(OSError, CheckpointUnusable):
+        now = stamp(root / name)
+        if parsed is not None and (name not in known or known[name][0] != now):
+            summary = Summary.read(root / name)
+            metric = policy.metric_of(summary.losses, metric_key) if summary.validated else None
+            known[name] = now, policy.Record(name, parsed.step, parsed.epoch, metric)
+        return known[name][1] if parsed is not None else None
+    return None
+
+
+def stamp(checkpoint: Path) -> tuple[int, int, int]:
+    """What tells a checkpoint's manifest from one that takes its place. Raises OSError where there is none."""
+    found = os.lstat(checkpoint / layout.MANIFEST)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def protected_names(root: Path) -> set[str]:

@@ -9,14 +9,14 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.failures import RETRY
 from automodel_ckpt.checkpoint.lease import Lease
-from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.errors import CheckpointUnusable, os_problem
+from automodel_ckpt.errors import os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -30,6 +30,9 @@ class RunDirectory:
         self._lease: Lease | None = None
         self._made = False
         self._removals: list[threading.Thread] = []
+        self._known: resume.Known = {}
+        self.went_back_to: int | None = None
+        """The step of the checkpoint that the run went on from, until its next one is published."""
 
     @property
     def root(self) -> Path:
@@ -82,7 +85,22 @@ class RunDirectory:
         """The name of the checkpoint that LOWEST_VAL points to."""
         return commit.pointed(self.root, layout.LOWEST_VAL)
 
-    def point(self, newest: str) -> None:
+    def publish(self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]) -> None:
+        """Give a sealed checkpoint its name, and point to it; *losses* are those of its own step, if it was validated.
+
+        Where the run went back, checkpoints of later steps are set aside first. Raises OSError where it has not got its
+        name.
+        """
+        if self.went_back_to is not None:
+            step, self.went_back_to = self.went_back_to, None
+            self._set_aside_after(step)
+        path = commit.publish(staging, str(name))
+        with contextlib.suppress(OSError):  # then it is read when it is asked for
+            metric = policy.metric_of(losses, self._metric_key)
+            self._known[str(name)] = resume.stamp(path), policy.Record(str(name), name.step, name.epoch, metric)
+        self._point(str(name))
+
+    def _point(self, newest: str) -> None:
         """Swap LATEST, and LOWEST_VAL where another checkpoint is the best of those validated at their own step."""
         try:
             commit.point(self.root, layout.LATEST, newest)
@@ -93,7 +111,7 @@ class RunDirectory:
 
     def _mend_pointers(self) -> None:
         """A run killed between publishing and pointing left them behind."""
-        newest = next(resume.records(self.root, self._metric_key), None)
+        newest = next(self._records(), None)
         if newest is None:
             return
         if commit.pointed(self.root, layout.LATEST) != newest.name:
@@ -109,7 +127,7 @@ class RunDirectory:
         elif standing is not None:
             best = before
         else:
-            record = policy.best(resume.records(self.root, self._metric_key), mode)
+            record = policy.best(self._records(), mode)
             best = record.name if record else None
         if best is None:
             commit.unpoint(self.root, layout.LOWEST_VAL)
@@ -120,14 +138,15 @@ class RunDirectory:
         """What ranks a checkpoint; None where it is gone, damaged, or was not validated at its own step."""
         if name is None:
             return None
-        with contextlib.suppress(CheckpointUnusable):
-            summary = Summary.read(self.root / name)
-            return policy.metric_of(summary.losses, self._metric_key) if summary.validated else None
-        return None
+        record = resume.record(self.root, name, self._metric_key, self._known)
+        return record.metric if record is not None else None
+
+    def _records(self) -> Iterator[policy.Record]:
+        return resume.records(self.root, self._metric_key, self._known)
 
     # ---------------------------------------------------------------- what stays
 
-    def set_aside_after(self, step: int) -> None:
+    def _set_aside_after(self, step: int) -> None:
         """Of a run that went back to *step*: the checkpoints after it give up their names."""
         abandoned = [name for name in resume.checkpoint_names(self.root) if name.step > step]
         if self.best() in {str(name) for name in abandoned}:
@@ -143,7 +162,7 @@ class RunDirectory:
             return ()
         try:
             protected = resume.protected_names(self.root) | {just_saved}
-            removable = self._keep.removable([*resume.records(self.root, self._metric_key)], protected)
+            removable = self._keep.removable([*self._records()], protected)
         except OSError as error:
             log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
             return ()

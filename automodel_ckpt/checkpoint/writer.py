@@ -27,6 +27,7 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.direct import METER
 from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.manifest import Part
+from automodel_ckpt.checkpoint.sealing import Draft, parts_in, seal
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 NICENESS = 10
@@ -73,7 +74,23 @@ class Export:
         return output, said
 
 
-Command = Write | Export
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Make the *staging* directory a complete checkpoint, all of whose parts are there. *common* is what the leader
+    wrote beside its part; answers the bytes of all files."""
+
+    staging: str
+    draft: Draft
+    common: Part
+
+    def run(self, memory: SharedMemory) -> int:
+        staging = Path(self.staging)
+        parts = parts_in(staging, self.draft.manifest.world_size)
+        parts[self.common.rank].files.update(self.common.files)
+        return seal(staging, self.draft, parts)
+
+
+Command = Write | Seal | Export
 
 
 class Writer:
@@ -98,7 +115,7 @@ class Writer:
         self._commands: IO[bytes] = open(mine, "wb")  # noqa: SIM115 (closed by end)
         self._answers: IO[bytes] = open(answers, "rb")  # noqa: SIM115 (closed by end)
         self.written_bytes = 0
-        """By the command under way, or the last one."""
+        """By the :class:`Write` under way, or the last one."""
 
     @property
     def pid(self) -> int:
@@ -121,9 +138,10 @@ class Writer:
         try:
             pickle.dump(command, self._commands)
             self._commands.flush()
-            self.written_bytes = 0
+            written = isinstance(command, Write)
+            self.written_bytes = 0 if written else self.written_bytes
             while (answer := pickle.load(self._answers))[0] is None:
-                self.written_bytes = answer[1]
+                self.written_bytes = answer[1] if written else self.written_bytes
             failed, value = answer
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._died(command) from error
@@ -136,7 +154,7 @@ class Writer:
             self._process.wait(5)
         code = self._process.poll()
         how = f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"code {code}"
-        where = command.staging if isinstance(command, Write) else command.sources[0]
+        where = command.sources[0] if isinstance(command, Export) else command.staging
         return SaveFailed(
             _GONE, where=where, value=f"process {self.pid}: {how}",
             remedy="look for what killed it (the system's log names a lack of memory), then run the same command: it "

@@ -71,7 +71,7 @@ class WriterKilled(training.Recipe):
     def save_now(self, checkpointer: Any, validation: Any, *, last: bool) -> Any:
         if self.layout.rank != 1 or self.step_scheduler.step != 5:
             return super().save_now(checkpointer, validation, last=last)
-        writer = checkpointer._background.writer_pid
+        writer = checkpointer._async._background.writer_pid
         os.kill(writer, signal.SIGSTOP)
         report = super().save_now(checkpointer, validation, last=last)
         os.kill(writer, signal.SIGKILL)
@@ -120,11 +120,11 @@ def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
     for step in (1, 2, 3):
         if step == 3 and saver.is_leader:
             made.optimizer.param_groups[0]["note"] = "long" * 100
-        kept = saver._kept
+        kept = getattr(saver._async, "_kept", None)
         saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
         saver.settle()
         newest = directory / "LATEST"
-        found.append((saver._kept is kept, [str(p) for p in verify(newest, Manifest.read(newest))]))
+        found.append((saver._async._kept is kept, [str(p) for p in verify(newest, Manifest.read(newest))]))
     saver.close()
     return found
 

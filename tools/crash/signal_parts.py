@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.checkpointer import SaveReport
+from automodel_ckpt.checkpoint.async_saves import AsyncSaves
+from automodel_ckpt.checkpoint.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.lifecycle import Validation
@@ -67,8 +68,8 @@ class Marked(LLMFinetune):
 
     def build_checkpointer(self) -> Checkpointer | None:
         checkpointer = super().build_checkpointer()
-        for name in ("_with_export", "_export_in_background"):
-            setattr(checkpointer, name, _between("export", "exported", getattr(checkpointer, name)))
+        for owner, name in ((checkpointer, "_with_export"), (AsyncSaves, "_export_in_background")):
+            setattr(owner, name, _between("export", "exported", getattr(owner, name)))
         return checkpointer
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:

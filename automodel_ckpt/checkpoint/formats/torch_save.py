@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.commit import write_file
 from automodel_ckpt.checkpoint.formats.archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece
@@ -50,8 +49,8 @@ def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
     return FileJob(file, pieces, plan.name, at), items
 
 
-def write_metadata(plan: TreePlan, staging: Path, parts: Sequence[Part]) -> None:
-    """Write a tree's ``.metadata`` for torch's reader (the leader, when all ranks have written) and enter its file."""
+def metadata_of(plan: TreePlan, parts: Sequence[Part]) -> bytes:
+    """A tree's ``.metadata`` for torch's reader, of what all ranks wrote: the same for each save of one plan."""
     metadata: Metadata = plan.metadata
     metadata.storage_data = {
         MetadataIndex(item.fqn, item.offsets): _StorageInfo(Path(item.file).name, item.start, item.nbytes)
@@ -61,5 +60,4 @@ def write_metadata(plan: TreePlan, staging: Path, parts: Sequence[Part]) -> None
     }
     metadata.storage_meta = StorageMeta()
     metadata.version = _VERSION
-    file = f"{plan.directory}/{layout.DCP_METADATA}"
-    parts[0].files[file] = write_file(staging / file, pickle.dumps(metadata))
+    return pickle.dumps(metadata)

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover
+from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, layout
 from automodel_ckpt.checkpoint.background import HostMemory
 from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.manifest import Part, Summary
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import SaveFailed
 from tests.support import ranks, tiny
@@ -36,16 +38,16 @@ class Saver:
         self.checkpointer = tiny.checkpointer(root, **{"is_async": True} | options)
         self.reports: list[SaveReport] = []
 
-    def save(self, step: int) -> SaveReport:
+    def save(self, step: int, *, validated: bool = False) -> SaveReport:
         return self.checkpointer.save(
             discover(self.made), step=step, epoch=0, config_yaml="seed: 1\n", losses={"step": step}, progress={},
-            on_saved=self.reports.append,
+            validated=validated, on_saved=self.reports.append,
         )  # fmt: skip
 
     @property
     def writer(self) -> int:
-        assert self.checkpointer._background is not None
-        return self.checkpointer._background.writer_pid
+        assert self.checkpointer._async is not None
+        return self.checkpointer._async._background.writer_pid
 
     def pause(self) -> None:
         """Hold the writer, so that what is saved next stays under way."""
@@ -238,6 +240,28 @@ def test_a_publication_that_fails_in_the_background_is_reported(saver: Saver, mo
         saver.checkpointer.settle()
 
 
+def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path, keep_last=1, best_metric_key="step", model_save_format="torch_save")
+    saver.save(1, validated=True)
+    assert saver.checkpointer.settle()
+    for owner, name in ((Part, "parse"), (Manifest, "to_bytes"), (Summary, "read"), (torch_save, "metadata_of")):
+        monkeypatch.setattr(owner, name, refuse)
+    saver.save(2, validated=True)
+    saver.save(3, validated=True)
+    assert saver.checkpointer.settle()
+    monkeypatch.undo()
+    saver.checkpointer.close()
+    assert [report.pruned for report in saver.reports] == [(), (), ("epoch_0_step_2",)]
+    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == ["epoch_0_step_3", "epoch_0_step_1"]
+    assert not verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST"))
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("done in the training process")
+
+
 def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     saver.pause()
@@ -382,10 +406,10 @@ def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_ca
     step = 0
     for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
         change(saver.made)
-        kept, step = saver.checkpointer._kept, step + 1
+        kept, step = getattr(saver.checkpointer._async, "_kept", None), step + 1
         expected, rate = tiny.tensors_of(saver.made), saver.made.optimizer.param_groups[0]["lr"]
         saver.save(step)
-        assert (saver.checkpointer._kept is kept) is keeps, change
+        assert (saver.checkpointer._async._kept is kept) is keeps, change
         twin = copy.deepcopy(saver.made)  # loading into what is saved would change it
         for value in twin.model.state_dict().values():
             value.zero_()

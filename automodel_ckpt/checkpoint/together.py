@@ -1,0 +1,27 @@
+"""What fails on one rank fails on all of them, with that rank's message."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import AutomodelError, SaveFailed
+
+
+@contextlib.contextmanager
+def failing_together(
+    group: ProcessGroup | None, doing: str, where: Path, kind: type[AutomodelError] = SaveFailed
+) -> Iterator[None]:
+    """Whatever the block raises on one rank is raised on all, as an error for the user: foreign ones as *kind*, which
+    say what was being done and *where*."""
+    failure: AutomodelError | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = as_failure(error, doing, where, kind)
+    agree.all_or_nothing(group, failure)
