@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -26,6 +27,9 @@ if not IS_WORKER:
     SESSION_DIR = tempfile.mkdtemp(prefix="automodel-ckpt-tests-")
     os.environ["AUTOMODEL_CKPT_CACHE"] = os.path.join(SESSION_DIR, "cache")
     os.environ["HF_HOME"] = os.path.join(SESSION_DIR, "huggingface")
+# Some hundred processes import this repository's modules: each would compile them anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What the surrounding shell may carry must not reach the tests' own runs.
 for name in ("AUTOMODEL_CKPT_TRUST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
     os.environ.pop(name, None)

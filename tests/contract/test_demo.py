@@ -3,16 +3,17 @@ does not hold."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
+from tests.support.command_server import CommandServer, Starting
 from tests.support.training import train
 from tools import demo_vlm
 
@@ -21,14 +22,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_demo_runs_to_its_end(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "demo.py")]
-    environment = {**os.environ, "DEMO_DIRECTORY": str(tmp_path), "DEMO_STEPS": "30"}
-    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all 30 steps agree in epoch, loss, grad_norm" in done.stdout
-    assert "the exported weights are the same bytes" in done.stdout
-    assert "transformers loaded the export" in done.stdout
+def test_the_demo_runs_to_its_end(
+    tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEMO_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("DEMO_STEPS", "30")
+    monkeypatch.chdir("/")
+    monkeypatch.delitem(sys.modules, "tools.demo", raising=False)
+    demo: Any = importlib.import_module("tools.demo")
+    monkeypatch.setattr(demo, "subprocess", Starting(commands))
+    demo.main()
+    said = capfd.readouterr().out
+    assert "all 30 steps agree in epoch, loss, grad_norm" in said
+    assert "the exported weights are the same bytes" in said
+    assert "transformers loaded the export" in said
 
 
 @pytest.mark.timeout(300)

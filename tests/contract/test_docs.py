@@ -53,8 +53,8 @@ def link_examples(place: Path) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandServer) -> None:
     prepare(page, tmp_path)
-    path = f"{commands.bin}:{BIN}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    shims = commands.on_path(BIN)
+    environment = {**os.environ, **shims, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for block in blocks(page):
         if "file" in block.options:
             file = tmp_path / block.options["file"]

@@ -86,9 +86,9 @@ def is_alive(pid: int) -> bool:
 class Start:
     """Starts commands whose ranks write their notes into one directory."""
 
-    def __init__(self, notes: Path, popen: Popen) -> None:
+    def __init__(self, notes: Path, server: CommandServer) -> None:
         self.notes = notes
-        self.popen = popen
+        self.server, self.popen = server, server.popen
         self.commands: list[Command] = []
 
     def __call__(self, case: str, *flags: str, ranks: int = 2, **variables: str) -> Command:
@@ -101,7 +101,7 @@ class Start:
 
     def torchrun(self, case: str) -> Command:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", FAKE, case]
-        return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1"})
+        return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1", **self.server.on_path()})
 
     def srun(self, case: str) -> list[Command]:
         """What srun would start for two tasks on one node."""
@@ -116,7 +116,7 @@ class Start:
 
 @pytest.fixture
 def start(tmp_path: Path, commands: CommandServer) -> Iterator[Start]:
-    start = Start(tmp_path, commands.popen)
+    start = Start(tmp_path, commands)
     yield start
     for command in start.commands:
         if command.code is None:

@@ -21,7 +21,7 @@ from tests.support import ranks
 from tools.crash import endurance, signals
 from tools.crash.trainer import Trainer
 
-STEPS = 12
+STEPS = 8
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +36,10 @@ def wait_for(trainer: Trainer, rank: int, name: str, times: int = 1, seconds: fl
         assert time.monotonic() < end, f"no {name} in time\n{trainer.log}"
 
 
-def test_signals_at_ten_random_instants_stop_all_ranks_in_order() -> None:
-    done = signals.run(points_wanted=10, seed=int(time.time()), seconds=30, compares=False)
+def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
+    done = signals.run(points_wanted=4, seed=int(time.time()), seconds=30, compares=False)
     assert done.failures == []
-    assert done.points >= 2, "ten, unless the machine is busy"
+    assert done.points >= 2, "four, unless the machine is busy"
 
 
 @pytest.mark.parametrize("is_async", ["false", "true"])

@@ -30,8 +30,7 @@ def run(directory: Path, num_ranks: int, name: str, *overrides: str, kills: tupl
     ("num_ranks", "num_workers", "accumulation", "kills"),
     [
         (1, 0, 1, (3, 8)),
-        (2, 0, 4, (7, 11)),
-        (2, 2, 1, (6, 7)),
+        (2, 2, 4, (6, 7)),
     ],
 )
 def test_killed_twice_between_checkpoints_and_resumed_equals_uninterrupted(

@@ -5,15 +5,17 @@ environment, directory and standard streams; only the modules are shared with th
 with the ranks. There are two ways to start one:
 
     commands.run("ckpt-train", "recipe.yaml", cwd=directory)    # like subprocess.run; so popen is like Popen
-    PATH=f"{commands.bin}:..."                                  # holds `ckpt-train` and `python` for shell scripts
+    environment = {**os.environ, **commands.on_path()}          # `ckpt-train`, `torchrun`, `python` for shell scripts
 
-``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one.
+``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one. What torchrun
+starts are modules of the server too.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -22,9 +24,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -50,10 +53,15 @@ class CommandServer:
         self.bin = directory / "bin"
         self.bin.mkdir()
         self._place = directory / "socket"
-        for name in ("ckpt-train", "python"):
+        for name in ("ckpt-train", "python", "torchrun", "rank"):
             shim = self.bin / name
             shim.write_text(SHIM.format(python=sys.executable, name=name, place=str(self._place)))
             shim.chmod(0o755)
+
+    def on_path(self, *others: Path) -> dict[str, str]:
+        """Variables for a shell, or for torchrun, that is to start commands of this server, then those in *others*."""
+        path = ":".join([str(self.bin), *map(str, others), os.environ["PATH"]])
+        return {"PATH": path, "PYTHON_EXEC": str(self.bin / "rank")}
 
     def __enter__(self) -> CommandServer:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -82,6 +90,26 @@ class CommandServer:
             process.kill()
             process.wait()
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+class Starting:
+    """In a tool's module in the place of ``subprocess``: the tool's ``ckpt-train`` comes from the server."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, commands: CommandServer) -> None:
+        self._commands = commands
+
+    def Popen(self, words: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:  # noqa: N802
+        program, *rest = [str(word) for word in words]
+        if Path(program).name == "ckpt-train":
+            return self._commands.popen("ckpt-train", *rest, **options)
+        return subprocess.Popen([program, *rest], text=True, **options)
+
+    def run(self, words: Sequence[str | Path], *, check: bool, **options: Any) -> subprocess.CompletedProcess[str]:
+        assert not check
+        with self.Popen(words, **options) as process:
+            return subprocess.CompletedProcess(words, process.wait())
 
 
 class _Forked(subprocess.Popen[str]):
@@ -124,14 +152,18 @@ def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+NEEDED = (
+    "automodel_ckpt.cli.launch", "automodel_ckpt.cli.train", "automodel_ckpt.cli.worker",
+    "automodel_ckpt.data.python_docs", "automodel_ckpt.recipes.llm_finetune", "peft", "torch.distributed.launcher.api",
+)  # fmt: skip
+
+
 def serve(place: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import automodel_ckpt.cli.train
-    import automodel_ckpt.data.python_docs
-    import automodel_ckpt.recipes.llm_finetune  # noqa: F401
-
+    for name in NEEDED:
+        importlib.import_module(name)
     get_checkpoint_conversion_mapping("llama")
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -160,9 +192,16 @@ def answer(connection: socket.socket) -> None:
     if request.get("adopted"):
         connection.sendall(str(child).encode())
         os._exit(0)
+    threading.Thread(target=end_with, args=(connection, child), daemon=True).start()
     _, status = os.waitpid(child, 0)
     connection.sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
     os._exit(0)
+
+
+def end_with(connection: socket.socket, child: int) -> None:
+    """Ask a command to end when the one that stands for it on the PATH has ended."""
+    if connection.recv(1) == b"":
+        os.kill(child, signal.SIGTERM)
 
 
 def run(request: dict[str, Any], descriptors: list[int]) -> int:
@@ -188,6 +227,10 @@ def run(request: dict[str, Any], descriptors: list[int]) -> int:
 
 def main(words: list[str]) -> int:
     """Do what the command would; its exit code."""
+    if words[0] == "torchrun":
+        words = ["python", "-m", "torch.distributed.run", *words[1:]]
+    if words[1] == "-u":
+        words = [words[0], *words[2:]]
     is_module = words[1] == "-m"
     first = os.getcwd() if is_module else os.path.dirname(words[1] if words[0] == "python" else sys.executable)
     sys.path[0] = os.path.abspath(first)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command_server import CommandServer
 from tools import bench_loss_head, bench_report
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 
@@ -80,9 +79,9 @@ def test_the_loss_heads_ratios_are_medians_over_rounds_beside_full_logits_of_the
 
 
 @pytest.mark.slow
-def test_consolidation_is_measured_beside_cp(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
+def test_consolidation_is_measured_beside_cp(tmp_path: Path, commands: CommandServer) -> None:
+    words = ["tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
+    done = commands.run("python", "-m", *words, cwd=ROOT, timeout=170)
     assert done.returncode == 0, done.stderr
     for line in ("consolidating, cold, beside cp and fsync", "ours: F32 cast to BF16", "torch: 2 shards, 4 files"):
         assert line in done.stdout

@@ -16,6 +16,7 @@ from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.python_docs import docstring_pairs, language_modeling, train_tokenizer
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
+from tests.support.command_server import CommandServer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,9 +36,14 @@ def pairs(tokenizer: Any) -> TokenizedDataset:
     return docstring_pairs(tokenizer, seq_length=96)
 
 
-def start(code: str, cache: Path, hash_seed: str = "0") -> subprocess.Popen[str]:
-    env = {**os.environ, "AUTOMODEL_CKPT_CACHE": str(cache), "PYTHONHASHSEED": hash_seed}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
+def start(code: str, cache: Path, commands: CommandServer | None = None, **variables: str) -> subprocess.Popen[str]:
+    """A process that runs *code*: of the server, or with an interpreter of its own."""
+    script = cache.with_suffix(".py")
+    script.write_text(code)
+    env = {**os.environ, "AUTOMODEL_CKPT_CACHE": str(cache), **variables}
+    if commands is not None:
+        return commands.popen("python", str(script), env=env, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True)
 
 
 def finish(*processes: subprocess.Popen[str]) -> list[str]:
@@ -68,18 +74,19 @@ def test_plain_transformers_loads_the_tokenizer(tokenizer: Any, tmp_path: Path) 
     assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
-def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(tmp_path: Path, commands: CommandServer) -> None:
     code = "from automodel_ckpt.data.python_docs import *; language_modeling(train_tokenizer(500), 64)"
-    finish(*(start(code, tmp_path / seed, seed) for seed in ("1", "2")))
+    # The server's hashes have a seed of their own.
+    finish(start(code, tmp_path / "1", PYTHONHASHSEED="1"), start(code, tmp_path / "2", commands))
     first, second = digests(tmp_path / "1"), digests(tmp_path / "2")
     assert first == second
     assert any(name.endswith("tokenizer.json") for name in first)
     assert any(name.endswith("tokens.npy") for name in first)
 
 
-def test_of_processes_that_start_together_one_trains(tmp_path: Path) -> None:
+def test_of_processes_that_start_together_one_trains(tmp_path: Path, commands: CommandServer) -> None:
     code = "import logging; logging.basicConfig(level='INFO'); from automodel_ckpt.data.python_docs import *; "
-    logs = finish(*(start(code + "train_tokenizer(400)", tmp_path) for _ in range(2)))
+    logs = finish(*(start(code + "train_tokenizer(400)", tmp_path / "cache", commands) for _ in range(2)))
     assert sum(log.count("training a tokenizer") for log in logs) == 1
 
 
@@ -136,12 +143,12 @@ def test_packed_pairs_waste_less_than_a_hundredth(pairs: TokenizedDataset) -> No
     assert 0 <= packed.waste < 0.01
 
 
-def test_finding_docstrings_imports_no_module(tmp_path: Path) -> None:
+def test_finding_docstrings_imports_no_module(tmp_path: Path, commands: CommandServer) -> None:
     code = """
 import sys; from automodel_ckpt.data import python_docs as d; before = set(sys.modules)
 assert len(list(d._library_pairs("validation"))) > 100; assert not set(sys.modules) - before, set(sys.modules) - before
 assert "this" not in sys.modules"""
-    finish(start(code, tmp_path))
+    finish(start(code, tmp_path / "cache", commands))
 
 
 def test_cut_samples_are_counted_in_the_log(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
+from tests.support.command_server import CommandServer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,12 +133,13 @@ def test_a_tokenizer_without_end_token_is_refused(tokenizer: Any, tmp_path: Path
         text(endless, jsonl(tmp_path / "a.jsonl", {"text": "a"}))
 
 
-def test_reading_leaves_nothing_in_the_cache_of_datasets(tmp_path: Path) -> None:
+def test_reading_leaves_nothing_in_the_cache_of_datasets(tmp_path: Path, commands: CommandServer) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "a"})
-    code = f"""
+    (tmp_path / "read.py").write_text(f"""
+import sys; assert "datasets" not in sys.modules
 import os; os.environ.update(HF_HOME={str(tmp_path / "hf")!r}, AUTOMODEL_CKPT_CACHE={str(tmp_path / "cache")!r})
 from automodel_ckpt.data.python_docs import train_tokenizer; from automodel_ckpt.data.text import text
-text(train_tokenizer(300), {path!r})"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+text(train_tokenizer(300), {path!r})""")
+    done = commands.run("python", str(tmp_path / "read.py"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list((tmp_path / "hf").rglob("*.arrow"))
