@@ -123,7 +123,8 @@ class Stopped(AutomodelError):
 def os_problem(error: OSError, what: str, *, remedy: str) -> Problem:
     """The :class:`Problem` of a failed system call: its path and the errno's name and text."""
     name = errno_names.errorcode.get(error.errno or 0, "unknown errno")
-    return Problem(what, str(error.filename or ""), f"{name} ({error.strerror or error})", remedy)
+    where = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
+    return Problem(what, where, f"{name} ({error.strerror or error})", remedy)
 
 
 def describe(error: BaseException) -> tuple[int, str]:

@@ -80,6 +80,7 @@ from automodel_ckpt.training.loss import (
     labelled_positions,
     next_token_loss,
     num_label_tokens,
+    refuse_unfit,
 )
 from automodel_ckpt.training.lr import build_schedule, current_rate
 from automodel_ckpt.training.optim import adamw, trainable
@@ -483,6 +484,7 @@ class FinetuneRecipe(Lifecycle):
                 value=loss_fn.reduction,
                 remedy="leave reduction out",
             )
+        refuse_unfit(loss_fn)
         if isinstance(loss_fn, nn.Module):
             loss_fn = loss_fn.to(self.layout.device)
             # A module without parameters has nothing to be saved; its bound method is no state.

@@ -19,6 +19,7 @@ from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
 from automodel_ckpt.recipes.base import FinetuneRecipe, Rows
 
@@ -50,7 +51,7 @@ class LLMFinetune(FinetuneRecipe):
             raise RecipeError(
                 "a language model has a tokenizer, not a processor",
                 where="processor",
-                value=self.config.processor,
+                value="a section processor",
                 remedy="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
             )
         if isinstance(section, Target):
@@ -60,11 +61,11 @@ class LLMFinetune(FinetuneRecipe):
             return None
         try:
             return AutoTokenizer.from_pretrained(os.path.expanduser(name))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # for some files the tokenizers library raises nothing more special
             raise RecipeError(
                 "the tokenizer cannot be read",
                 where=where,
-                value=f"{name} ({str(error).splitlines()[0]})",
+                value=f"{name} ({first_line(error)})",
                 remedy="name a directory with tokenizer files in tokenizer.from_pretrained",
             ) from error
 

@@ -18,6 +18,7 @@ from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.base import FinetuneRecipe
@@ -50,14 +51,14 @@ class VLMFinetune(FinetuneRecipe):
             raise RecipeError(
                 "a vision-language model's tokenizer is part of its processor",
                 where="tokenizer",
-                value=tokenizer,
+                value="a section tokenizer",
                 remedy="give a processor section instead",
             )
         if config.packed_sequence is not None:
             raise RecipeError(
                 "samples with images are not packed: each is padded to the longest",
                 where="packed_sequence",
-                value=config.packed_sequence,
+                value="a section packed_sequence",
                 remedy="leave packed_sequence out",
             )
 
@@ -75,15 +76,16 @@ class VLMFinetune(FinetuneRecipe):
                 remedy="give processor.from_pretrained, or a builder in processor._target_",
             )
         try:
-            return self.checked_processor(read_processor(os.path.expanduser(name)), where)
-        except (OSError, ValueError, ImportError) as error:
+            processor = read_processor(os.path.expanduser(name))
+        except Exception as error:  # what damaged files make transformers raise
             raise RecipeError(
                 "the processor cannot be read",
                 where=where,
-                value=f"{name} ({' '.join(str(error).split())[:300]})",
+                value=f"{name} ({first_line(error, 3)})",
                 remedy="name a directory with processor files, and install the libraries that its processor asks for "
                 "(pip install 'automodel_ckpt[vision]', and torchvision where it is named)",
             ) from error
+        return self.checked_processor(processor, where)
 
     def checked_processor(self, processor: Any, where: str) -> Any:
         """*processor*, which has to take both text and images."""

@@ -1,10 +1,13 @@
 """Is every error message met by a test? Runs the tests, notes where errors are made, and lists the other places.
 
-    python tools/raise_sites.py                        # the whole suite (`make raises`)
-    python tools/raise_sites.py tests/unit/config      # some of it
-    python tools/raise_sites.py --notes DIRECTORY      # only report on the notes of an earlier run
+    python tools/raise_sites.py                                # the whole suite (`make raises`)
+    python tools/raise_sites.py tests/unit/config              # some of it
+    python tools/raise_sites.py --notes DIRECTORY tests/unit   # what this run meets, and earlier ones with these notes
+    python tools/raise_sites.py --notes DIRECTORY --report     # run nothing
 
-Exit code 1 where a message is met by no test and is not excused below.
+A place is one that makes an error of ``errors.py``; one that hands the words to such a place; and one that raises
+anything else, since in the end the user reads it in another's words. Exit code 1 where a place is met by no test and is
+not excused below.
 """
 
 from __future__ import annotations
@@ -15,32 +18,114 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDER = ROOT / "tests" / "support" / "raise_recorder"
-NAMES = {"RecipeError", "CheckpointUnusable", "SaveFailed", "Stopped", "Problem", "os_problem"}
+MADE = {"AutomodelError", "RecipeError", "CheckpointUnusable", "SaveFailed", "ExportFailed", "Stopped", "Problem"}
+NAMES = MADE | {"os_problem", "as_failure"}
+FOR_PYTHON = {"NotImplementedError", "AttributeError", "StopIteration", "SystemExit"}
+"""Raised for the interpreter's or a subclass's sake, never to be read."""
 EXCUSED = {
     "more ranks on this machine than it has GPUs": "needs a machine with a GPU: tests/gpu",
 }
 """Message (its beginning) -> why no test on the CPU can meet it."""
 
 
-def sites() -> Iterator[tuple[Path, ast.Call]]:
-    """Each place of the package and the recipes that makes an error for the user."""
+@dataclass(frozen=True)
+class Site:
+    """A place of the package that makes an error; ``key`` stays the same when other lines of its file change."""
+
+    file: str
+    line: int
+    last_line: int
+    function: str
+    source: str
+    message: str
+
+    @property
+    def key(self) -> str:
+        return "\t".join((self.file, self.function, self.source))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
+
+
+def sites() -> Iterator[Site]:
+    """Each place of the package and the recipes."""
     for room in (ROOT / "automodel_ckpt", ROOT / "recipes"):
         for file in sorted(room.rglob("*.py")):
-            if file.name == "errors.py":
-                continue  # it passes on what others say
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
-                    yield file.resolve(), node
+            if file.name != "errors.py" and "examples" not in file.parts:  # errors.py passes on what others say
+                yield from Finder(file).sites()
 
 
-def message(node: ast.Call) -> str:
-    what = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "what"), None)
-    return ast.unparse(what).strip("\"'f") if what is not None else "?"
+class Finder(ast.NodeVisitor):
+    """The places of one file."""
+
+    def __init__(self, file: Path) -> None:
+        self._tree = ast.parse(file.read_text())
+        self._file = str(file.relative_to(ROOT))
+        self._helpers = {
+            function.name
+            for function in ast.walk(self._tree)
+            if isinstance(function, ast.FunctionDef)
+            for call in ast.walk(function)
+            if name_of(call) in NAMES and not is_text(what(call))
+        }
+        self._functions: list[str] = []
+        self._found: dict[int, Site] = {}
+
+    def sites(self) -> list[Site]:
+        self.visit(self._tree)
+        return list(self._found.values())
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._functions.append(node.name)
+        self.generic_visit(node)
+        self._functions.pop()
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        name = node.exc.id if isinstance(node.exc, ast.Name) else name_of(node.exc) if node.exc else ""
+        makes_one = isinstance(node.exc, ast.Call) or name[:1].isupper()
+        if node.exc and makes_one and name not in FOR_PYTHON | {"all_of"}:
+            self._add(node.exc)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if name_of(node) in NAMES | self._helpers:
+            self._add(node)
+        self.generic_visit(node)
+
+    def _add(self, node: ast.expr) -> None:
+        text = what(node)
+        message = ast.unparse(text).strip("\"'f") if is_text(text) and text else ast.unparse(node)[:100]
+        where = self._functions[-1] if self._functions else ""
+        last = node.end_lineno or node.lineno
+        self._found[node.lineno] = Site(self._file, node.lineno, last, where, ast.unparse(node), message)
+
+
+def name_of(node: ast.AST) -> str:
+    called = node.func if isinstance(node, ast.Call) else None
+    return called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
+
+
+def what(node: ast.AST) -> ast.expr | None:
+    """The argument that says what is wrong."""
+    if not isinstance(node, ast.Call):
+        return None
+    given = node.args[1] if name_of(node) in ("os_problem", "as_failure") and len(node.args) > 1 else None
+    first = node.args[0] if node.args else None
+    return given or next((k.value for k in node.keywords if k.arg == "what"), first)
+
+
+def is_text(node: ast.expr | None) -> bool:
+    if isinstance(node, ast.BinOp):
+        return is_text(node.left) or is_text(node.right)
+    if isinstance(node, ast.IfExp):
+        return is_text(node.body) and is_text(node.orelse)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def run_tests(arguments: list[str], notes: str) -> int:
@@ -56,35 +141,47 @@ def run_tests(arguments: list[str], notes: str) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
-def unmet(notes: Path) -> list[str]:
-    """The places that no note names, as ``file:line: message``."""
-    met: dict[str, set[int]] = {}
+def met_lines(notes: Path) -> dict[str, set[int]]:
+    """{file: lines} of all notes of a run."""
+    lines: dict[str, set[int]] = {}
     for file in notes.iterdir():
         for line in file.read_text().splitlines():
             where, _, number = line.rpartition(":")
-            met.setdefault(where, set()).add(int(number))
-    found = []
-    for path, node in dict.fromkeys(sites()):
-        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        text = message(node)
-        if not met.get(str(path), set()).intersection(lines) and not any(text.startswith(known) for known in EXCUSED):
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text}")
-    return sorted(set(found))
+            lines.setdefault(where, set()).add(int(number))
+    return lines
+
+
+def met_keys(lines: Mapping[str, set[int]]) -> Iterator[str]:
+    for site in sites():
+        if lines.get(str(ROOT / site.file), set()).intersection(range(site.line, site.last_line + 1)):
+            yield site.key
+
+
+def run_and_keep(arguments: list[str], known: Path) -> int:
+    """Run the tests; the file *known* grows by what they met."""
+    with tempfile.TemporaryDirectory(prefix="raise-sites-") as notes:
+        code = run_tests(arguments, notes)
+        keys = set(met_keys(met_lines(Path(notes))))
+    with known.open("a") as file:
+        file.writelines(f"{key!r}\n" for key in sorted(keys))
+    return code
 
 
 def main() -> int:
     """Run, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--notes", help="report on the notes in this directory, run nothing")
+    parser.add_argument("--notes", help="keep what is met in this directory, and count what earlier runs kept there")
+    parser.add_argument("--report", action="store_true", help="report on the notes, run nothing")
     options, arguments = parser.parse_known_args()
-    code = 0
     with tempfile.TemporaryDirectory(prefix="raise-sites-") as made:
-        notes = options.notes or made
-        if not options.notes:
-            code = run_tests(arguments, notes)
-        missing = unmet(Path(notes))
+        known = Path(options.notes or made) / "met"
+        known.parent.mkdir(exist_ok=True)
+        code = 0 if options.report else run_and_keep(arguments, known)
+        met = set(map(ast.literal_eval, known.read_text().splitlines())) if known.exists() else set()
+    everything = list(sites())
+    missing = [str(site) for site in everything if site.key not in met and not site.message.startswith(tuple(EXCUSED))]
     print("\n".join(missing))
-    print(f"{len(missing)} of {len(set(sites()))} places that make an error are met by no test")
+    print(f"{len(missing)} of {len(everything)} places that make an error are met by no test")
     return code or (1 if missing else 0)
 
 

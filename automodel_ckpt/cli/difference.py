@@ -97,7 +97,8 @@ def recipe_leaves(path: Path) -> dict[str, str]:
 
     if not path.is_file() or path.is_symlink():
         return {}
-    return dict(leaves(read_file(path, [])))
+    root = read_file(path, [])
+    return dict(leaves(root)) if root else {}
 
 
 def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:

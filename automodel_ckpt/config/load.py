@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,11 @@ def load_recipe(
         RecipeError: with all problems of file and overrides.
     """
     found, path = list(problems), Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file it raises nothing, such as for names that are too long
         raise RecipeError.all_of([*found, _missing_file(path)])
     root = read_file(path, found)
+    if root is None:
+        raise RecipeError.all_of(found)
     for override in overrides:
         graft(root, override, found)
     is_custom = _check_recipe_name(root, found)
@@ -92,10 +95,11 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
 
 
 def _missing_file(path: Path) -> Problem:
-    what = "the recipe is a directory" if path.is_dir() else "there is no such recipe file"
-    folder = path if path.is_dir() else path.parent
+    is_directory = os.path.isdir(path)
+    what = "the recipe is a directory" if is_directory else "there is no such recipe file"
+    folder = path if is_directory else path.parent
     recipes = [str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
-    near = recipes if path.is_dir() else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
+    near = recipes if is_directory else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
     remedy = f"did you mean {', '.join(near[:5])}?" if near else "ckpt-train --list shows the recipes that come with it"
     return Problem(what, str(path.absolute()), "", remedy)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.errors import Problem, os_problem
 
 DEFAULT = "default"
 MAX_FILE_BYTES = 256 * 1024
@@ -72,22 +72,24 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
     return Node(str(value).replace("inf", ".inf").replace("nan", ".nan"), origin)
 
 
-def read_file(path: Path, problems: list[Problem]) -> Node:
-    """The mapping in a YAML file; whatever cannot be read of it is added to ``problems``."""
-    empty = Node({}, str(path))
+def read_file(path: Path, problems: list[Problem]) -> Node | None:
+    """The mapping in a YAML file, None where there is none to be had; why is added to ``problems``."""
     try:
         text = path.read_bytes()[: MAX_FILE_BYTES + 1].decode("utf-8-sig")
+    except OSError as error:
+        problems.append(os_problem(error, "the recipe cannot be read", remedy="let this user read it"))
+        return None
     except UnicodeDecodeError as error:
         problems.append(Problem("the recipe is no UTF-8 text", f"{path}, byte {error.start}", "", "save it as UTF-8"))
-        return empty
+        return None
     if len(text.encode()) > MAX_FILE_BYTES:
         problems.append(Problem("the recipe is too large", str(path), f"over {MAX_FILE_BYTES} bytes", "shorten it"))
-        return empty
+        return None
+    num_before = len(problems)
     root = read_text(text, str(path), problems, lines=True)
-    if isinstance(root.value, dict) or problems:
-        return root if isinstance(root.value, dict) else empty
-    problems.append(Problem("a recipe is a mapping of sections", str(path), str(root), "see examples/ for recipes"))
-    return empty
+    if not isinstance(root.value, dict) and len(problems) == num_before:
+        problems.append(Problem("a recipe is a mapping of sections", str(path), str(root), "see examples/ for recipes"))
+    return root if isinstance(root.value, dict) else None
 
 
 def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = False) -> Node:

@@ -32,7 +32,8 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 REMOTE_CODE = "trust_remote_code"
-ALLOWED = ("torch.optim", "torch.nn", "transformers", "datasets", "peft", "automodel_ckpt")
+LIBRARIES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft")
+ALLOWED = (*LIBRARIES, "automodel_ckpt")
 # Parts of them whose business is to start programs, import files, or delete things.
 EXCLUDED = (
     "transformers.dynamic_module_utils",
@@ -362,12 +363,21 @@ def build(target: Target, /, **supplied: Any) -> Any:
     ``supplied`` is passed where the signature has the parameter and the recipe gave none.
 
     Raises:
-        RecipeError: for a plug-in that was not checked before and is not from an allowed library.
+        RecipeError: for a plug-in that was not checked before and is not from an allowed library, and for arguments
+            that a library's callable refuses. What the user's own code raises stays as it is.
     """
     function = _checked.get(target._target_) or _allowed(target)
     parameters, _ = _parameters(function)
     added = {name: value for name, value in supplied.items() if name in parameters and name not in target.kwargs}
-    return function(**_built(target.kwargs, supplied), **added)
+    arguments = {**_built(target.kwargs, supplied), **added}
+    try:
+        return function(**arguments)
+    except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
+        if not _within(getattr(function, "__module__", None) or "", LIBRARIES):
+            raise
+        value, remedy = f"{type(error).__name__}: {error}", "correct the arguments in this section"
+        what = f"{target._target_} cannot be called as the recipe says"
+        raise RecipeError(what, where=f"_target_: {target._target_}", value=value, remedy=remedy) from error
 
 
 def _allowed(target: Target) -> Callable[..., Any]:

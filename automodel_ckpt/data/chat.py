@@ -15,7 +15,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.encode import Truncation, needed, require_choice
@@ -162,9 +161,9 @@ class ChatTemplate:
         apply: Any = self.tokenizer.apply_chat_template
         try:
             return apply(turns, tools=tools, chat_template=self.template, **options, **self.variables)
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
-            remedy = "correct the conversation or the template"
+            remedy = "correct the conversation, the template, or dataset.template_kwargs"
             raise Unlearnable("the chat template cannot render this conversation", value, remedy) from error
 
     def _encode(self, text: str) -> list[int]:
@@ -190,13 +189,12 @@ def read_template(given: str) -> str:
     if "{" in given:
         return given
     try:
-        return Path(given).expanduser().read_text()
-    except OSError as error:
-        remedy = "give a path that exists, or the template itself"
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "give the path of a text file in UTF-8, or the template itself"
+        value = f"{given} ({getattr(error, 'strerror', error)})"
         what = "the chat template cannot be read"
-        raise RecipeError(
-            what, where="dataset.chat_template", value=f"{given} ({error.strerror})", remedy=remedy
-        ) from error
+        raise RecipeError(what, where="dataset.chat_template", value=value, remedy=remedy) from error
 
 
 def _located(template: ChatTemplate, source: Rows, row: int, conversation: Any, tools: Any) -> TokenizedSample:

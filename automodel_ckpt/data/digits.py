@@ -14,6 +14,7 @@ from transformers import LlavaProcessor
 from automodel_ckpt.data.chat import Unlearnable
 from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import pillow
+from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.vlm import ImageChatTemplate, ImageText, image_text
 from automodel_ckpt.errors import RecipeError
@@ -66,7 +67,7 @@ class DigitConversations:
         self.template = ImageChatTemplate(processor, processor.chat_template, {}, False)
         self.images, self.digits = _load(split)
         self.split = split
-        self.num_samples = min(len(self.digits), max_samples or len(self.digits))
+        self.num_samples = at_most(max_samples, len(self.digits))
 
     def __len__(self) -> int:
         return self.num_samples

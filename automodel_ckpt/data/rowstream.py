@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.encode import Truncation
+from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.sampler import derive_seed, permutation
-from automodel_ckpt.data.source import OneRow, Rows, Source
+from automodel_ckpt.data.source import OneRow, Rows, Source, unreadable
 from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -57,7 +60,7 @@ class RowStream(IterableDataset[Row]):
     def __iter__(self) -> Iterator[Row]:
         self.rows.load_state_dict(copy.deepcopy(self._block_start))
         rows = iter(self.rows)
-        while block := list(islice(rows, self._block_size)):
+        while block := self._read_block(rows):
             order = self._order_of(len(block)).tolist()
             following = copy.deepcopy(self.rows.state_dict())
             while self._given < len(block):
@@ -67,6 +70,15 @@ class RowStream(IterableDataset[Row]):
             self._first += len(block)
             self._given, self._block_start, self._block_size = 0, following, self.block
         self._rewind()
+
+    def _read_block(self, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        try:
+            return list(islice(rows, self._block_size))
+        except (ValueError, RuntimeError) as error:
+            file = Path(self.path).expanduser()
+            if not os.path.isfile(file):
+                raise
+            raise unreadable(file, error) from error
 
     def prepare(self, row: Row) -> dict[str, list[int]]:
         """The sample of a row, cut where it is too long; without any label where none was left of it."""
@@ -112,10 +124,7 @@ def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int
     """The stream of *source*; says what happens to samples that are too long, since nothing is counted in advance."""
     rows = source.stream()
     if max_samples is not None:
-        if max_samples < 1:
-            what = "max_samples must be at least 1"
-            raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="leave it out for all")
-        rows = rows.take(max_samples)
+        rows = rows.take(at_most(max_samples, max_samples))
     does = "refused" if policy.policy == "error" else "cut"
     log.info("%s is read as a stream: samples of more than %d tokens are %s", source.path, policy.seq_length, does)
     return RowStream(rows, encode, policy, source.path, block)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,8 +54,7 @@ class Rows:
     def require(self, fields: Sequence[str]) -> None:
         """:class:`RecipeError` for no rows, or no such field."""
         if self.num_rows == 0:
-            remedy = "give a file with at least one sample"
-            raise RecipeError("the data file is empty", where=self.path, value="0 samples", remedy=remedy)
+            raise _empty(self.path)
         if missing := [field for field in fields if field not in self.fields]:
             raise RecipeError(
                 f"the data has no field {', '.join(missing)}",
@@ -120,7 +120,8 @@ class Source(Rows):
     def is_file(self) -> bool:
         """Whether *path* means one local file, there or not; a directory or Hub name otherwise."""
         path = Path(self.path).expanduser()
-        return path.suffix in _LOADERS or not (path.is_dir() or _HUB_NAME.fullmatch(self.path))
+        is_named = os.path.isdir(path) or _HUB_NAME.fullmatch(self.path)
+        return path.suffix in _LOADERS or os.path.isfile(path) or not is_named
 
     def fingerprint(self) -> str:
         """Changes with the rows. :class:`RecipeError` when they cannot be had."""
@@ -139,8 +140,8 @@ class Source(Rows):
         try:
             if not self.is_file:
                 return datasets.load_dataset(self._named, self.name, split=self.split, streaming=True)
-            self._refuse_subset_of_file()
-            _require_readable(self._file)
+            if not self._holds_anything():
+                raise _empty(self.path)
             loader, files = _LOADERS[self._file.suffix], str(self._file)
             return datasets.load_dataset(loader, data_files=files, split=self.split, streaming=True)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -158,12 +159,16 @@ class Source(Rows):
         try:
             return list(self._table[field])
         except UnicodeDecodeError as error:  # the reader of JSON takes any bytes for UTF-8
-            raise _unreadable(self._file, error) from error
+            raise unreadable(self._file, error) from error
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row; its images are decoded only now."""
-        fields: dict[str, Any] = self._table[number]
-        return fields
+        """The fields of one row; its images are decoded only now. :class:`RecipeError` where they cannot be."""
+        try:
+            fields: dict[str, Any] = self._table[number]
+            return fields
+        except (OSError, ValueError, SyntaxError) as error:
+            value, remedy = f"{type(error).__name__}: {error}", "correct or leave out this sample"
+            raise RecipeError("a row cannot be read", where=self.place(number), value=value, remedy=remedy) from error
 
     def place(self, row: int) -> str:
         """File and line of a row where rows are lines, else its number from 0."""
@@ -173,6 +178,11 @@ class Source(Rows):
                     return f"{self.path}:{number}"
         split = "" if self.split == "train" else f" {self.split}"
         return f"{self.path}{split}, row {row}"
+
+    def _holds_anything(self) -> bool:
+        """Whether there is more than blank lines in the file; :class:`RecipeError` where that cannot be seen."""
+        self._refuse_subset_of_file()
+        return next(_lines(_require_readable(self._file)), None) is not None
 
     def _refuse_subset_of_file(self) -> None:
         if self.name is not None:
@@ -198,7 +208,9 @@ class Source(Rows):
             return self._read_file(datasets) if self.is_file else self._read_named(datasets)
 
     def _read_file(self, datasets: Any) -> Any:
-        if self._file.stat().st_size == 0:
+        from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
+
+        if not self._holds_anything():
             return datasets.Dataset.from_dict({})
         loader, files = _LOADERS[self._file.suffix], str(self._file)
         with TemporaryDirectory() as scratch:
@@ -206,8 +218,8 @@ class Source(Rows):
                 return datasets.load_dataset(
                     loader, data_files=files, split=self.split, cache_dir=scratch, keep_in_memory=True
                 )
-            except datasets.exceptions.DatasetGenerationError as error:
-                raise _unreadable(self._file, error) from error
+            except (datasets.exceptions.DatasetGenerationError, ArrowInvalid) as error:
+                raise unreadable(self._file, error) from error
             except ValueError as error:
                 raise self._refused(error) from error
 
@@ -257,16 +269,28 @@ def _quiet_progress_bars(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _unreadable(path: Path, error: Exception) -> RecipeError:
-    """The line that is no JSON, found by reading again; otherwise the reader's own words."""
-    remedy = "correct or leave out this line"
-    for number, line in _lines(path) if path.suffix == ".jsonl" else ():
+def _empty(path: str) -> RecipeError:
+    remedy = "give a file with at least one sample"
+    return RecipeError("the data file is empty", where=path, value="0 samples", remedy=remedy)
+
+
+def unreadable(path: Path, error: Exception) -> RecipeError:
+    """The line that is no text or no JSON, found by reading again; otherwise the reader's own words."""
+    for number, line in _lines(path) if path.suffix != ".parquet" else ():
+        where = f"{path}:{number}"
         try:
-            json.loads(line)
+            text = line.decode("utf-8-sig")
+        except UnicodeDecodeError as fault:
+            value, remedy = f"byte {line[fault.start]:#04x} at {fault.start} of the line", "save the file as UTF-8"
+            return RecipeError("a line is not UTF-8 text", where=where, value=value, remedy=remedy)
+        try:
+            if path.suffix == ".jsonl":
+                json.loads(text)
         except ValueError as fault:
-            return RecipeError("a line is not JSON", where=f"{path}:{number}", value=str(fault), remedy=remedy)
-    remedy = "every row must have the same fields with values of the same types"
-    reason = str(error.__cause__ or error)
+            remedy = "correct or leave out this line"
+            return RecipeError("a line is not JSON", where=where, value=str(fault), remedy=remedy)
+    remedy = "repair the file; every row must have the same fields with values of the same types"
+    reason = str(error.__cause__ or error).strip()
     return RecipeError("the data file cannot be read", where=str(path), value=reason, remedy=remedy)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.data.limits import at_most
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +74,7 @@ class TokenizedDataset:
 
     def first(self, max_samples: int | None) -> TokenizedDataset:
         """The same data set, of at most *max_samples* samples."""
-        if max_samples is None:
-            return self
-        if max_samples < 1:
-            what = "max_samples must be at least 1"
-            raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="leave it out for all")
-        return TokenizedDataset(self.tokens, self.ends[:max_samples], self.labelled, self.counts)
+        return TokenizedDataset(self.tokens, self.ends[: at_most(max_samples, len(self))], self.labelled, self.counts)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:

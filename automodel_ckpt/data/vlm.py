@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from automodel_ckpt.data.chat import ChatTemplate, Unlearnable, read_template, turns_of
 from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import open_image, pillow
+from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.errors import RecipeError
 
@@ -95,7 +96,7 @@ class ImageConversations:
         self.messages_field = messages_field
         self.images_field = images_field if source.has_field(images_field) else None
         self.seq_length, self.truncation = seq_length, truncation
-        self.num_samples = min(source.num_rows, max_samples or source.num_rows)
+        self.num_samples = at_most(max_samples, source.num_rows)
         self.folder = Path(source.path).expanduser().parent if source.is_file else Path(source.path).expanduser()
 
     def __len__(self) -> int:

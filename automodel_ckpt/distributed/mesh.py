@@ -150,6 +150,14 @@ def _refuse_unknown(backend: str) -> None:
             value=backend,
             remedy="leave distributed.backend out, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
         )
+    for name in names:
+        if (name == dist.Backend.NCCL and not torch.cuda.is_available()) or not dist.is_backend_available(name):
+            raise RecipeError(
+                f"the backend {name} cannot be used here: this machine has no device for it, or torch is built without",
+                where="distributed.backend",
+                value=backend,
+                remedy="leave distributed.backend out: it follows the machine",
+            )
 
 
 def _init_process_group(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:

@@ -10,7 +10,9 @@ import difflib
 import fnmatch
 import logging
 import os
+import pickle
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -80,11 +83,11 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(os.path.expanduser(name))
         return config
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # what damaged files make transformers raise
         raise RecipeError(
             "the model's configuration cannot be read",
             where=where,
-            value=f"{name} ({_first_line(error)})",
+            value=f"{name} ({first_line(error)})",
             remedy="name a directory with a config.json; a Hub name needs the network or a filled cache",
         ) from error
 
@@ -101,7 +104,7 @@ def _config_from_mapping(settings: dict[str, Any], tokenizer: Any, processor: An
         raise RecipeError(
             f"transformers refuses this configuration of a {model_type} model",
             where="model.from_config",
-            value=_first_line(error, 3),
+            value=first_line(error, 3),
             remedy="correct the value; the settings are those of the model type's config.json",
         ) from error
 
@@ -208,11 +211,18 @@ def build_model(
             model, differences = _read_model(
                 auto_class, os.path.expanduser(from_pretrained), options | dict(loading or {})
             )
+    except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
+        raise RecipeError(
+            "a file of the model's weights is damaged",
+            where=_damaged_file(os.path.expanduser(str(from_pretrained))),
+            value=first_line(error),
+            remedy="fetch or copy it again, and compare its size with the original's",
+        ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise RecipeError(
             "the model cannot be built",
             where="model",
-            value=_first_line(error, 3),
+            value=first_line(error, 3),
             remedy="correct the model section; weights are read from *.safetensors beside config.json",
         ) from error
     if from_pretrained is not None:
@@ -220,6 +230,17 @@ def build_model(
         verdict.refuse("model.from_pretrained", from_pretrained, "model")
         verdict.tell(f"{from_pretrained} and the model")
     return model.train()
+
+
+def _damaged_file(name: str) -> str:
+    """The first file of weights whose header cannot be read; *name*, of which it is a part, where that says nothing."""
+    for file in sorted((base_directory(name) or Path(name)).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return str(file)
+    return name
 
 
 def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
@@ -315,6 +336,7 @@ def _did_you_mean(name: str, known: set[str]) -> str:
     return f"did you mean {', '.join(listed)}?" if near else f"there are, for example, {', '.join(listed)}"
 
 
-def _first_line(error: BaseException, num_lines: int = 1) -> str:
+def first_line(error: BaseException, num_lines: int = 1) -> str:
+    """The beginning of what an exception says, 400 characters at most; its class where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:num_lines]) or type(error).__name__
+    return textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...") or type(error).__name__

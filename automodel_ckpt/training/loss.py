@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from automodel_ckpt.errors import RecipeError
+
 IGNORE_INDEX = -100
 WHOLE = slice(None)
 """All places of a row."""
@@ -58,7 +60,26 @@ def next_token_loss(
     """
     loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
     if loss.dim() != 0:
-        raise ValueError(
-            f"loss_fn must return the sum over all positions, a 0-dim tensor; got shape {list(loss.shape)}"
+        raise RecipeError(
+            "a loss has to be one number, the sum over all positions",
+            where="loss_fn",
+            value=f"a tensor of shape {list(loss.shape)}",
+            remedy="add up what loss_fn computes for each position",
         )
     return loss
+
+
+def refuse_unfit(loss_fn: LossFn) -> None:
+    """Raise :class:`RecipeError` where a loss of torch's cannot take what a :data:`LossFn` is given: it is tried on two
+    positions. One's own code is not: it may be made for a certain vocabulary."""
+    if not type(loss_fn).__module__.startswith("torch."):
+        return
+    try:
+        loss_fn(torch.zeros(2, 3), torch.tensor([1, IGNORE_INDEX]))
+    except Exception as error:
+        raise RecipeError(
+            "this loss does not take logits of each position and the labels' ids",
+            where="loss_fn",
+            value=f"{type(loss_fn).__name__}: {error}",
+            remedy="use torch.nn.CrossEntropyLoss, or a function of your own with the arguments (logits, labels)",
+        ) from error

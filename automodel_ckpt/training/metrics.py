@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from automodel_ckpt.errors import os_problem
+from automodel_ckpt.errors import SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -60,7 +60,20 @@ class JsonlLog:
             self._unwritten = self._unwritten[count:]
 
     def truncate_after(self, step: int) -> int:
-        """Drop the records of later steps and a torn last line, by an atomic rewrite; returns how many went."""
+        """Drop the records of later steps and a torn last line, by an atomic rewrite; returns how many went.
+
+        Raises :class:`SaveFailed` where that cannot be.
+        """
+        try:
+            return self._cut_back(step)
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            remedy = "remove what stands there or free space, then run the same command"
+            raise SaveFailed.all_of(
+                [os_problem(error, "a log of the run cannot be cut back", remedy=remedy)]
+            ) from error
+
+    def _cut_back(self, step: int) -> int:
         self.close()
         if not self.path.exists():
             return 0

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.loss import cross_entropy_sum, next_token_loss, num_label_tokens, shift_labels
 
 
@@ -59,5 +60,5 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
 
 def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:
     logits, labels = batch(2)
-    with pytest.raises(ValueError, match="0-dim tensor; got shape"):
+    with pytest.raises(RecipeError, match=r"the sum over all positions[\s\S]*shape \[24\]"):
         next_token_loss(logits, labels, torch.nn.CrossEntropyLoss(reduction="none"))

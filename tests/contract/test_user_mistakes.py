@@ -1,0 +1,188 @@
+"""What users do wrong with data, models and places: each run ends with one message that tells where and what to do.
+
+All runs are set up in turn by one forked process, as a rank would set them up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.cli.train import main
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.errors import EXIT_SAVE_FAILED, EXIT_UNUSABLE, EXIT_USAGE, describe
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+from tests.support import ranks
+from tests.support.training import RECIPE, Recipe, build
+
+DIGITS = Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml"
+LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
+TALK = json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}) + "\n"
+IMAGE = json.dumps(json.loads(TALK) | {"images": ["a.png"]}) + "\n"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Overrides (``@`` is the directory), files by name, and what the message has to say."""
+
+    overrides: tuple[str, ...]
+    said: str
+    files: dict[str, bytes | str] = field(default_factory=dict)
+    code: int = EXIT_USAGE
+    recipe: Path | None = None
+
+
+def texts(file: str, content: bytes | str, said: str, *more: str) -> Mistake:
+    section = f"--dataset={{_target_: automodel_ckpt.data.text.text, path: '@/{file}', seq_length: 16}}"
+    return Mistake((section, *more), said, {file: content})
+
+
+def talks(template: str, said: str, **files: bytes | str) -> Mistake:
+    section = "--dataset={_target_: automodel_ckpt.data.chat.messages, path: '@/talk.jsonl', seq_length: 16}"
+    given = f"--dataset.chat_template='{template}'"
+    return Mistake((section, given), said, {"talk.jsonl": TALK} | files)
+
+
+def images(path: str, said: str, *more: str, **files: bytes | str) -> Mistake:
+    section = f"--dataset={{_target_: automodel_ckpt.data.vlm.conversations, path: '@/{path}'}}"
+    return Mistake((section, *more), said, {name.replace("__", "."): text for name, text in files.items()}, 2, DIGITS)
+
+
+def pretrained(said: str, **files: bytes | str) -> Mistake:
+    named = {f"base/{name}": text for name, text in ({"config.json": json.dumps(LLAMA)} | files).items()}
+    return Mistake(("--model={from_pretrained: '@/base'}",), said, named)
+
+
+def tokens(said: str, **files: str) -> Mistake:
+    return Mistake(("--tokenizer={from_pretrained: '@/tok'}",), said, {f"tok/{name}": v for name, v in files.items()})
+
+
+STREAMED = "--dataset.streaming"
+MISTAKES = {
+    "blank lines": texts("a.jsonl", "\n\n", r"the data file is empty[\s\S]*a.jsonl"),
+    "a stream of nothing": texts("a.jsonl", "", "the data file is empty", STREAMED),
+    "another encoding": texts("a.jsonl", b'{"text": "\xff"}\n', r"not UTF-8[\s\S]*a.jsonl:1[\s\S]*0xff"),
+    "a table in another encoding": texts("a.csv", b"text\n\xff\n", r"not UTF-8[\s\S]*a.csv:2[\s\S]*save the file"),
+    "a stream that is no JSON": texts("a.jsonl", '{"text": "a"}\n{"te\n', r"not JSON[\s\S]*a.jsonl:2", STREAMED),
+    "a table of uneven rows": texts("a.csv", "text,b\n1,2\n3,4,5\n", r"cannot be read[\s\S]*line 3[\s\S]*repair"),
+    "no parquet": texts("a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"),
+    "a kind of file": texts("a.dat", "x", r"kind of a data file is not known[\s\S]*\*\.jsonl"),
+    "no samples": texts("a.jsonl", '{"text": "a"}\n', "max_samples must be at least 1", "--dataset.max_samples=0"),
+    "no samples streamed": texts(
+        "a.jsonl", '{"text": "a"}\n', "max_samples must be at least 1", "--dataset.max_samples=0", STREAMED
+    ),
+    "a template in another encoding": Mistake(
+        ("--dataset={_target_: automodel_ckpt.data.chat.messages, path: '@/a.jsonl', chat_template: '@/t'}",),
+        r"chat template cannot be read[\s\S]*can't decode", {"a.jsonl": TALK, "t": b"\xff"},
+    ),
+    "a template that fails": talks("{{ 1 / 0 }}", r"cannot render[\s\S]*ZeroDivisionError[\s\S]*template_kwargs"),
+    "images of nothing": images("no.jsonl", r"a data file cannot be read[\s\S]*no.jsonl[\s\S]*ENOENT"),
+    "images of a subset": images("a.jsonl", "has no subsets", "--dataset.name=x", a__jsonl=IMAGE),
+    "no image there": images(
+        "a.jsonl", r"image cannot be read[\s\S]*a.jsonl:\d[\s\S]*No such file", a__jsonl=IMAGE * 8
+    ),
+    "fewer than no images": Mistake(("--dataset.max_samples=-3",), "max_samples must be at least 1", {}, 2, DIGITS),
+    "weights of no kind": pretrained(r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}),
+    "weights cut short": pretrained(r"weights is damaged[\s\S]*base\n", **{"pytorch_model.bin": ""}),
+    "a model of no type": pretrained("configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}),
+    "a tokenizer of no kind": tokens("the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}),
+    "arguments that a library refuses": Mistake(
+        ("--optimizer={_target_: torch.optim.SGD, lr: -3}",), r"torch.optim.SGD cannot be called[\s\S]*rate: -3"
+    ),
+    "a loss for other things": Mistake(
+        ("--loss_fn={_target_: torch.nn.MSELoss}",), r"does not take logits[\s\S]*CrossEntropyLoss"
+    ),
+    "a backend without its device": Mistake(
+        ("--distributed.backend=cpu:gloo,cuda:nccl",), r"backend nccl cannot be used here[\s\S]*leave"
+    ),
+    "a backend that torch lacks": Mistake(("--distributed.backend=mpi",), "backend mpi cannot be used here"),
+    "checkpoints in a file": Mistake(
+        ("--checkpoint.checkpoint_dir=@/file",), r"ENOTDIR[\s\S]*name a directory with room", {"file": ""}
+    ),
+    "a log that is a directory": Mistake(
+        ("--checkpoint.checkpoint_dir=@/run",), r"log of the run cannot be cut back[\s\S]*training.jsonl",
+        {"run/training.jsonl/x": ""}, EXIT_SAVE_FAILED,
+    ),
+    "weights to begin with": Mistake(("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE),
+}  # fmt: skip
+
+
+def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
+    """Exit code and message of a run; a traceback where it ends with anything else."""
+    directory.mkdir()
+    for name, content in mistake.files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    recipe = mistake.recipe or directory / "recipe.yaml"
+    if mistake.recipe is None:
+        recipe.write_text(RECIPE)
+    places = (f"--checkpoint.checkpoint_dir={directory}/checkpoints", "--step_scheduler.max_steps=1")
+    words = [word.replace("@", str(directory)) for word in (*places, *mistake.overrides)]
+    made = build(recipe, *words, recipe_class=VLMFinetune if recipe == DIGITS else Recipe)
+    try:
+        made.setup()
+        made.run()
+    except BaseException as error:
+        code, message = describe(error)
+        return code, message if code > 1 else "".join(traceback.format_exception(error))
+    finally:
+        made.close()
+    return 0, "nothing was said"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    root = tmp_path_factory.mktemp("mistakes")
+
+    def all_of_them() -> dict[str, tuple[int, str]]:
+        return {name: said_to(mistake, root / str(i)) for i, (name, mistake) in enumerate(MISTAKES.items())}
+
+    (found,) = ranks.run(all_of_them, 1, init=False, timeout=120)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_the_run_with_a_message(ended: dict[str, tuple[int, str]], name: str) -> None:
+    code, message = ended[name]
+    assert code == MISTAKES[name].code, message
+    assert re.search(MISTAKES[name].said, message), message
+    assert "where:" in message and "remedy:" in message
+
+
+def test_a_recipe_that_cannot_be_read_is_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = tmp_path / "list.yaml"
+    listed.write_text("- seed: 1\n")
+    for words, what in (
+        ([str(listed), "--no-such-flag"], "a recipe is a mapping of sections"),
+        (["x" * 300 + ".yaml"], "there is no such recipe file"),
+    ):
+        assert main(words) == EXIT_USAGE
+        said = capsys.readouterr().err
+        assert what in said and "from_pretrained" not in said
+
+
+def test_a_recipe_of_somebody_else_cannot_be_read(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    recipe.chmod(0)
+    tmp_path.chmod(0o755)
+
+    def as_nobody() -> str:
+        os.chdir(tmp_path)
+        os.seteuid(65534)
+        try:
+            load_recipe("recipe.yaml")
+        except Exception as error:
+            return describe(error)[1]
+        return "nothing was said"
+
+    (said,) = ranks.run(as_nobody, 1, init=False)
+    assert "the recipe cannot be read" in said and "recipe.yaml" in said and "EACCES" in said
