@@ -26,8 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDER = ROOT / "tests" / "support" / "raise_recorder"
 MADE = {"AutomodelError", "RecipeError", "CheckpointUnusable", "SaveFailed", "ExportFailed", "Stopped", "Problem"}
 NAMES = MADE | {"os_problem", "as_failure"}
-FOR_PYTHON = {"NotImplementedError", "AttributeError", "StopIteration", "SystemExit"}
-"""Raised for the interpreter's or a subclass's sake, never to be read."""
+NOT_READ = {
+    "NotImplementedError", "AttributeError", "IndexError", "StopIteration", "SystemExit",
+    "Cancelled", "StoppedWaiting", "_Stopped", "RunFailed", "NotInParts",
+}  # fmt: skip
+"""Raised for the interpreter's or a subclass's sake, or to go another way: never to be read as an error."""
 EXCUSED = {
     "more ranks on this machine than it has GPUs": "needs a machine with a GPU: tests/gpu",
 }
@@ -89,7 +92,7 @@ class Finder(ast.NodeVisitor):
     def visit_Raise(self, node: ast.Raise) -> None:
         name = node.exc.id if isinstance(node.exc, ast.Name) else name_of(node.exc) if node.exc else ""
         makes_one = isinstance(node.exc, ast.Call) or name[:1].isupper()
-        if node.exc and makes_one and name not in FOR_PYTHON | {"all_of"}:
+        if node.exc and makes_one and name not in NOT_READ | {"all_of"}:
             self._add(node.exc)
         self.generic_visit(node)
 

@@ -375,7 +375,8 @@ def build(target: Target, /, **supplied: Any) -> Any:
     except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
         if not _within(getattr(function, "__module__", None) or "", LIBRARIES):
             raise
-        value, remedy = f"{type(error).__name__}: {error}", "correct the arguments in this section"
+        value = f"{type(error).__name__}: {error}"
+        remedy = "correct the arguments in this section"
         what = f"{target._target_} cannot be called as the recipe says"
         raise RecipeError(what, where=f"_target_: {target._target_}", value=value, remedy=remedy) from error
 

@@ -167,7 +167,8 @@ class Source(Rows):
             fields: dict[str, Any] = self._table[number]
             return fields
         except (OSError, ValueError, SyntaxError) as error:
-            value, remedy = f"{type(error).__name__}: {error}", "correct or leave out this sample"
+            value = f"{type(error).__name__}: {error}"
+            remedy = "correct or leave out this sample"
             raise RecipeError("a row cannot be read", where=self.place(number), value=value, remedy=remedy) from error
 
     def place(self, row: int) -> str:
@@ -281,7 +282,8 @@ def unreadable(path: Path, error: Exception) -> RecipeError:
         try:
             text = line.decode("utf-8-sig")
         except UnicodeDecodeError as fault:
-            value, remedy = f"byte {line[fault.start]:#04x} at {fault.start} of the line", "save the file as UTF-8"
+            value = f"byte {line[fault.start]:#04x} at {fault.start} of the line"
+            remedy = "save the file as UTF-8"
             return RecipeError("a line is not UTF-8 text", where=where, value=value, remedy=remedy)
         try:
             if path.suffix == ".jsonl":

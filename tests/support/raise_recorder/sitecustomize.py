@@ -1,7 +1,8 @@
 """On PYTHONPATH, notes where each of the package's errors is made, in this process and all that it starts.
 
 With RAISE_SITES=DIRECTORY in the environment; ``tools/raise_sites.py`` sets both and reads the notes. Noted is each
-place that had a part in the error: the calls that led to it, and where the exceptions came from that it words anew.
+place that had a part in the error: the calls that led to it, and where the exceptions came from that it words anew. So
+are those of an exception that a test expects by ``pytest.raises``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-NAME = "automodel_ckpt.errors"
+ERRORS = "automodel_ckpt.errors"
+EXPECTED = "_pytest.raises"
 ROOT = str(Path(__file__).resolve().parents[3])
 LEAST_DESCRIPTOR = 200
 """Whoever forks closes the descriptors above the standard streams: the command server those below 64."""
@@ -26,7 +28,7 @@ noted: set[tuple[str, int]] = set()
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name != NAME:
+        if name not in (ERRORS, EXPECTED):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -34,8 +36,11 @@ class Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                for cls in (module.AutomodelError, module.Problem):
-                    watch(cls)
+                if name == EXPECTED:
+                    watch_expected(module.RaisesExc)
+                else:
+                    watch(module.AutomodelError)
+                    watch(module.Problem)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -45,16 +50,26 @@ def watch(cls: type) -> None:
     made = cls.__init__  # type: ignore[misc]
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        note(sys._getframe(1))
+        note(sys._getframe(1), sys.exc_info()[1])
         made(self, *args, **kwargs)
 
     cls.__init__ = noting  # type: ignore[misc]
 
 
-def note(frame: FrameType) -> None:
-    places = {(at.f_code.co_filename, line) for at, line in traceback.walk_stack(frame)}
-    for error in causes(sys.exc_info()[1]):
-        places |= {(at.f_code.co_filename, line) for at, line in traceback.walk_tb(error.__traceback__)}
+def watch_expected(cls: type) -> None:
+    left = cls.__exit__  # type: ignore[attr-defined]
+
+    def noting(self: Any, kind: Any, error: BaseException | None, at: Any) -> Any:
+        note(None, error)
+        return left(self, kind, error, at)
+
+    cls.__exit__ = noting  # type: ignore[attr-defined]
+
+
+def note(frame: FrameType | None, error: BaseException | None) -> None:
+    places = {(at.f_code.co_filename, line) for at, line in traceback.walk_stack(frame)} if frame else set()
+    for one in causes(error):
+        places |= {(at.f_code.co_filename, line) for at, line in traceback.walk_tb(one.__traceback__)}
     for file, line in places - noted:
         where = os.path.realpath(file)
         if where.startswith(ROOT):
