@@ -88,7 +88,9 @@ case $tool in '' | /*) ;; *) tool=./$tool ;; esac
 export NPROC_PER_NODE="$num_procs"
 if [ -z "$tool" ]; then
   # Safe path: a file named like a module, in the directory where this happens to run, must not be imported.
-  PYTHONSAFEPATH=1 "$python" -m automodel_ckpt.consolidate "$@" >&2
+  PYTHONSAFEPATH=1 "$python" -m automodel_ckpt.consolidate "$@" >/dev/null  # it too prints the directory
+elif grep -q automodel_ckpt.consolidate -- "$tool"; then
+  "$python" "$tool" "$@" >/dev/null
 elif [ "$num_procs" -gt 1 ] && ! grep -q NPROC_PER_NODE -- "$tool"; then
   # A tool that does not read the variable itself (NeMo AutoModel's) expects its processes from torchrun.
   "$python" -m torch.distributed.run --nproc-per-node="$num_procs" "$tool" "$@" >&2

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from automodel_ckpt import __version__
 from automodel_ckpt.cli import completion, difference, export, foreign, importing, plot, show, track, upkeep
-from automodel_ckpt.cli.terminal import age_text, coloured, json_text, print_error, printable, size_text, table
+from automodel_ckpt.cli.terminal import (
+    age_text,
+    coloured,
+    json_text,
+    leave_reader,
+    print_error,
+    printable,
+    size_text,
+    table,
+)
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, CheckpointUnusable, describe
 
 
@@ -67,10 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     command = _COMMANDS[arguments.command]
     try:
-        return command(arguments)
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
-        # The reader (a pager, head) has seen enough; nothing may be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_reader()
         return EXIT_DONE
     except (AutomodelError, OSError, KeyboardInterrupt) as error:
         code, message = describe(error)

@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from automodel_ckpt.checkpoint.file_system import size_text
 
 __all__ = [
-    "age_text", "coloured", "json_text", "print_error", "print_path", "printable", "printable_lines", "size_text",
-    "table",
+    "age_text", "coloured", "json_text", "leave_reader", "print_error", "print_path", "printable", "printable_lines",
+    "size_text", "table",
 ]  # fmt: skip
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
@@ -44,6 +44,11 @@ def print_path(path: str | os.PathLike[str]) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(os.fsencode(path) + b"\n")
     sys.stdout.flush()
+
+
+def leave_reader() -> None:
+    """After a BrokenPipeError: the reader (a pager, head) has seen enough, nothing may be written at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:

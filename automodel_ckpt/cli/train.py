@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 
 import automodel_ckpt
 from automodel_ckpt.cli.selftest import refuse_stray_modes, selftest
-from automodel_ckpt.cli.terminal import print_error
+from automodel_ckpt.cli.terminal import coloured, leave_reader, print_error, table
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -20,12 +22,20 @@ from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeErro
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
+ONLY_SHOW = {"help", "version", "list", "print_config", "dry_run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt-train``; returns its exit code. Without arguments it is the command: its process may end here."""
+    line = parse(sys.argv[1:] if argv is None else argv)
     try:
-        code = run(parse(sys.argv[1:] if argv is None else argv))
+        code = run(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not line.modes.keys() & ONLY_SHOW:
+            raise
+        leave_reader()
+        code = EXIT_DONE
     except (AutomodelError, KeyboardInterrupt) as error:
         code, message = describe(error)
         if _speaks():
@@ -54,7 +64,7 @@ def run(line: CommandLine) -> int:
     elif line.problems and line.modes.keys() & {"list", "copy"}:
         raise RecipeError.all_of(line.problems)
     elif "list" in line.modes:
-        print("\n".join(f"{name:44}  {_title(path)}" for name, path in examples().items()))
+        print("\n".join(_example_lines()))
     elif "copy" in line.modes:
         print(copy_example(*line.modes["copy"]))
     else:
@@ -169,6 +179,17 @@ def examples() -> dict[str, Path]:
     """Name -> path of each recipe that comes with the package."""
     paths = sorted(EXAMPLES.rglob("*.yaml"))
     return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
+
+
+def _example_lines() -> Iterator[str]:
+    """Name and title of each: a line for programs; for people the title stands below, as wide as the terminal."""
+    known = {name: _title(path) for name, path in examples().items()}
+    if not sys.stdout.isatty():
+        yield from table(list(known.items()))
+        return
+    for name, title in known.items():
+        yield coloured(name, "bold", sys.stdout)
+        yield textwrap.fill(title, get_terminal_size().columns, initial_indent="    ", subsequent_indent="    ")
 
 
 def copy_example(name: str, directory: str) -> Path:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -18,6 +18,9 @@ _LIVE_PAUSE_SECONDS = 0.1
 _SMOOTHING = 0.9
 _BAR_CELLS = 10
 _TICK_SECONDS = 0.2
+_COLUMNS = 80
+_DROPPED_FIRST = ("epoch", "lr", "tok/s", "left")
+"""What a narrow terminal does without, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,10 @@ class Progress:
     """One line: step of all, epoch, loss, rate, tokens per second, time left, step and age of the newest checkpoint.
 
     On a terminal it is rewritten in place, at most ten times a second; elsewhere a new one is printed every
-    *every_seconds*. While a save is under way its bar stands in the line, between steps too (:meth:`follow`);
-    elsewhere a save that takes longer gets a line of its own every *every_seconds*. Only an *enabled* one (the
-    leader's) prints at all. Log records go through :meth:`write_above`, so that they do not tear the live line.
+    *every_seconds*. A narrow terminal gets fewer figures rather than a line that is cut. While a save is under way its
+    bar stands in the line, between steps too (:meth:`follow`); elsewhere a longer one gets a line of its own
+    every *every_seconds*. Only an *enabled* one (the leader's) prints at all. Log records go through
+    :meth:`write_above`, so that they do not tear the live line.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Progress:
             now = self._clock()
             if now - self._shown_at >= (_LIVE_PAUSE_SECONDS if self._live else self.every_seconds):
                 self._shown_at = now
-                self._show(self._text(view))
+                self._show(self._parts(view))
 
     def follow(self, source: Callable[[], SavingView | None]) -> None:
         """From now on show, in a thread, how far the save is that *source* tells of; None: there is none."""
@@ -108,10 +112,10 @@ class Progress:
             if saving is None or before is None or before.step != saving.step:
                 self._saving_since = now
             if self._live and saving != before:
-                self._show(self._text(self._latest) if self._latest else str(saving or ""))
+                self._show(self._parts(self._latest) if self._latest else [str(saving or "")])
             elif saving is not None and not self._live and now - self._saving_since >= self.every_seconds:
                 self._saving_since = now
-                self._show(str(saving))
+                self._show([str(saving)])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -142,7 +146,7 @@ class Progress:
             self._ticker.join()
             self._ticker, self._saving = None, None
         if self._latest is not None and self._live:
-            self._show(self._text(self._latest))
+            self._show(self._parts(self._latest))
             self._stream.write("\n")
             self._stream.flush()
         self._line = ""
@@ -156,15 +160,15 @@ class Progress:
         self._step_seconds += (1 - _SMOOTHING) * (view.seconds - self._step_seconds)
         self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
 
-    def _show(self, text: str) -> None:
+    def _show(self, parts: list[str]) -> None:
         if self._live:
-            self._line = text[: shutil.get_terminal_size().columns - 1]
+            self._line = fitting(parts, _columns(self._stream) - 1)
             self._stream.write(_CLEAR + self._line)
         else:
-            self._stream.write(text + "\n")
+            self._stream.write("  ".join(parts) + "\n")
         self._stream.flush()
 
-    def _text(self, view: StepView) -> str:
+    def _parts(self, view: StepView) -> list[str]:
         shown = (
             f"step {view.step}" if self.total_steps is None else f"step {view.step:>{self._width}}/{self.total_steps}"
         )
@@ -176,13 +180,13 @@ class Progress:
             f"{self._tokens_per_second:,.0f} tok/s",
         ]
         if self._saving is not None:
-            return "  ".join([*parts, str(self._saving)])
-        if self.total_steps is not None and self._num_seen > 1:
+            return [*parts, str(self._saving)]
+        if self.total_steps is not None and view.step < self.total_steps and self._num_seen > 1:
             parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
         if self._saved is not None:
             step, at = self._saved
             parts.append(f"saved {step}, {duration(self._clock() - at)} ago")
-        return "  ".join(parts)
+        return parts
 
     @property
     def _width(self) -> int:
@@ -224,6 +228,27 @@ def tear_down_logging(handler: ProgressHandler) -> None:
     logger = logging.getLogger(PACKAGE_LOGGER)
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
+
+
+def fitting(parts: list[str], width: int) -> str:
+    """*parts* in one line of at most *width* characters: those that matter least are left out, then the end is cut."""
+    for word in _DROPPED_FIRST:
+        if len("  ".join(parts)) > width:
+            parts = [part for part in parts if word not in part.split()]
+    return "  ".join(parts)[:width]
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of the terminal that *stream* is, which need not be that of standard output; COLUMNS overrules it."""
+    with suppress(ValueError):
+        return int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS") else _columns_of(stream.fileno())
+    return _COLUMNS
+
+
+def _columns_of(descriptor: int) -> int:
+    with suppress(OSError):
+        return os.get_terminal_size(descriptor).columns or _COLUMNS
+    return _COLUMNS
 
 
 def duration(seconds: float) -> str:

@@ -261,6 +261,25 @@ def test_a_dry_run_says_what_is_missing_before_anything_is_built(
     assert not Path("checkpoints").exists()
 
 
+@pytest.mark.parametrize("command", ["train --help", "ckpt completion bash"])
+def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
+    line = f'"{sys.executable}" -m automodel_ckpt.cli.{command} | true; exit "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_DONE, "")
+
+
+def test_on_a_terminal_the_title_of_a_recipe_stands_below_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--list"]) == EXIT_DONE
+    name, *lines = capsys.readouterr().out.splitlines()
+    assert "custom_recipe/ema" in name
+    assert lines[0].startswith("    A recipe in a file of one's own")
+    assert max(map(len, lines)) <= 60
+
+
 def test_every_shipped_recipe_can_be_listed_and_copied_and_is_sound(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

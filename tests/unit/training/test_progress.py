@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import pty
+import struct
+import termios
 import threading
 from typing import TextIO
 
@@ -60,6 +64,28 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(monk
     assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
     assert last.endswith("saved 20, 1 min 30 s ago")
     assert rest == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "step 20/60  loss 2.5000  2,000 tok/s  saving 20 [####......] 1.3 GB of 3.0 GB"),
+        (70, "step 20/60  loss 2.5000  saving 20 [####......] 1.3 GB of 3.0 GB"),
+        (40, "step 20/60  loss 2.5000  saving 20 [###"),
+    ],
+)  # fmt: skip
+def test_a_narrow_terminal_gets_fewer_figures(monkeypatch: pytest.MonkeyPatch, columns: int, shown: str) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    leader, follower = pty.openpty()
+    fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(leader, "rb", buffering=0) as screen, open(follower, "w") as stream:
+        line = progress(stream, Clock())
+        line.update(view(20))
+        line.show_saving(SavingView(20, 0.42, "1.3 GB of 3.0 GB"))
+        said = b""
+        while said.count(b"\x1b[K") < 2:
+            said += screen.read(4096)
+    assert said.decode().split("\r\x1b[K")[-1] == shown[: columns - 1]
 
 
 def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
