@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from automodel_ckpt.cli.train import examples
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
-from tests.support.stand_ins import DATA, MODELS, write_stand_ins
+from tests.support.stand_ins import DATA, IMAGES, MODELS, VISION_MODELS, write_stand_ins
 from tests.support.training import train
 
 SHIPPED = examples()
@@ -27,15 +29,21 @@ SMALLER = {  # what a few steps on two cores ask to be changed
     TP: ["--step_scheduler.global_batch_size=4"],
 }  # fmt: skip
 RANKS = {TP: 4}
-FAMILIES = {"llama3_2": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text", "smollm2": "llama"}
+FAMILIES = {
+    "llama3_2": "llama",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+    "smollm2": "llama",
+    "qwen2_5_vl": "qwen2_5_vl",
+}
 
 
 def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
-    assert len(SHIPPED) == 12
-    assert len(HUB) == 8
+    assert len(SHIPPED) == 13
+    assert len(HUB) == 9
     assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
     named = " ".join(path.read_text() for path in HUB.values()).split()
-    assert (MODELS.keys() | DATA.keys()) <= set(named)
+    assert (MODELS.keys() | VISION_MODELS.keys() | DATA.keys() | {IMAGES}) <= set(named)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -57,14 +65,16 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
     monkeypatch.chdir(tmp_path)
     model, *_ = write_stand_ins(tmp_path, HUB[name].read_text())
     overrides = ("--step_scheduler.max_steps=2", "--checkpoint.checkpoint_dir=run", *SMALLER.get(name, ()))
-    ranks.run(partial(train, HUB[name], *overrides), RANKS.get(name, 1), init=False)
+    kind = VLMFinetune if name.startswith("vlm") else LLMFinetune
+    ranks.run(partial(train, HUB[name], *overrides, recipe_class=kind), RANKS.get(name, 1), init=False)
     records = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "event" not in record]
     assert len(losses) == 2
     assert all(0 < loss < 2 * math.log(300) for loss in losses)
     assert json.loads(Path("run/LATEST/losses.json").read_text())["val_loss"] > 0
     export = Path("run/LATEST/model" if "peft" in name else "run/LATEST/model/consolidated")
-    trained = AutoModelForCausalLM.from_pretrained(export)
+    loader = AutoModelForImageTextToText if kind is VLMFinetune else AutoModelForCausalLM
+    trained = loader.from_pretrained(export)
     assert trained.config.model_type == FAMILIES[HUB[name].parent.name]
     assert AutoTokenizer.from_pretrained(export).chat_template == AutoTokenizer.from_pretrained(model).chat_template
 

@@ -70,6 +70,10 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "HuggingFaceTB/SmolLM2-360M-Instruct": (_SMOL, SMOL_CHAT),
 }
 """Hub name -> what its config is like, and its chat template."""
+VISION_MODELS = {"Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl"}
+"""Hub name -> its family in :mod:`tests.support.vision`."""
+IMAGES = "images/conversations.jsonl"
+"""The file of conversations with images that recipes name."""
 
 
 def _conversation(number: int) -> dict[str, Any]:
@@ -114,6 +118,11 @@ DATA: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
 def write_stand_ins(directory: Path, recipe: str) -> list[str]:
     """Make those that the text of a recipe names, in *directory*; returns their names."""
     words = set(recipe.split())
+    looks = sorted(words & VISION_MODELS.keys())
+    for name in looks:
+        write_vision_model(directory / name, VISION_MODELS[name])
+    if IMAGES in words:
+        write_images(directory / IMAGES)
     models, data = sorted(words & MODELS.keys()), sorted(words & DATA.keys())
     for name in models:
         if not (directory / name).exists():
@@ -121,7 +130,7 @@ def write_stand_ins(directory: Path, recipe: str) -> list[str]:
     for name in data:
         if not (directory / name).exists():
             write_data(directory / name, *DATA[name])
-    return [*models, *data]
+    return [*looks, *models, *data]
 
 
 def write_model(path: Path, config: dict[str, Any], chat_template: str | None) -> None:
@@ -135,6 +144,22 @@ def write_model(path: Path, config: dict[str, Any], chat_template: str | None) -
     made = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def write_vision_model(path: Path, family: str) -> None:
+    """A vision-language model with fresh weights and its processor."""
+    from tests.support.vision import make_base
+
+    if not path.exists():
+        make_base(path, family, context=4096)
+
+
+def write_images(path: Path) -> None:
+    """Conversations about images, which stand beside the file."""
+    from tests.support.vision import write_conversations
+
+    path.parent.mkdir(exist_ok=True)
+    write_conversations(path.parent, 40)
 
 
 def write_data(path: Path, row: Callable[[int], dict[str, Any]], other_split: str) -> None:

@@ -154,10 +154,11 @@ if find_spec("num2words"):  # its processor is not made without
     FAMILIES["smolvlm"] = smolvlm
 
 
-def make_base(directory: Path, family: str) -> Path:
+def make_base(directory: Path, family: str, context: int = TEXT["max_position_embeddings"]) -> Path:
     """A pretrained model of a family, as transformers itself saves it, with its processor."""
     config, processor = FAMILIES[family]()
-    config.get_text_config().vocab_size = len(processor.tokenizer)
+    text = config.get_text_config()
+    text.vocab_size, text.max_position_embeddings = len(processor.tokenizer), context
     torch.manual_seed(3)
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(directory)
