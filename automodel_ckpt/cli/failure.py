@@ -62,7 +62,7 @@ class FailureRecord:
     timed_out: bool = False
     """It waited for other ranks as long as a collective may."""
     absent: bool = False
-    """It was in no collective when it was ended because of others."""
+    """It was in no collective when it was ended, or interrupted in a wait for data, because of others."""
 
 
 def record_of(error: BaseException, rank: int) -> FailureRecord:

@@ -31,6 +31,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from automodel_ckpt.cli.failure import (
@@ -114,8 +115,9 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board_directory: st
     failures: list[FailureRecord] = []
 
     def on_failure(record: FailureRecord) -> None:
-        failures.append(record)
-        board.write(attempt, record)
+        late = stop_request().interrupted and not record.primary and not record.timed_out
+        failures.append(replace(record, absent=late))
+        board.write(attempt, failures[-1])
 
     code = run_rank(loaded, recipe_class, on_failure)
     done.set()

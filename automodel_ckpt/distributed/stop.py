@@ -44,6 +44,8 @@ class StopRequest:
 
     elsewhere: bool = False
     """Whether another rank was asked to stop."""
+    interrupted: bool = False
+    """Whether it was waiting for data when it was asked."""
     announce: Callable[[], None] | None = None
     """Called by a thread when the first signal has come; must be quick."""
 
@@ -101,6 +103,7 @@ class StopRequest:
         """The handler of :data:`WAKE`."""
         if self._interrupts and self.wanted:
             self._interrupts = False
+            self.interrupted = True
             raise StoppedWaiting
 
     def _watch(self, receiver: int) -> None:

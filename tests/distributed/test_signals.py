@@ -101,6 +101,16 @@ def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_pat
     assert "Traceback" not in trainer.log and chain.newest() == 0
 
 
+def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain(tmp_path: Path) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(hang="data 1 1", keys={"distributed.timeout_minutes": 0.1}) as trainer:
+        wait_for(trainer, 1, "hang")
+        assert trainer.wait(33) and trainer.code == 1, trainer.log
+        assert trainer.orphans() == []
+    assert "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+    assert "Traceback" not in trainer.log
+
+
 def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
