@@ -31,4 +31,6 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
         named = get_peft_model_state_dict(
             module, tokens, name, save_embedding_layers=bool(module.__dict__.get("save_embedding_layers", False))
         )
-    return {fqns[id(token)]: key for key, token in named.items()}
+    # Resized embeddings are named once more, with all in them, where they are trained as a whole too.
+    twice = (".original_module.", ".modules_to_save.")
+    return {fqns[id(token)]: key for key, token in named.items() if not any(part in key for part in twice)}

@@ -188,7 +188,8 @@ class PeftConfig:
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the base are trained too."""
     ensure_weight_tying: bool = True
-    """Where the base ties its embedding to the output layer, keep what is trained of one tied to the other."""
+    """Where the base ties its embedding to the output layer and one is trained as a whole, keep them tied; adapters on
+    either need false."""
     dtype: Literal["float32", "base"] = "float32"
     """Type of the adapters; base: that of the base's weights."""
     base_dir: str | None = None

@@ -212,9 +212,15 @@ def _lora_config(model: Any, lora: Lora, targets: list[str], saved: list[str], t
     from peft import LoraConfig
 
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    trained = {name.rpartition(".")[2] for name in (*targets, *saved)}
-    tied = bool(getattr(model, "all_tied_weights_keys", None)) and bool(trained & {"embed_tokens", "lm_head"})
-    options: dict[str, Any] = {"ensure_weight_tying": True} if tied and lora.ensure_weight_tying else {}
+    keep_tied = bool(getattr(model, "all_tied_weights_keys", None)) and lora.ensure_weight_tying
+    if keep_tied and (adapted := _ends_of_model(targets)):
+        raise RecipeError(
+            "adapters on an embedding and on the output layer that is tied to it cannot be kept equal",
+            where="peft.target_modules",
+            value=adapted,
+            remedy="set peft.ensure_weight_tying to false, or name the embedding in peft.modules_to_save instead",
+        )
+    options: dict[str, Any] = {"ensure_weight_tying": True} if keep_tied and _ends_of_model(saved) else {}
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -228,6 +234,11 @@ def _lora_config(model: Any, lora: Lora, targets: list[str], saved: list[str], t
         task_type=task_type,
         **options,
     )
+
+
+def _ends_of_model(names: Iterable[str]) -> list[str]:
+    """Those of the names by which peft knows embeddings and output layers."""
+    return [name for name in names if name.rpartition(".")[2] in {"embed_tokens", "lm_head"}]
 
 
 def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | str:

@@ -97,7 +97,7 @@ def test_modules_to_save_whose_names_end_like_others_are_refused() -> None:
         {},
         {"use_dora": True, "bias": "lora_only"},
         {"modules_to_save": ["lm_head"]},
-        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": False},
     ],
 )
 def test_a_checkpoint_holds_what_trains_under_the_keys_that_peft_saves(tied: bool, lora: dict[str, Any]) -> None:
@@ -117,6 +117,25 @@ def test_a_resized_embedding_is_saved_with_the_adapters() -> None:
     wrapped = add_adapters(model, Lora(), task_type="CAUSAL_LM", num_base_rows=40).model
     keys = adapter_keys(wrapped, wrapped.state_dict()) or {}
     assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} <= set(keys.values())
+
+
+def test_resized_embeddings_that_are_trained_as_a_whole_are_saved_once() -> None:
+    model = llama(tie_word_embeddings=True)
+    model.resize_token_embeddings(44)
+    lora = Lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    wrapped = add_adapters(model, lora, task_type="CAUSAL_LM", num_base_rows=40).model
+    keys = adapter_keys(wrapped, wrapped.state_dict()) or {}
+    ends = {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"}
+    assert {key for key in keys.values() if "lora_" not in key} == ends
+    assert {name for name, p in wrapped.named_parameters() if p.requires_grad} <= keys.keys()
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_on_tied_ends_of_the_model_are_refused_unless_they_may_differ(target: str) -> None:
+    lora = Lora(target_modules=[target])
+    with pytest.raises(RecipeError, match="ensure_weight_tying to false"):
+        add_adapters(llama(tie_word_embeddings=True), lora, task_type="CAUSAL_LM")
+    add_adapters(llama(), lora, task_type="CAUSAL_LM")
 
 
 def test_other_modules_have_no_adapter_keys() -> None:
