@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_server import CommandServer
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BIN = Path(sys.executable).parent
@@ -49,14 +51,15 @@ def write_samples(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, commands: CommandServer) -> Path:
     """A directory where the README's recipe has run, on a small model and 80 samples."""
     directory = tmp_path_factory.mktemp("readme")
     make_model(directory / "my-llama")
     write_samples(directory / "train.jsonl")
     assert "/models/my-llama" in RECIPE
     (directory / "recipe.yaml").write_text(RECIPE.replace("/models/my-llama", "my-llama"))
-    run(BIN / "ckpt-train", "recipe.yaml", cwd=directory)
+    done = commands.run("ckpt-train", "recipe.yaml", cwd=directory)
+    assert done.returncode == 0, done.stderr
     return directory
 
 

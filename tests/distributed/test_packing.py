@@ -11,7 +11,10 @@ from automodel_ckpt.errors import RecipeError
 from tests.distributed.test_training import failure, lines, lines_of_steps, run
 from tests.support.training import RECIPE, steps_of
 
-PAIRS = "{_target_: automodel_ckpt.data.python_docs.docstring_pairs, seq_length: 64, max_samples: 40}"
+FILE = Path(__file__).parents[1] / "fixtures" / "pairs.jsonl"
+PAIRS = f"{{_target_: automodel_ckpt.data.text.prompt_completion, path: {FILE}, seq_length: 64}}"
+"""40 samples of very different lengths."""
+
 TEXT = RECIPE.replace("max_position_embeddings: 32", "max_position_embeddings: 64")
 DATA = (f"--dataset={PAIRS}", f"--validation_dataset={PAIRS}", "--model.from_config.attention_dropout=0")
 PACKED = (*DATA, "--packed_sequence.size=96", "--step_scheduler.local_batch_size=1")

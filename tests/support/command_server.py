@@ -4,8 +4,8 @@ Tests that run many short trainings as a user would spare the imports of each. A
 environment, directory and standard streams; only the modules are shared with the server, as the launcher shares its
 with the ranks. There are two ways to start one:
 
-    commands.run("ckpt-train", "recipe.yaml", cwd=directory)    # like subprocess.run; so popen is like Popen
-    environment = {**os.environ, **commands.on_path()}          # `ckpt-train`, `torchrun`, `python` for shell scripts
+    commands.run("ckpt-train", "recipe.yaml", cwd=directory)    # or ckpt, python; like subprocess.run, popen like Popen
+    environment = {**os.environ, **commands.on_path()}          # for shell scripts: all of these commands
 
 ``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one. What torchrun
 starts are modules of the server too.
@@ -53,7 +53,7 @@ class CommandServer:
         self.bin = directory / "bin"
         self.bin.mkdir()
         self._place = directory / "socket"
-        for name in ("ckpt-train", "python", "torchrun", "rank"):
+        for name in ("ckpt", "ckpt-train", "python", "torchrun", "rank"):
             shim = self.bin / name
             shim.write_text(SHIM.format(python=sys.executable, name=name, place=str(self._place)))
             shim.chmod(0o755)
@@ -152,8 +152,9 @@ def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+OUR_COMMANDS = {"ckpt": "automodel_ckpt.cli.ckpt", "ckpt-train": "automodel_ckpt.cli.train"}
 NEEDED = (
-    "automodel_ckpt.cli.launch", "automodel_ckpt.cli.train", "automodel_ckpt.cli.worker",
+    *OUR_COMMANDS.values(), "automodel_ckpt.checkpoint.merge", "automodel_ckpt.cli.launch", "automodel_ckpt.cli.worker",
     "automodel_ckpt.data.python_docs", "automodel_ckpt.recipes.llm_finetune", "peft", "torch.distributed.launcher.api",
 )  # fmt: skip
 
@@ -235,8 +236,8 @@ def main(words: list[str]) -> int:
     first = os.getcwd() if is_module else os.path.dirname(words[1] if words[0] == "python" else sys.executable)
     sys.path[0] = os.path.abspath(first)
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
-    if words[0] == "ckpt-train":
-        return int(sys.modules["automodel_ckpt.cli.train"].main(words[1:]))
+    if words[0] in OUR_COMMANDS:
+        return int(sys.modules[OUR_COMMANDS[words[0]]].main(words[1:]))
     sys.argv = words[2:] if is_module else words[1:]
     if is_module:
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)

@@ -278,7 +278,7 @@ def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -
 PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(text=PLAIN, rate=st.floats(0, 1e6), items=st.lists(PLAIN.filter(lambda t: t.isprintable()), max_size=3))
 def test_any_recipe_as_run_loads_to_the_same_configuration(
     tmp_path: Path, text: str, rate: float, items: list[str]

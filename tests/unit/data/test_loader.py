@@ -72,7 +72,7 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(SHAPES, st.booleans())
 def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(shape: dict[str, Any], drop_last: bool) -> None:
     size = shape["local"] * shape["accumulation"] * shape["dp_size"]
@@ -96,7 +96,7 @@ def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(shape: dic
         assert contents(before + train(second, 5)) == contents(whole)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(SHAPES, st.integers(1, 4))
 def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(shape: dict[str, Any], other: int) -> None:
     size = 12 * shape["accumulation"]
