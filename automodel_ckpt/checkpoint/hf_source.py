@@ -10,7 +10,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_source import SHARDING_INFO, Source
-from automodel_ckpt.checkpoint.inside import is_hollow, open_inside, read_inside
+from automodel_ckpt.checkpoint.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable
@@ -94,8 +94,6 @@ def tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
         raise _unusable("a file of the model cannot be read", directory / name, error.strerror) from error
     if SHARDING_INFO in header.metadata:
         raise _unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
-    if is_hollow(os.lstat(directory / name)):
-        raise _unusable("this file is nearly all hole", directory / name, f"{os.lstat(directory / name).st_size} bytes")
     return {
         fqn: Tensor(
             fqn, e.dtype, e.shape,

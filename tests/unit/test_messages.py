@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 
@@ -15,10 +17,14 @@ from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main as train
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.targets import Refused, Trust, prepare, resolve
 from automodel_ckpt.data import digits, images, python_docs
+from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.sampler import accumulation_steps
+from automodel_ckpt.data.source import Source
 from automodel_ckpt.distributed.tensor_parallel import _tie
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.models.build import checkpoint_activations
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.tracking import require_trackers
@@ -123,3 +129,57 @@ def test_a_log_line_that_cannot_be_written_now_is_a_warning(
     monkeypatch.setattr(logging.getLogger("automodel_ckpt"), "propagate", True)
     log.append({"step": 1})
     assert "cannot be written now" in caplog.text and "ENOSPC" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "said"),
+    [
+        ("1 / 0", "Recipe", "cannot be imported: ZeroDivisionError"),
+        ("class Recipes: ...", "Recipe", r"has no Recipe[\s\S]*did you mean Recipes"),
+        ("class Recipe:\n    setup = run = close = print\n    Config = dict", "Recipe", "Config is no RecipeConfig"),
+    ],
+)
+def test_code_of_a_recipe_that_is_none(tmp_path: Path, code: str, name: str, said: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(code)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"recipe: own.py:{name}\nmodel: {{from_config: {{model_type: llama}}}}\n"
+        "dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling}\n"
+    )
+    with pytest.raises(RecipeError, match=said):
+        prepare(load_recipe(recipe), Trust([str(file)]))
+
+
+def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: Patch) -> None:
+    (tmp_path / "lazy_parts.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trust = Trust(["nowhere_at_all", "lazy_parts"])
+    with pytest.raises(Refused, match="there is no package nowhere_at_all"):
+        resolve("nowhere_at_all.thing", trust)
+    with pytest.raises(Refused, match="Thing cannot be imported: RuntimeError"):
+        resolve("lazy_parts.Thing", trust)
+
+
+def test_a_scan_that_the_template_cannot_write() -> None:
+    processor = digits.processor()
+    processor.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(RecipeError, match=r"cannot render this conversation[\s\S]*scan 0 \(train\)"):
+        digits.scans(processor)[0]
+
+
+def test_an_answer_that_no_token_shows() -> None:
+    processor = digits.processor()
+    sample = digits.scans(processor)[0]
+    collate = ImageTextCollator(processor, [processor.image_token_id])
+    end = len(sample.text)
+    with pytest.raises(RecipeError, match=r"no token of this conversation is the assistant's[\s\S]*scan 0"):
+        collate([dataclasses.replace(sample, learnt=[(end, end)])])
+
+
+def test_a_row_whose_image_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    features = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_dict({"image": [{"bytes": b"x", "path": None}]}, features=features).to_parquet(path)
+    with pytest.raises(RecipeError, match=r"a row cannot be read[\s\S]*rows.parquet, row 0"):
+        Source(str(path)).row(0)

@@ -1,0 +1,215 @@
+"""What is said where a checkpoint, an export or a source of weights is damaged in a way that no other test has."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import importing, layout, resume, verify
+from automodel_ckpt.checkpoint.background import HostMemory
+from automodel_ckpt.checkpoint.manifest import Manifest, digest_of
+from automodel_ckpt.checkpoint.placement import place
+from automodel_ckpt.checkpoint.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run_directory import RunDirectory
+from automodel_ckpt.checkpoint.safetensors_header import METADATA_KEY, build_header
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.weights import open_weights
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.consolidate import main as consolidate
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+from tests.support import ranks, tiny
+from tests.support.shards import checkpoint_in
+
+Patch = pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return checkpoint_in(tmp_path, 20)
+
+
+def found(checkpoint: Path) -> str:
+    return "\n".join(map(str, verify.verify_deep(checkpoint, Manifest.read(checkpoint))))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"../x": {"size": 1, "digest": "00"}}, "an export names a file outside"),
+        ({"a": {"size": 1, "digest": "00"}}, "a file of the export is not what was written"),
+        ({"a": {"size": 1, "parts": [[2, "00"]]}}, "parts that do not make up 1 bytes"),
+    ],
+)
+def test_an_export_that_is_not_what_its_list_says(checkpoint: Path, files: dict[str, object], said: str) -> None:
+    export = checkpoint / "model" / layout.CONSOLIDATED
+    export.mkdir()
+    (export / "a").write_bytes(b"x")
+    (export / layout.EXPORT_MANIFEST).write_text(json.dumps({"files": files}))
+    assert said in found(checkpoint) and "export again" in found(checkpoint)
+
+
+def test_digests_of_slices_that_are_not_those_of_their_file(checkpoint: Path) -> None:
+    path = next((checkpoint / "model").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    name = f"model/{path.name}"
+    manifest = Manifest.read(checkpoint)
+    manifest.files[name] = type(manifest.files[name])(len(data), digest_of(bytes(data)))  # type: ignore[index]
+    (checkpoint / layout.MANIFEST).write_bytes(manifest.to_bytes())
+    assert "the manifest's digests disagree" in found(checkpoint) and path.name in found(checkpoint)
+
+
+def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypatch: Patch) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(verify, "_look", failing)
+    problem = verify.verify(checkpoint, Manifest.read(checkpoint))[0]
+    assert problem.what == "a file of the checkpoint cannot be read" and "Input/output error" in str(problem)
+
+
+def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: Capture) -> None:
+    (checkpoint / layout.MANIFEST).unlink()
+    assert ckpt(["show", str(checkpoint.parent)]) == 3
+    assert "no checkpoint here is complete" in capsys.readouterr().err
+
+
+def test_a_number_of_processes_that_is_none(checkpoint: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "two")
+    assert consolidate(["--input-dir", str(checkpoint / "model"), "--output-dir", str(checkpoint / "out")]) == 2
+    assert "not a number of processes" in capsys.readouterr().err
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: Patch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("automodel_ckpt"), "propagate", True)
+    return caplog
+
+
+def test_a_pointer_that_cannot_be_moved_is_a_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "LATEST").mkdir()
+    recipe = tiny.recipe()
+    tiny.train(recipe)
+    tiny.save(tmp_path, recipe)
+    assert "could not point to the new checkpoint" in warnings.text
+    assert f"-> {tmp_path / 'LATEST'}" in warnings.text and "EISDIR" in warnings.text
+
+
+def test_checkpoints_to_remove_that_cannot_be_looked_for_are_a_warning(
+    tmp_path: Path, monkeypatch: Patch, warnings: pytest.LogCaptureFixture
+) -> None:
+    def failing(_: Path) -> set[str]:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(resume, "protected_names", failing)
+    assert RunDirectory(tmp_path, KeepPolicy(last=1), "val_loss").prune("epoch_0_step_1") == ()
+    assert "could not look for checkpoints to remove" in warnings.text and str(tmp_path) in warnings.text
+
+
+class Stubborn(tiny.Counter):
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise KeyError("another")
+
+
+def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+    recipe = tiny.recipe(count=tiny.Counter(3))
+    tiny.train(recipe)
+    tiny.save(tmp_path, recipe)
+    with pytest.raises(CheckpointUnusable, match=r"'count' does not take the state that was saved[\s\S]*another"):
+        tiny.load(tmp_path, tiny.recipe(count=Stubborn()))
+
+
+def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
+    recipe = tiny.recipe()
+    tiny.train(recipe)
+    path = tiny.save(tmp_path, recipe).path
+    for shard in (path / "model").glob("*.safetensors"):
+        os.truncate(shard, 4100)
+    with pytest.raises(CheckpointUnusable, match="a file is shorter than the manifest says"):
+        tiny.load(tmp_path, tiny.recipe(), verify="none")
+
+
+def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
+    def separate() -> str:
+        from automodel_ckpt.checkpoint import shared_storage
+
+        shared_storage._PATIENCE_SECONDS = 0.1
+        rank = torch.distributed.get_rank()
+        own = tmp_path / str(rank)
+        own.mkdir()
+        try:
+            shared_storage.refuse_separate_storage(own, rank, torch.distributed.group.WORLD)
+        except AutomodelError as error:
+            return str(error)
+        return ""
+
+    for said in ranks.run(separate, 2):
+        assert "the ranks do not share storage" in said and "not seen by rank 1" in said
+
+
+def test_a_copy_of_the_state_that_does_not_fit_into_memory() -> None:
+    memory = HostMemory()
+    with pytest.raises(OSError, match=r"takes 1152921504606846976 bytes, \d+ are available"):
+        memory.reserve(1 << 60)
+    memory.close()
+
+
+def hollow(path: Path) -> Path:
+    header, _ = build_header([("w", "F32", [1 << 28])], {"format": "pt"})
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(header)
+    os.truncate(path / "model.safetensors", len(header) + (4 << 28))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "provoke", "said"),
+    [
+        (hollow, lambda path: importing.prepare(path, path.parent / "run"), "this file is nearly all hole"),
+        (hollow, lambda path: verify_weights(path), "nearly none are on the disk"),
+    ],
+)
+def test_a_source_of_weights_that_is_no_use(
+    tmp_path: Path, make: Callable[[Path], Path], provoke: Callable[[Path], object], said: str
+) -> None:
+    source = make(tmp_path / "source")
+    with pytest.raises(CheckpointUnusable, match=said) as caught:
+        provoke(source)
+    assert str(source) in str(caught.value)
+
+
+def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(build_header([], {})[0])
+    (tmp_path / "file").touch()
+    assert ckpt(["import", str(source), str(tmp_path / "file/run")]) == 4
+    assert "ENOTDIR" in capsys.readouterr().err
+
+
+def verify_weights(path: Path) -> object:
+    from automodel_ckpt.checkpoint.hf_source import tensors_in
+
+    open_weights(path)
+    return tensors_in(path, "model.safetensors")
+
+
+def test_headers_and_placements_that_would_lose_a_tensor() -> None:
+    with pytest.raises(ValueError, match="given twice or reserved"):
+        build_header([(METADATA_KEY, "F32", [1])], {})
+    with pytest.raises(ValueError, match="the format allows"):
+        build_header([], {"long": "x" * 100_000_001})
+    two = {
+        name: Tensor(name, "F32", (1,), (Slice(name, "F32", (0,), (1,), "a", 0, 4, ""),)) for name in ("one", "other")
+    }
+    with pytest.raises(ValueError, match="2 tensors would have 1 keys"):
+        place(two, directory="model", keys={"other": "one"})
