@@ -642,19 +642,17 @@ class FinetuneRecipe(Lifecycle):
         return loss_sum.item(), grad_norm
 
     def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
-        """The gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim in float64."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        """The gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim."""
         if self.staged is not None:
             rows = [self.rows_of(micro_batch) for micro_batch in batch.micro_batches]
-            for loss in self.staged.train(rows, self.outcome, weight):
-                loss_sum += loss
-            return loss_sum
+            return _sum_of(self.staged.train(rows, self.outcome, weight))
+        losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
                 loss = self.micro_batch_loss(micro_batch)
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach()
-        return loss_sum
+            losses.append(loss.detach())
+        return _sum_of(losses)
 
     def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
@@ -713,12 +711,14 @@ class FinetuneRecipe(Lifecycle):
         return WHOLE if self.context is None else self.context.slice_of(length)
 
     def clip_gradients(self) -> float:
-        """Scale all gradients together to ``clip_grad_norm``; returns their norm before that."""
+        """Have all gradients scaled together to ``clip_grad_norm``, now or by the optimizer as it reads them; returns
+        their norm before that."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         counted_elsewhere = self.staged.counted_elsewhere if self.staged is not None else frozenset[int]()
         return clip_gradients(
             parameters,
             self.config.clip_grad_norm,
+            in_step=getattr(self.optimizer, "divide_in_step", None),
             in_stages=self.in_stages,
             counted_elsewhere=counted_elsewhere,
         )
@@ -798,6 +798,12 @@ class FinetuneRecipe(Lifecycle):
 
 
 _END = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
+
+
+def _sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
+    """In float64, unless there is nothing to add; 0-dim."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return losses[0] if len(losses) == 1 else sum((loss.double() for loss in losses), zero)
 
 
 def _num_tokens(micro_batch: Mapping[str, torch.Tensor]) -> int:

@@ -156,27 +156,28 @@ def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()  # else to_local would record each of its calls
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     limit: float | None,
     *,
+    in_step: Callable[[float], None] | None = None,
     in_stages: bool = False,
     counted_elsewhere: frozenset[int] = frozenset(),
 ) -> float:
     """The 2-norm of all gradients together; they are scaled down to *limit* where it is larger. A collective.
 
+    With *in_step* it is left to the optimizer's step to divide plain ones on the CPU by the number given to it.
+
     Plain gradients count as the same on all ranks; but where all are plain and *in_stages*, as each rank's own, except
     for those of parameters with the ids *counted_elsewhere*. Parameters may be of several modules on several meshes,
     which no single operation takes.
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in trained:
-        complete_gradient(parameter)
-    gradients = [p.grad for p in trained if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    sharded = any(isinstance(g, DTensor) for g in gradients)
-    here = [id(parameter) not in counted_elsewhere for parameter in trained]
-    counted = [part for part, g, mine in zip(local, gradients, here, strict=True) if mine and _counts(g, sharded)]
+    parameters = list(parameters)
+    local = counted = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    sharded = any(isinstance(gradient, DTensor) for gradient in local)
+    if sharded or counted_elsewhere:
+        local, counted = _parts_here(parameters, sharded, counted_elsewhere)
     norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0, device=_device_of(local))
     total = torch.linalg.vector_norm(norms, dtype=torch.float64)
     if sharded or in_stages:
@@ -184,8 +185,24 @@ def clip_gradients(
         total.sqrt_()
     norm: float = total.item()
     if limit is not None and norm > limit:
-        torch._foreach_mul_(local, limit / (norm + 1e-6))
+        if in_step is not None and not sharded and norms.is_cpu:
+            in_step((norm + 1e-6) / limit)
+        else:
+            torch._foreach_mul_(local, limit / (norm + 1e-6))
     return norm
+
+
+def _parts_here(
+    parameters: list[nn.Parameter], sharded: bool, counted_elsewhere: frozenset[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's parts of all gradients, and those among them that it counts."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in trained:
+        complete_gradient(parameter)
+    gradients = [p.grad for p in trained if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    here = [id(parameter) not in counted_elsewhere for parameter in trained]
+    return local, [part for part, g, mine in zip(local, gradients, here, strict=True) if mine and _counts(g, sharded)]
 
 
 def _device_of(tensors: list[torch.Tensor]) -> torch.device:

@@ -158,7 +158,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if part is None and _FEW * len(targets) * len(weight) <= CHUNK_ELEMENTS:
+    if part is None and _FEW * targets.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS:
         return F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, part, torch.is_grad_enabled()
