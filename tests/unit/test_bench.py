@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.command_server import CommandServer
-from tools import bench_loss_head, bench_report
+from tools import bench_loop, bench_loss_head, bench_report
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
+from tools.loop_ways import WARM_UP, Steps, Turns
 
 
 def group() -> Group:
@@ -76,6 +78,48 @@ def test_the_loss_heads_ratios_are_medians_over_rounds_beside_full_logits_of_the
         "| **ours** | 100% | 1.00 | 1.00 | 2 | 1.00 |",
         "| **ours** | 20% | 0.25 | 0.25 | 0 | 0.25 |",
     ]
+
+
+def test_loops_of_one_process_take_turns_of_a_block_in_the_same_order() -> None:
+    turns, order = Turns(["a", "b"], block=2, blocks=1), []
+
+    def loop(steps: Steps, name: str) -> None:
+        is_last = False
+        while not is_last:
+            order.append(name)
+            is_last = steps.note(10)
+
+    turns.run({"b": partial(loop, name="b"), "a": partial(loop, name="a")})
+    assert "".join(order) == "aabb" * (WARM_UP + 1)
+    assert turns.steps["a"].plain()["tokens"] == [10, 10]
+
+
+def test_a_loop_that_fails_ends_the_others() -> None:
+    turns = Turns(["a", "b"], block=1, blocks=1)
+
+    def fail(steps: Steps) -> None:
+        steps.note(1)
+        raise SystemExit("no")
+
+    with pytest.raises(SystemExit, match="no"):
+        turns.run({"b": lambda steps: [None for _ in iter(lambda: steps.note(1), True)], "a": fail})
+
+
+def test_loops_are_compared_turn_by_turn_and_by_their_tokens() -> None:
+    bare = {"seconds": [1.0, 1.0, 8.0, 8.0], "processor": [1.0] * 4, "tokens": [10] * 4, "block": 2}
+    mine = {"seconds": [2.0, 2.0, 9.0, 9.0], "processor": [1.5] * 4, "tokens": [22] * 4, "block": 2}
+    base, row = bench_loop.compared([{"bare": bare, "ours": mine}] * 3)
+    assert (base["added_ms"], base["speed"], base["useful"]) == (0.0, 1.0, 1.0)
+    assert (row["added_ms"], row["added_cpu_ms"]) == (1000.0, 500.0)
+    assert row["speed"] == pytest.approx((1 / 2 + 8 / 9) / 2) and row["useful"] == pytest.approx(1.8)
+    results = {
+        "machine": {"cores": "2", "processor": "p", "kernel": "k", "date": "d"},
+        "tables": {"One process, tiny": [base, row], "Short answers, 5M": [base, row]},
+        "also": {"packing": "0.1 %"},
+    }
+    lines = bench_loop.as_markdown(results).splitlines()
+    assert "| **ours** | 5500.00 | +1000.00 | +500.00 | 0.694 |" in lines and "| **ours** | 4 | 1.80 |" in lines
+    assert lines[-1] == "* packing: 0.1 %"
 
 
 @pytest.mark.slow
