@@ -95,6 +95,7 @@ class Lifecycle:
         self.last_step: StepResult | None = None
         self.last_save: SaveReport | None = None
         self.tracking: Tracking | None = None
+        self._unknown_metrics: set[str] = set()
 
     # ---------------------------------------------------------------- begin
 
@@ -342,6 +343,14 @@ class Lifecycle:
             "val_loss": validation.loss if validation else None,
         }
 
+    def _warn_of_unknown_metric(self, losses: Mapping[str, Any]) -> None:
+        key = self.config.checkpoint.best_metric_key
+        if key not in losses and key not in self._unknown_metrics:
+            self._unknown_metrics.add(key)
+            log.warning(
+                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s", key, ", ".join(losses)
+            )
+
     def _is_best(self, validation: Validation) -> bool:
         key, mode = self.config.checkpoint.best_metric_key, self.config.checkpoint.best_mode
         value = policy.metric_of(self.losses(validation), key)
@@ -402,14 +411,16 @@ class Lifecycle:
 
     def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
         """The checkpoint of the present step."""
-        scheduler = self.step_scheduler
+        scheduler, losses = self.step_scheduler, self.losses(validation)
+        if validation is not None:
+            self._warn_of_unknown_metric(losses)
         self.progress.follow(lambda: saving_view(checkpointer.saving(), self.layout.world_size))
         return checkpointer.save(
             discover(self),
             step=scheduler.step,
             epoch=scheduler.epoch,
             config_yaml=self.config_yaml,
-            losses=self.losses(validation),
+            losses=losses,
             progress={
                 "consumed_samples": scheduler.consumed_samples,
                 "consumed_tokens": scheduler.consumed_tokens,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -256,7 +256,7 @@ class Checkpointer:
             snapshot = self._planner.snapshot(state)
             proposal = self._planner.propose(snapshot, name)
         proposals = agree.gather_objects(self._group, proposal)
-        self._tell_once(snapshot.items)
+        self._tell_once(snapshot.items, [proposal.digests for proposal in proposals])
         save = make(staging=Path(proposals[0].staging or ""), snapshot=snapshot)
         return self._save_now(save, proposals) if self._async is None else self._async.save(save, proposals)
 
@@ -394,14 +394,16 @@ class Checkpointer:
         """What to type for the Hugging Face files of a checkpoint; None where it has nothing to make them from."""
         return self._planner.export_command(path)
 
-    def _tell_once(self, items: Iterable[Item]) -> None:
+    def _tell_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
         if self._told or not self.is_leader:
             return
         self._told = True
         for item in items:
             also = f" (also {', '.join(item.aliases)})" if item.aliases else ""
             skipped = item.kind in ("optimizer", "lr_scheduler") and not self._planner.save_optimizer
-            log.info("  state: %s%s, %s -> %s", item.name, also, item.kind, "not saved" if skipped else item.path)
+            differs = len({of_rank.get(item.name) for of_rank in digests}) > 1
+            place = "not saved" if skipped else f"{item.name}/" if differs else item.path
+            log.info("  state: %s%s, %s -> %s", item.name, also, item.kind, place)
 
     # ---------------------------------------------------------------- load
 

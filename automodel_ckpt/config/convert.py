@@ -146,7 +146,7 @@ def _parser(member: Any) -> Callable[[str], Any] | None:
     if typing.get_origin(member) is Literal:
         return {str(choice): choice for choice in typing.get_args(member)}.__getitem__
     if isinstance(member, type) and issubclass(member, enum.Enum):
-        return {str(choice.value): choice for choice in member}.__getitem__
+        return {**member.__members__, **{str(choice.value): choice for choice in member}}.__getitem__
     return _PARSERS.get(member)
 
 

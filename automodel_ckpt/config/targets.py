@@ -8,6 +8,7 @@ imported, and once more from where the object found was really defined.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -94,12 +95,19 @@ def resolve(name: str, trust: Trust) -> Callable[..., Any]:
     """The callable of a dotted name. Raises :class:`Refused` where trust or the callable is missing."""
     check_name(name, trust)
     found = _find(name, trust)
-    module = getattr(found, "__module__", None)
+    module = getattr(_innermost(found), "__module__", None)
     if not callable(found):
         raise Refused(f"{name} is no class or function", "name something that can be called")
     if not isinstance(module, str) or not trust.covers(module):
         raise Refused(f"{name} is defined in {module or 'no module'}, which recipes may not use", _remedy(module))
     return typing.cast(Callable[..., Any], found)
+
+
+def _innermost(function: Any) -> Any:
+    """What a partial calls in the end: that decides whether it may run."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def check_name(name: str, trust: Trust) -> None:
@@ -305,6 +313,7 @@ class _Checker:
             self.problems.append(_problem(key, error, self.tree.at(join(key, "_target_"))))
             return
         _checked[target._target_] = function
+        self._refuse_unnamed(key, target, _without_keyword(function))
         parameters, takes_any = _parameters(function)
         hints = _hints(function)
         for name in list(target.kwargs):
@@ -319,6 +328,13 @@ class _Checker:
             where = self.tree.at(key)
             what = f"{join(key, name)} is missing: {target._target_} cannot be called without it"
             self.problems.append(Problem(what, where.origin if where else "", "", f"add {join(key, name)}"))
+
+    def _refuse_unnamed(self, key: str, target: Target, unnamed: Sequence[str]) -> None:
+        if unnamed:
+            what = f"{key}: {target._target_} takes {', '.join(unnamed)} by position only, which a recipe cannot give"
+            where = self.tree.at(join(key, "_target_"))
+            remedy = "write a function around it that takes keywords, in a package of yours, and trust that"
+            self.problems.append(Problem(what, where.origin if where else "", "", remedy))
 
     def _argument(
         self, target: Target, name: str, annotation: Any, node: Node, key: str, supplied: tuple[str, ...]
@@ -347,9 +363,22 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
+def _without_keyword(function: Callable[..., Any]) -> list[str]:
+    """Parameters that must be given and have no name to give them by."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+
+
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Types of the parameters, as far as they can be known."""
-    annotated: Any = getattr(function, "__init__") if isinstance(function, type) else function  # noqa: B009
+    annotated: Any = _innermost(function)
+    if isinstance(annotated, type):
+        annotated = getattr(annotated, "__init__")  # noqa: B009
+    elif not inspect.isroutine(annotated):
+        annotated = type(annotated).__call__
     try:
         return typing.get_type_hints(annotated)
     except Exception:  # a name that exists only while type checking

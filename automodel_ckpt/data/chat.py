@@ -214,6 +214,11 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
             repr(conversation)[:80],
             'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
         )
+    empty = next((turn for turn in turns if turn.keys() <= {"role", "name"}), None)
+    if empty is not None:  # templates write nothing for it, or the word None, to be learnt
+        raise Unlearnable(
+            "a message has no content", repr(empty)[:80], "give it a content, or tool_calls, or leave it out"
+        )
     return turns
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.cli.train import _recipe_path
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import Target
@@ -169,3 +170,9 @@ def test_all_launch_flags_are_read() -> None:
 )
 def test_wrong_flags_are_named_with_a_remedy(words: list[str], message: str) -> None:
     assert message in "\n".join(map(str, parse(words).problems))
+
+
+def test_the_same_recipe_twice_is_one_too_many() -> None:
+    line = parse(["a.yaml", "--seed=1", "a.yaml"])
+    assert _recipe_path(line) == "a.yaml"
+    assert [problem.what for problem in line.problems] == ["unexpected argument a.yaml"]

@@ -25,8 +25,14 @@ dataset:
 THINGS = """\
 from __future__ import annotations
 import os
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
+
+class Colour(Enum):
+    RED = "red"
+    DEEP_BLUE = 2
 
 class Data:
     def __init__(self, path: Path, tokenizer: object, *, size: int = 1, ratio: float = 0.5, name: str = "",
@@ -39,6 +45,18 @@ def any_keywords(**keywords):
 
 def make(size: int):
     return size
+
+def paint(colour: Colour, times: int = 1):
+    return colour.name * times
+
+def nameless(rows, /, size=1): ...
+
+class Caller:
+    def __call__(self, size: int): ...
+
+caller = Caller()
+paint_twice = partial(paint, times=2)
+command = partial(os.system)
 """
 CUSTOM = """\
 from dataclasses import dataclass, field
@@ -159,6 +177,29 @@ def test_trust_comes_from_the_flag_or_the_environment_and_covers_what_is_below(
 def test_what_a_trusted_package_only_imported_needs_trust_of_its_own(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="is defined in posix"):
         checked(recipe, "--loss_fn._target_=trusted_pkg.things.os.system")
+
+
+def test_a_partial_is_what_it_calls(recipe: Path) -> None:
+    loaded = checked(recipe, "--loss_fn={_target_: trusted_pkg.things.paint_twice, colour: red}")
+    assert build(loaded.config.loss_fn) == "REDRED"
+    with pytest.raises(RecipeError, match="command is defined in posix"):
+        checked(recipe, "--loss_fn._target_=trusted_pkg.things.command")
+
+
+@pytest.mark.parametrize("colour", ["DEEP_BLUE", "2"])
+def test_a_member_of_an_enumeration_is_given_by_name_or_value(recipe: Path, colour: str) -> None:
+    loaded = checked(recipe, f"--loss_fn={{_target_: trusted_pkg.things.paint, colour: {colour}}}")
+    assert build(loaded.config.loss_fn) == "DEEP_BLUE"
+
+
+def test_an_object_that_can_be_called_has_the_types_of_its_call(recipe: Path) -> None:
+    loaded = checked(recipe, "--loss_fn={_target_: trusted_pkg.things.caller, size: 017}")
+    assert loaded.config.loss_fn.kwargs == {"size": 17}
+
+
+def test_what_takes_arguments_by_position_only_is_refused(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="takes rows by position only"):
+        checked(recipe, "--loss_fn._target_=trusted_pkg.things.nameless")
 
 
 @pytest.mark.parametrize("value", ["true", "yes", "1", "sometimes"])

@@ -180,6 +180,7 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         ({"messages": []}, "this is no conversation"),
         ({"messages": [{"content": "hello"}]}, "this is no conversation"),
         ({"messages": TALK[2:]}, "the assistant speaks first"),
+        ({"messages": [*TALK[1:2], {"role": "assistant", "content": None}]}, "a message has no content"),
         ({"turns": TALK}, "the data has no field messages"),
     ],
 )

@@ -36,6 +36,18 @@ def test_a_part_of_a_file_is_a_split_of_it(directory: Path) -> None:
     assert half.place(0) == f"{path} train[50%:], row 0"
 
 
+def test_the_working_directory_is_a_directory_like_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    assert Source(".", split="test").texts(["text"]) == [["three"]]
+
+
+def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"text": "one"}\n{"text": "caf\xe9"}\n'.encode("latin-1"))
+    with pytest.raises(RecipeError, match=rf"a line is not JSON\n  where:  {path}:2"):
+        Source(str(path)).texts(["text"])
+
+
 @pytest.mark.parametrize(
     ("name", "split", "what"), [(None, "dev", 'Unknown split "dev"'), ("easy", "train", "easy.*not found")]
 )
