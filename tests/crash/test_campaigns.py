@@ -123,7 +123,7 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
 ) -> None:
     monkeypatch.setattr(endurance, "subprocess", Starting(commands))
     monkeypatch.setattr(endurance, "LONGEST_SECONDS", 4.0)
-    done = endurance.run(kills=1, seed=int(time.time()), seconds=60, steps=12)
+    done = endurance.run(kills=1, seed=int(time.time()), seconds=60, steps=8)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 
 
