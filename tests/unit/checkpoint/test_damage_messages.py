@@ -14,12 +14,13 @@ import torch
 
 from automodel_ckpt.checkpoint import importing, layout, resume, verify
 from automodel_ckpt.checkpoint.background import HostMemory
+from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.manifest import Manifest, digest_of
 from automodel_ckpt.checkpoint.placement import place
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.safetensors_header import METADATA_KEY, build_header
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.weights import open_weights
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
@@ -213,3 +214,49 @@ def test_headers_and_placements_that_would_lose_a_tensor() -> None:
     }
     with pytest.raises(ValueError, match="2 tensors would have 1 keys"):
         place(two, directory="model", keys={"other": "one"})
+
+
+def shard(info: object, dtype: str = "F32") -> dict[str, bytes]:
+    text = info if isinstance(info, str) else json.dumps(info)
+    header, _ = build_header([("w", dtype, [1])], {"format": "pt", "DCP_SHARDING_INFO": text})
+    return {"shard-00001-model-00001-of-00001.safetensors": header + bytes(nbytes_of(dtype, [1]))}
+
+
+def second(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name.replace("shard-00001", "shard-00002"): data for name, data in files.items()}
+
+
+def at(offset: int, shape: int) -> dict[str, object]:
+    return {"w": {"saved_offsets": [offset], "global_shape": [shape]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (shard("{"), "DCP_SHARDING_INFO is not JSON"),
+        (shard([]), "DCP_SHARDING_INFO is not a mapping"),
+        (shard({"w": {}}), "the header does not say where its slice of 'w' belongs"),
+        (shard(at(0, 2)) | second(shard(at(1, 3))), "shards disagree on the shape of 'w'"),
+        (shard(at(0, 2)) | second(shard(at(1, 2), "I32")), "shards disagree on the dtype or rank of 'w'"),
+    ],
+)
+def test_bare_shards_that_contradict_themselves(tmp_path: Path, files: dict[str, bytes], said: str) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(CheckpointUnusable, match=said):
+        open_source(tmp_path)
+
+
+def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> None:
+    unfinished = tmp_path / layout.staging_name("epoch_0_step_40", "0" * 32)
+    unfinished.mkdir()
+    with pytest.raises(CheckpointUnusable, match="this checkpoint was never finished"):
+        open_source(unfinished)
+    (checkpoint / "link").symlink_to(checkpoint / "model")
+    with pytest.raises(CheckpointUnusable, match="a symbolic link stands in a checkpoint"):
+        open_source(checkpoint / "link")
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    os.mkfifo(odd / "a.safetensors")
+    with pytest.raises(CheckpointUnusable, match="this shard is no regular file"):
+        open_source(odd)
