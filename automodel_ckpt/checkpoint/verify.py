@@ -26,6 +26,7 @@ Level = Literal["none", "size", "digest"]
 # Of an export's list of its files: a line of a hundred bytes each.
 MAX_LIST_BYTES = 16 << 20
 _TASK_BYTES = 64 << 20
+_SHOWN = 5
 _REMEDY = "use another checkpoint of this run, or a copy of the file"
 
 
@@ -116,7 +117,8 @@ def _digest_problem(checkpoint: Path, manifest: Manifest, task: _Task) -> Proble
         return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
     if intact:
         return None
-    value = "damaged: " + ", ".join(named) if named else "the damage is in no tensor"
+    shown = named[:_SHOWN] + [f"{len(named) - _SHOWN} more"] * (len(named) > _SHOWN)
+    value = "damaged: " + ", ".join(shown) if named else "the damage is in no tensor"
     return Problem("a file of the checkpoint is not what was saved: its digest differs", str(where), value, _REMEDY)
 
 

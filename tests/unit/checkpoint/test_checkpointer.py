@@ -258,6 +258,16 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
 
 
+def test_of_a_file_that_is_all_wrong_a_few_tensors_are_named(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    path = tiny.save(tmp_path, made, step=20).path
+    manifest = Manifest.read(path)
+    file = "model/shard-00001-model-00001-of-00001.safetensors"
+    (path / file).write_bytes(bytes(manifest.files[file].size))
+    (problem,) = verify(path, manifest, level="digest")
+    assert str(problem.value).count("tensor ") == 5 and " more" in str(problem.value)
+
+
 def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(), step=20)
     path = tiny.save(tmp_path, tiny.recipe(), step=40).path
