@@ -38,6 +38,7 @@ class Relation:
 
 
 AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
+SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
@@ -495,7 +496,7 @@ class RecipeConfig:
 
     recipe: str = setting("llm_finetune", NOT_EMPTY)
     """The training recipe: a registered name, package.module.Class or path/to/file.py:Class."""
-    seed: int = setting(42, AT_LEAST_0)
+    seed: int = setting(42, SEED)
     """Seeds data order, dropout and fresh weights."""
     model: ModelConfig | Target = field(default_factory=ModelConfig)
     init_from: InitFromConfig | None = None

@@ -247,6 +247,11 @@ def test_any_other_interpolation_is_refused(tmp_path: Path, text: str) -> None:
         load(tmp_path, "", f"--dataset.x={text}")
 
 
+def test_a_seed_that_torch_cannot_take_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="seed must be from 0 to"):
+        load(tmp_path, "", f"--seed={2**63}")
+
+
 def test_a_missing_variable_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="CKPT_NOT_SET is not set"):
         load(tmp_path, "", "--dataset.x=a/${oc.env:CKPT_NOT_SET}/b")
