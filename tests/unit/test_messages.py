@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.export_source import open_source
+from automodel_ckpt.checkpoint.formats import plain
+from automodel_ckpt.checkpoint.formats.archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main as train
@@ -149,6 +151,16 @@ def test_code_of_a_recipe_that_is_none(tmp_path: Path, code: str, name: str, sai
     )
     with pytest.raises(RecipeError, match=said):
         prepare(load_recipe(recipe), Trust([str(file)]))
+
+
+def test_what_a_plain_file_may_not_ask_for_is_refused() -> None:
+    for make, said in (
+        (lambda: plain._encode("x", "rot13"), "encodes text as 'rot13'"),
+        (lambda: plain._with_attributes(print, int, (), {}), "a tensor in an unknown way"),
+        (lambda: plain._refuse_boundless([[1]], 1), "hold each other without end"),
+    ):
+        with pytest.raises(Fault, match=said):
+            make()
 
 
 def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: Patch) -> None:
