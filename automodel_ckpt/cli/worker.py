@@ -49,6 +49,7 @@ from automodel_ckpt.cli.failure import (
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
+from automodel_ckpt.training.progress import Progress
 
 PEER_GRACE_SECONDS = 10.0
 ECHO_SECONDS = 1.0
@@ -95,9 +96,18 @@ def run_rank(loaded: Loaded, recipe_class: RecipeClass, on_failure: Callable[[Fa
         return EXIT_DONE
     except BaseException as error:
         record = record_of(error, this_rank())
+        _end_line(recipe)
         on_failure(record)
         _close_quietly(recipe)
         return record.code
+
+
+def _end_line(recipe: Recipe | None) -> None:
+    """What is said of the failure must not stand in the middle of a line of progress."""
+    progress = getattr(recipe, "progress", None)
+    if isinstance(progress, Progress):
+        with contextlib.suppress(Exception):
+            progress.break_off()
 
 
 def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board_directory: str, launcher: int) -> int:

@@ -107,6 +107,8 @@ class Progress:
 
     def show_saving(self, saving: SavingView | None) -> None:
         """Take in how far a save is, and show it when that is due."""
+        if self._closed.is_set():
+            return
         with self._alone():
             before, self._saving, now = self._saving, saving, self._clock()
             if saving is None or before is None or before.step != saving.step:
@@ -138,6 +140,15 @@ class Progress:
                 self._stream.write(_CLEAR)
             self._stream.write(text + "\n" + self._line)
             self._stream.flush()
+
+    def break_off(self) -> None:
+        """Leave the line as it stands and show no more: what comes next is the last word. Waits for nothing."""
+        self._closed.set()
+        with self._alone():
+            if self._line:
+                self._stream.write("\n")
+                self._stream.flush()
+            self._line, self._latest = "", None
 
     def close(self) -> None:
         """Leave the last step's line standing."""

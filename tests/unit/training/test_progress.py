@@ -9,10 +9,13 @@ import pty
 import struct
 import termios
 import threading
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
 
+from automodel_ckpt.cli import worker
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.progress import Progress, SavingView, StepView, duration, set_up_logging, tear_down_logging
 
 
@@ -136,6 +139,29 @@ def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None
     line.close()
     assert "saving 7" in stream.getvalue()
     assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "let_gloo_be_found", lambda environment: None)
+    stream = Terminal()
+
+    class Failing:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.progress = progress(stream, Clock())
+
+        def setup(self) -> None:
+            self.progress.update(view(20))
+            raise RecipeError("no", where="here", value=1, remedy="none")
+
+        def close(self) -> None:
+            self.progress.close()
+
+    loaded: Any = SimpleNamespace(config=None, to_yaml=str)
+    kind: Any = Failing
+    assert worker.run_rank(loaded, kind, lambda record: print(record.message, file=stream)) == 2
+    before, said = stream.getvalue().split("\nerror: no\n", 1)
+    assert before.split("\r\x1b[K")[-1].startswith("step 20/60")
+    assert "step" not in said
 
 
 def test_ranks_that_do_not_lead_show_no_progress() -> None:
