@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
         "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
     }
-    for layer in decoder_layers(model):
+    for layer in untied_layers(model):
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
     # The root is needed again at once by the backward pass: gathering it twice would only cost.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -132,6 +133,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         layers = max(lists, key=len, default=[])
     inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
     return [layer for layer in layers if id(layer) not in inner]
+
+
+def untied_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks that share no parameter with what is outside: sharded on its own, one would lose it."""
+
+    def held(module: nn.Module) -> Counter[int]:
+        return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+
+    everywhere = held(model)
+    return [layer for layer in decoder_layers(model) if all(everywhere[p] == n for p, n in held(layer).items())]
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:

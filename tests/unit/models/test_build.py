@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import BertConfig, BertLMHeadModel, LlamaConfig
 
-from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.distributed.parallelize import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
     base_directory,
@@ -159,3 +159,11 @@ def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
     })  # fmt: skip
     assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]
     assert decoder_layers(torch.nn.Linear(2, 2)) == []
+
+
+def test_a_block_that_is_tied_to_what_is_outside_of_it_is_not_sharded_on_its_own() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    with torch.device("meta"):
+        model: Any = BertLMHeadModel(BertConfig(**sizes, num_hidden_layers=2, is_decoder=True))  # type: ignore[arg-type]
+    assert decoder_layers(model) == [model.bert.embeddings, *model.bert.encoder.layer]
+    assert untied_layers(model) == [*model.bert.encoder.layer]
