@@ -42,7 +42,17 @@ def build_schedule(
             remedy="set step_scheduler.max_steps or lr_scheduler.decay_steps, or take the schedule constant",
         )
     warmup = round(warmup_ratio * length) if warmup_ratio is not None and length is not None else warmup_steps or 0
-    schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
+    try:
+        schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
+        for factor in getattr(schedule, "lr_lambdas", ()):
+            factor(warmup), factor(length or warmup + 1)  # what is wrong shall not show after the warm-up only
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise RecipeError(
+            f"the schedule {name} cannot be computed with these values",
+            where="lr_scheduler.kwargs",
+            value=f"{dict(kwargs or {})} ({type(error).__name__}: {error})",
+            remedy="correct them, or leave them out to have the schedule's own",
+        ) from error
     return schedule
 
 

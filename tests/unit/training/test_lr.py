@@ -65,6 +65,7 @@ def test_every_other_schedule_of_the_schema_takes_its_settings(name: str, kwargs
         ("constant", {"total_steps": None, "warmup_steps": 3}, "makes no use of warmup_steps"),
         ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "makes no use of decay_steps"),
         ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "does not take this"),
+        ("cosine", {"total_steps": 9, "warmup_steps": 3, "kwargs": {"num_cycles": "abc"}}, "with these values"),
         ("warmup_stable_decay", {"total_steps": 9}, "needs num_decay_steps"),
     ],
 )
