@@ -28,8 +28,8 @@ demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
 	@$(BIN)/python tools/demo_vlm.py
 
-test: $(STAMP)  ## every test, offline, ten to twelve minutes on two cores
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
+test: $(STAMP)  ## every test, offline, within ten minutes on two cores
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
 
 check: $(STAMP)  ## formatting, lint and strict types
 	@$(BIN)/ruff format --check .
@@ -60,7 +60,7 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 
 hostile: $(STAMP)  ## every attack on every reader of a checkpoint: about ten minutes
-	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/hostile
+	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal tests/hostile
 
 raises: $(STAMP)  ## which error messages are met by no test: runs the suite
 	@$(BIN)/python tools/raise_sites.py

@@ -83,13 +83,13 @@ def with_copies(blueprint: Blueprint, model: nn.Module) -> Blueprint:
 
 
 def adapter_assets(
-    model: nn.Module, adapted: Adapted, base_name: str, *, run: Path, preprocessor: Any, is_leader: bool
+    model: nn.Module, adapted: Adapted, base_name: str, *, run: Path, preprocessor: Any, reads_base: bool
 ) -> AdapterAssets:
-    """What belongs beside the adapters in a checkpoint; the leader reads the base for its digest."""
+    """What belongs beside the adapters in a checkpoint; the leader of a run reads the base for its digest."""
     directory = base_directory(base_name)
     tensors: dict[str, TensorSpec] = tensor_specs(model)
     identity: BaseIdentity | None = None
-    if is_leader and directory is not None:
+    if reads_base and directory is not None:
         identity = identify_base(base_name, directory, run=run, cache=cache_directory())
         if identity.nbytes:
             log.info("read the base for its digest: %.3g GB in %.1f s, once", identity.nbytes / 1e9, identity.seconds)

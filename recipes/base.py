@@ -537,7 +537,8 @@ class FinetuneRecipe(Lifecycle):
             return {
                 "model": adapter_assets(
                     self.model, self.adapted, base,
-                    run=run, preprocessor=self.preprocessor, is_leader=self.layout.is_leader,
+                    run=run, preprocessor=self.preprocessor,
+                    reads_base=self.layout.is_leader and not self.only_planned,
                 )
             }  # fmt: skip
         base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None

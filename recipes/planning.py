@@ -22,6 +22,7 @@ from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
 from automodel_ckpt.models.stages import parameters_of_stages
 from automodel_ckpt.recipes.base import FinetuneRecipe
 from automodel_ckpt.training.metrics import peak_memory_bytes
+from automodel_ckpt.training.rng import StatefulRNG
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -61,20 +62,34 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
     recipe.layout = RankLayout(0, sizes, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.build()
     parameters = list(recipe.model.parameters())
-    items = classify(discover(recipe))
-    nbytes = None
-    if recipe.config.checkpoint.enabled:
-        saves_optimizer = recipe.config.checkpoint.save_optimizer
-        nbytes = forecast_bytes(items, world_size=sizes.world, save_optimizer=saves_optimizer)
+    memory = memory_of(recipe, sizes)
     return Plan(
         type(recipe.model).__name__,
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
         recipe.step_scheduler.planned_steps,
         _length(recipe.dataloader),
-        memory_of(recipe, sizes),
-        nbytes,
+        memory,
+        _checkpoint_bytes(recipe, sizes) if recipe.config.checkpoint.enabled else None,
     )
+
+
+def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes) -> int:
+    """Of what :meth:`FinetuneRecipe.setup` would have saved."""
+    recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
+    return forecast_bytes(
+        classify(discover(recipe)),
+        world_size=sizes.world,
+        save_optimizer=recipe.config.checkpoint.save_optimizer,
+        side_bytes=sum(assets.nbytes for assets in recipe.build_assets().values()),
+        num_shards=_num_shards(recipe, sizes),
+    )
+
+
+def _num_shards(recipe: FinetuneRecipe, sizes: Sizes) -> int:
+    """Into how many parts a stage's parameters are cut."""
+    strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
+    return sizes.tp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
 
 
 def _length(loader: Any) -> int | None:
@@ -91,8 +106,7 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     under way on the first.
     """
     parameters = _largest_stage(recipe.model, sizes.pp)
-    strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
-    cut = sizes.tp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
+    strategy, cut = choose_strategy(recipe.config.distributed.strategy, sizes), _num_shards(recipe, sizes)
     trained = [p for p in parameters if p.requires_grad]
     share = nbytes(trained) / max(nbytes(p for p in recipe.model.parameters() if p.requires_grad), 1)
     kept = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]

@@ -77,6 +77,12 @@ class AdapterAssets:
             EXPECTED_TENSORS: _json(expected),
         }
 
+    @property
+    def nbytes(self) -> int:
+        """What the side files take, about: known where the base was not read, too."""
+        records = (_json(self._peft_config), _json(self._description))
+        return sum(map(len, (*self._tokenizer_files.values(), *records)))
+
     def write(self, directory: Path) -> None:
         """Write what an export from shards needs to *directory*, which is made where it is missing. Raises OSError."""
         for name, data in self.files.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.trees import module_state, trained_by_all, whole_of
 
-# Per slice: its entry in the manifest and in a shard's header or in DCP's .metadata.
-_ENTRY_BYTES = 450
-_SIDE_FILES_BYTES = 16_384
+# Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
+_ENTRY_BYTES = {"module": 380, "optimizer": 850}
+# The rest of the manifest, config.yaml, losses.json, consolidate.sh; a shard's header is padded to a block.
+_FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
+_VALUE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +49,48 @@ def free_bytes(directory: Path) -> int:
 
 def forecast_bytes(
     items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0,
-    states: Mapping[str, Mapping[str, Any]] | None = None,
+    states: Mapping[str, Mapping[str, Any]] | None = None, side_bytes: int = 0, num_shards: int | None = None,
 ) -> int:  # fmt: skip
-    """Expected bytes of one checkpoint of these items on *world_size* ranks; *states* are the modules' state dicts, by
-    attribute, where they are at hand.
+    """Expected bytes of one checkpoint of these items on *world_size* ranks.
+
+    *states* are the modules' state dicts, by attribute, where they are at hand; *side_bytes* what goes beside the
+    weights (config, tokenizer), once in the checkpoint and once in each export; *num_shards* into how many parts a
+    tensor will be cut that is not cut yet.
 
     Counted from shapes and dtypes; the state of an optimizer that has made no step yet is found by trying a step on
     parameters of the same kind with a few elements each.
     """
-    total = _SIDE_FILES_BYTES
+    total = _FIXED_BYTES + side_bytes * (1 + num_exports)
     for item in items:
         if item.kind == "module":
             whole = whole_of(item.value)
             mine = (states or {}).get(item.name) or module_state(item.value)[0]
             state = mine if whole is None else whole.tensors
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            weights = sum(map(_nbytes, tensors))
-            total += weights * (1 + num_exports) + sum(_slices(t, world_size) for t in tensors) * _ENTRY_BYTES
+            slices = sum(_slices(t, num_shards) for t in tensors)
+            total += sum(map(_nbytes, tensors)) * (1 + num_exports)
+            total += slices * _ENTRY_BYTES["module"] + world_size * _PADDING_BYTES
         elif item.kind == "optimizer" and save_optimizer:
-            total += int(sum(_optimizer_bytes(item.value, world_size)) * _times(item.value))
+            total += int(sum(_optimizer_bytes(item.value, num_shards)) * _times(item.value))
+        elif item.kind == "object":
+            files = 1 if item.scope == "replicated" else world_size
+            total += files * _object_bytes(item.value.state_dict())
     return total
+
+
+def _object_bytes(value: Any) -> int:
+    """Of an object's state in a file of its own."""
+    return archive_overhead() + _plain_bytes(value)
+
+
+def _plain_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return _nbytes(value) + archive_overhead() // 4
+    if isinstance(value, Mapping):
+        return sum(_plain_bytes(key) + _plain_bytes(element) for key, element in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return sum(map(_plain_bytes, value))
+    return len(value) if isinstance(value, str | bytes | bytearray) else _VALUE_BYTES
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -73,8 +98,16 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _slices(tensor: torch.Tensor, world_size: int) -> int:
-    return world_size if isinstance(tensor, DTensor) else 1
+def _slices(tensor: torch.Tensor, num_shards: int | None) -> int:
+    """Into how many parts it is cut: along a dimension that is shorter than there are parts, some are empty."""
+    if isinstance(tensor, DTensor):
+        cuts = [
+            min(tensor.device_mesh.size(i), tensor.shape[placement.dim])
+            for i, placement in enumerate(tensor.placements)
+            if isinstance(placement, Shard)
+        ]
+        return max(1, math.prod(cuts))
+    return max(1, min(num_shards or 1, tensor.shape[0])) if tensor.dim() else 1
 
 
 def _times(optimizer: Optimizer) -> float:
@@ -87,16 +120,16 @@ def _times(optimizer: Optimizer) -> float:
     return float(together / max(mine, 1))
 
 
-def _optimizer_bytes(optimizer: Optimizer, world_size: int) -> Iterator[int]:
+def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[int]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            slices = _slices(parameter, world_size)
+            entry = _ENTRY_BYTES["optimizer"] + archive_overhead()
             for ratio, itemsize in _state_entries(optimizer, group, parameter):
                 if ratio is None:
-                    yield itemsize + _ENTRY_BYTES + archive_overhead()
+                    yield itemsize + entry
                 else:
                     whole = int(parameter.numel() * ratio) * itemsize
-                    yield whole + slices * (_ENTRY_BYTES + archive_overhead())
+                    yield whole + _slices(parameter, num_shards) * entry
 
 
 def _state_entries(

@@ -137,6 +137,11 @@ class HFAssets:
         """All side files, by name: an export's own, and the base's maps."""
         return self._files
 
+    @property
+    def nbytes(self) -> int:
+        """What the side files take."""
+        return sum(map(len, self._files.values()))
+
     def write(self, directory: Path) -> None:
         """Write all side files to *directory*, which is made where it is missing. Raises OSError."""
         for name, data in self._files.items():

@@ -150,6 +150,7 @@ class Planner:
             save_optimizer=self.save_optimizer,
             num_exports=1 if self.assets and self.export_when == "every" else 0,
             states=states,
+            side_bytes=sum(assets.nbytes for assets in self.assets.values()),
         )
         return Forecast(expected, free_bytes(self.run.path))
 

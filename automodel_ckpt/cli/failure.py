@@ -37,7 +37,10 @@ FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPP
 STOPPED_AT_ONCE = 128
 """A second signal ends a process with this and the signal's number."""
 
-LOST_PEER = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed")
+LOST_PEER = re.compile(
+    r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed"
+    r"|remote worker crashing|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure"
+)
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 NOT_CONNECTED = re.compile(r"connectFullMesh failed")
 """gloo's word for ranks that could not form a group, which happens now and then on a busy machine."""

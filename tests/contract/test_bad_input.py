@@ -62,7 +62,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("seed: many\n", [], ["seed must be a whole number", "recipe.yaml:6", "value:  many"]),
     ("seed: 1.5\n", [], ["seed must be a whole number"]),
     ("seed: null\n", [], ["seed must be a whole number"]),
-    ("seed: -1\n", [], ["seed must be 0 or more"]),
+    ("seed: -1\n", [], ["seed must be from 0 to 2^63 - 1"]),
     ("seed: [1]\n", [], ["seed must be a whole number", "value:  [1]"]),
     ("deterministic: maybe\n", [], ["deterministic must be true or false"]),
     ("optimizer: 5\n", [], ["optimizer must be a section or a section with _target_"]),

@@ -60,7 +60,7 @@ def test_memory_and_size_are_what_training_then_takes(
     again = capsys.readouterr().out
     assert "resume:      from epoch_0_step_2, the newest usable" in again
     assert "changed:     ranks: 1 -> 2" in again
-    assert re.search(r"optimizer\.lr: \S+ -> 3e-4", again)
+    assert re.search(r"optimizer\.lr: \S+ -> 0.0003", again)
     assert main(["--dry-run", "recipe.yaml", "--nproc-per-node", "2", "--distributed.cp_size", "2"]) == 0
     of_half_rows, of_rows = (foretold("activations SIZE", text) for text in (capsys.readouterr().out, again))
     assert of_half_rows == pytest.approx(of_rows / 2, rel=0.2)

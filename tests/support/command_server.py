@@ -35,13 +35,15 @@ from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
 SHIM = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 if {name!r} == "python" and not sys.argv[1:2][0].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({place!r})
     request = {{"words": [{name!r}, *sys.argv[1:]], "cwd": os.getcwd(), "environment": dict(os.environ)}}
     socket.send_fds(server, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
+    # Passed on; this process ends with the command, not before it.
+    signal.signal(signal.SIGTERM, lambda *_: server.shutdown(socket.SHUT_WR))
     sys.exit(int(server.recv(8)))
 """
 

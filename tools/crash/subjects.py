@@ -89,6 +89,7 @@ class SideFiles:
 
     maps = BaseMaps()
     files: dict[str, bytes] = {"config.json": json.dumps({"model_type": "tiny"}).encode()}  # noqa: RUF012  # the same
+    nbytes = sum(map(len, files.values()))
 
     def write(self, directory: Path) -> None:
         directory.mkdir()

@@ -94,6 +94,7 @@ class AdapterFiles:
     file_index_mapping: Mapping[str, int] = {}
     maps = BaseMaps(is_adapter=True)
     files: Mapping[str, bytes] = {"adapter_config.json": b"{}"}
+    nbytes = 2
 
     def write(self, directory: Path) -> None:
         directory.mkdir()

@@ -444,7 +444,7 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.checkpoint.checkpointer.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.planner.free_bytes", lambda _: 1000)
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.refuse_too_little_space(discover(made))
@@ -620,6 +620,9 @@ def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: An
     assert after == [None], "an export may follow"
     assert saving is not None and saving.step == 20
     written = sum(path.stat().st_size for path in (tmp_path / "epoch_0_step_20").rglob("*") if path.is_file())
-    assert 0.3 * written < saving.written_bytes <= written and saving.total_bytes == pytest.approx(written, rel=0.7)
+    # What the ranks tell each other is written too, and removed again.
+    assert 0.3 * written < saving.written_bytes < 1.2 * written and saving.total_bytes == pytest.approx(
+        written, rel=0.7
+    )
     assert checkpointer.saving() is None
     checkpointer.close()

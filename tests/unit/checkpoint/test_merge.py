@@ -44,7 +44,9 @@ KINDS = {
     "a tied embedding trained apart from its head": (
         TIED, Lora(modules_to_save=["embed_tokens"], ensure_weight_tying=False), False,
     ),
-    "rsLoRA on an embedding that stays tied": (TIED, Lora(target_modules=["embed_tokens"], use_rslora=True), True),
+    "rsLoRA on an embedding, which unties it": (
+        TIED, Lora(target_modules=["embed_tokens"], use_rslora=True, ensure_weight_tying=False), False,
+    ),
 }  # fmt: skip
 
 

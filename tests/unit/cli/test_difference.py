@@ -148,10 +148,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
 
 def test_what_a_resume_would_change_is_said(runs: Sequence[Path], capsys: Capture) -> None:
     document = shown(capsys, *runs)
-    assert document["recipe"]["optimizer.lr"] == ["1e-2", "5e-3"]
+    assert document["recipe"]["optimizer.lr"] == ["0.01", "0.005"]
     said = "\n".join(document["resume"])
     assert "planned for 6 steps, not 12: 1 left after step 5" in said
-    assert "peak learning rate stays 1e-2" in said and "learning rate of step 6 is" in said
+    assert "peak learning rate stays 0.01" in said and "learning rate of step 6 is" in said
     assert (
         "the data set has 40 samples, the run had 44" in said and "order of samples goes on as saved (seed 7)" in said
     )

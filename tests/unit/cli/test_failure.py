@@ -50,7 +50,9 @@ def test_torchs_own_network_errors_are_echoes() -> None:
 
     assert lost_peer(dist.DistNetworkError("reset"))
     assert lost_peer(dist.DistBackendError("aborted"))
+    assert lost_peer(RuntimeError("Read error: this is typically caused by a remote worker crashing."))
     assert not lost_peer(RuntimeError("shape mismatch"))
+    assert not lost_peer(RuntimeError("this is typically caused by a remote worker hanging"))
     assert not lost_peer(ValueError("Connection closed by peer"))
 
 

@@ -44,7 +44,7 @@ def test_the_working_directory_is_a_directory_like_others(directory: Path, monke
 def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"text": "one"}\n{"text": "caf\xe9"}\n'.encode("latin-1"))
-    with pytest.raises(RecipeError, match=rf"a line is not JSON\n  where:  {path}:2"):
+    with pytest.raises(RecipeError, match=rf"a line is not UTF-8 text\n  where:  {path}:2"):
         Source(str(path)).texts(["text"])
 
 
