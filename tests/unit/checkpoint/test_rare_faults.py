@@ -1,0 +1,219 @@
+"""Faults that only a damaged file or a failing system call brings about, each met where it is looked for."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import (
+    commit,
+    dcp_source,
+    export_files,
+    export_source,
+    gguf_export,
+    gguf_llama,
+    hf_source,
+    importing,
+    layout,
+    placed,
+    trees,
+)
+from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.formats import dcp, plain
+from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_ranges
+from automodel_ckpt.consolidate import main as consolidate
+from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from tests.support.shards import checkpoint_in
+
+Patch = pytest.MonkeyPatch
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+ARCHIVE = saved([torch.ones(3), torch.zeros(2)])
+"""Two tensors of torch.save; its directory is the last 22 bytes and what they point at."""
+
+
+def changed(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+END = int.from_bytes(ARCHIVE[-34:-26], "little")
+"""Where the record of its directory begins: number of records, bytes and start are its last three numbers."""
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (changed(ARCHIVE, END + 48, bytes(8)), "not where it should be"),
+        (changed(ARCHIVE, END + 32, (1).to_bytes(8, "little")), "the archive's directory is damaged"),
+        (changed(ARCHIVE, 0, b"XX"), "does not begin where the directory says"),
+    ],
+)
+def test_an_archive_whose_directory_is_damaged(data: bytes, said: str) -> None:
+    assert len(archive_ranges(ARCHIVE)) > 2
+    with pytest.raises(Fault, match=said):
+        archive_ranges(data)
+
+
+def nested(depth: int) -> tuple[object, ...]:
+    return () if depth == 0 else (nested(depth - 1),)
+
+
+class OfAModule(pickle.Pickler):
+    """Refers to what torch has not referred to for years."""
+
+    def persistent_id(self, value: object) -> object:
+        return ("module", "x", "0", "cpu", 1) if isinstance(value, SimpleNamespace) else None
+
+
+def archive_of(program: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in {"data.pkl": program, "byteorder": b"little", "version": b"3\n"}.items():
+            archive.writestr(f"archive/{name}", data)
+    return buffer.getvalue()
+
+
+def reference() -> bytes:
+    buffer = io.BytesIO()
+    OfAModule(buffer, 2).dump(SimpleNamespace())
+    return archive_of(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (saved(nested(plain.MAX_TUPLES + 2)), "nested more than"),
+        (saved(torch.ones(1).expand(30_000_000)), "has few bytes of its own"),
+        (reference(), "it refers to a 'module'"),
+    ],
+)
+def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> None:
+    with pytest.raises(CheckpointUnusable, match=said):
+        plain.load(data, "here")
+
+
+def stored(shape: tuple[int, ...] = (2,), numel: int = 2) -> dcp._Stored:
+    return dcp._Stored(("storage", "F32", "0", "cpu", numel), 0, shape, (1,))
+
+
+def test_a_chunk_of_dcp_that_is_not_what_its_description_says() -> None:
+    assert dcp._checked_key(stored(), "F32", (2,)) == "0"
+    with pytest.raises(Fault, match="a tensor of another shape"):
+        dcp._checked_key(stored((3,)), "F32", (2,))
+    with pytest.raises(Fault, match="takes 99999999 bytes"):
+        dcp._record(memoryview(b""), {"data.pkl": (0, 99_999_999)}, "data.pkl")
+
+
+def links_to_itself(directory: Path) -> object:
+    (directory / layout.DCP_METADATA).symlink_to("elsewhere")
+    return dcp_source.open_dcp(directory)
+
+
+def broken_map(directory: Path) -> object:
+    (directory / "map.json").write_text("{")
+    return export_source._read_map(directory, "map.json")
+
+
+def broken_template(directory: Path) -> object:
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    return gguf_export._chat_template(directory)
+
+
+def nothing_written(directory: Path) -> object:
+    with gguf_export._Writing(directory / "model.gguf"):
+        return None
+
+
+def full(directory: Path) -> object:
+    with gguf_export._Writing(directory / "model.gguf"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("provoke", "said"),
+    [
+        (links_to_itself, "a symbolic link stands in a checkpoint"),
+        (broken_map, "this side file cannot be read"),
+        (lambda d: export_source._file_numbers({"a": 0}, d), "no.* file numbers from 1|not give file numbers"),
+        (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
+        (lambda d: hf_source._safetensors(d / "gone"), "the directory cannot be read"),
+        (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
+        (broken_template, "the chat template cannot be read"),
+        (lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)), "no usable value"),
+        (lambda d: importing.prepare(d / ("x" * 300), d), "a file to import cannot be read"),
+        (nothing_written, "ENOENT"),
+        (full, "ENOSPC"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_said_with_its_place(
+    tmp_path: Path, provoke: Callable[[Path], object], said: str
+) -> None:
+    with pytest.raises((CheckpointUnusable, SaveFailed), match=said) as caught:
+        provoke(tmp_path)
+    (problem,) = caught.value.problems
+    assert str(tmp_path) in problem.where and problem.remedy
+
+
+def test_a_side_file_that_is_too_large_to_be_one(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_in(tmp_path, 20, scripted=True)
+    side = checkpoint / "model" / layout.HF_METADATA / "tokenizer.json"
+    side.write_text(json.dumps({"a": 1}))
+    manifest = checkpoint / layout.MANIFEST
+    manifest.unlink()
+    monkeypatch.setattr(export_files, "_MAX_SIDE_BYTES", 1)
+    assert consolidate(["--input-dir", str(checkpoint / "model"), "--output-dir", str(tmp_path / "out")]) == 3
+    assert "a side file cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_system_calls_that_fail_are_not_taken_for_missing_ones(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        commit.exchange(tmp_path / "a", tmp_path / "b")
+    path = tmp_path / "file"
+    path.touch()
+    descriptor = os.open(path, os.O_RDONLY)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        placed._reserve(descriptor, 1)
+    os.close(descriptor)
+
+
+def test_experts_that_a_plan_cuts_are_refused(monkeypatch: Patch) -> None:
+    class Cut(torch.Tensor):
+        placements = (torch.distributed.tensor.Shard(1),)
+
+    monkeypatch.setattr(trees, "DTensor", Cut)
+    with pytest.raises(AutomodelError, match="experts are cut across ranks") as caught:
+        list(trees._rows_here("experts.up", torch.ones(2, 2).as_subclass(Cut), {}))
+    assert "experts.up" in caught.value.problems[0].value
+
+
+def test_a_stream_has_no_length() -> None:
+    class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+        def __iter__(self) -> Any:
+            yield from ()
+
+    loader = GlobalBatchLoader(
+        Stream(), global_batch_size=1, local_batch_size=1, collate_fn=dict, dp_rank=0, dp_size=1, seed=0
+    )  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
