@@ -2,10 +2,11 @@
 
     python -m tools.bench_loop [--sizes tiny 5M 50M] [--rounds N] [--docs] [--profile]
 
-The loops of a table take turns of a few steps in one process, on one thread (:mod:`tools.loop_ways`), so that a drift
-of the machine meets all alike; a step beside the bare loop's step of the same turn is what counts, and of those the
-median over turns and processes. ``--docs`` writes the figures to docs/performance.md. What was measured is kept in
-build/bench-loop.json, and printed when Ctrl-C ends it early.
+The bare loop and one other take turns of a few steps in one process, on one thread (:mod:`tools.loop_ways`), so that a
+drift of the machine meets both alike (with all of a table in one process some paid for what others left in
+it). A step beside the bare loop's of the same turn is what counts, and of those the median over turns and processes.
+``--docs`` writes the figures to docs/performance.md. What was measured is kept in build/bench-loop.json, and printed
+when Ctrl-C ends it early.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ GROUPS: dict[str, list[str]] = {
         "bare, padded docstrings", "ours, packed docstrings", "ours, docstrings",
     ],
 }  # fmt: skip
-"""The first of each is what the others are compared with; the last runs in the main thread."""
+"""The first of each is what the others are compared with, one by one."""
 PEERS = ["accelerate", "Trainer"]
 Found = list[dict[str, Any]]
-"""For each round, the steps of each way."""
+"""For each process, the steps of each way in it."""
 
 
 def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
@@ -89,8 +90,8 @@ def waste(size: str) -> float:
 
 def compared(found: Found) -> list[dict[str, Any]]:
     """Each way beside the first one: medians over the turns; with samples of different lengths over the rounds."""
-    names = list(found[0])
-    return [_row(name, [(run[names[0]], run[name]) for run in found]) for name in names]
+    first, names = next(iter(found[0])), dict.fromkeys(name for run in found for name in run)
+    return [_row(name, [(run[first], run[name]) for run in found if name in run]) for name in names]
 
 
 def _row(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def run_table(title: str, ways: list[str], size: str, num_rounds: int, results: 
     found: Found = []
     for turn in range(num_rounds):
         started = time.time()
-        found.append(measure(ways, size))
+        found += [measure([ways[0], way], size) for way in ways[1:]]
         results["tables"][title] = compared(found)
         _keep(results)
         tell(f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s", results["tables"][title])

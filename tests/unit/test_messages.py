@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import pytest
@@ -18,8 +20,10 @@ from automodel_ckpt.checkpoint.formats import plain
 from automodel_ckpt.checkpoint.formats.archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.targets import Refused, Trust, prepare, resolve
 from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -195,3 +199,36 @@ def test_a_row_whose_image_is_damaged(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"image": [{"bytes": b"x", "path": None}]}, features=features).to_parquet(path)
     with pytest.raises(RecipeError, match=r"a row cannot be read[\s\S]*rows.parquet, row 0"):
         Source(str(path)).row(0)
+
+
+@dataclasses.dataclass
+class Warmth:
+    """A section that looks at itself."""
+
+    degrees: int = 20
+
+    def __post_init__(self) -> None:
+        if self.degrees > 40:
+            raise ValueError("no warmer than 40")
+
+
+@dataclasses.dataclass
+class WarmConfig(RecipeConfig):
+    """Of a recipe in a user's own file."""
+
+    warmth: Warmth = dataclasses.field(default_factory=Warmth)
+
+
+def test_a_section_of_a_custom_recipe_may_check_itself(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("recipe: mine.py:Mine\nwarmth: {degrees: 50}\n")
+    with pytest.raises(AutomodelError, match="warmth: no warmer than 40") as caught:
+        load_recipe(path, [], schema=WarmConfig)
+    assert any(problem.where == f"{path}:2" for problem in caught.value.problems)
+
+
+def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("automodel_ckpt.config.targets.prepare", lambda *_: dict)
+    line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
+    loaded: Any = None
+    refused(lambda: _observed(line, loaded, tmp_path, None), "built on FinetuneRecipe")
