@@ -47,6 +47,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
 from automodel_ckpt.models.build import (
     base_directory,
+    check_complete,
     check_context,
     check_trained_types,
     check_vocabulary,
@@ -83,7 +84,7 @@ from automodel_ckpt.training.loss import (
     refuse_unfit,
 )
 from automodel_ckpt.training.lr import build_schedule, current_rate
-from automodel_ckpt.training.optim import adamw, trainable
+from automodel_ckpt.training.optim import adamw, refuse_unsteppable, trainable
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import Cadence, Due, StepScheduler, total_steps
 
@@ -292,7 +293,9 @@ class FinetuneRecipe(Lifecycle):
         """The model as it is before it is changed or shared out."""
         section = self.config.model
         if isinstance(section, Target):
-            return Blueprint(build(section))
+            made = build(section)
+            check_complete(made)
+            return Blueprint(made)
         assert self.model_config is not None
         size, peft = wanted_size(section.vocab_size, self.text_tokenizer), self.config.peft
         return draw_up(
@@ -448,6 +451,7 @@ class FinetuneRecipe(Lifecycle):
         optimizer: torch.optim.Optimizer
         if isinstance(section, Target):
             optimizer = build(section, params=params)
+            refuse_unsteppable(optimizer, self.takes_own_steps)
         else:
             optimizer = adamw(
                 params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
@@ -455,6 +459,11 @@ class FinetuneRecipe(Lifecycle):
         if self.staged is not None:
             train_together(optimizer, self.model, self.layout)
         return optimizer
+
+    @property
+    def takes_own_steps(self) -> bool:
+        """Whether a subclass calls the optimizer in its own way."""
+        return type(self).train_step is not FinetuneRecipe.train_step
 
     def build_lr_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
         """The ``lr_scheduler`` section over the planned steps; None for a constant rate."""

@@ -73,7 +73,8 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     code, message = describe(error)
     origin = getattr(error, "rank", None)
     primary = not lost_peer(error) if origin is None else origin == rank
-    details = without_hidden("".join(traceback.format_exception(error))) if code == EXIT_INTERNAL else ""
+    told = message.startswith("error: ") or code != EXIT_INTERNAL
+    details = "" if told else without_hidden("".join(traceback.format_exception(error)))
     connected, timed_out = not NOT_CONNECTED.search(str(error)), bool(TIMED_OUT.search(str(error)))
     return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out)
 

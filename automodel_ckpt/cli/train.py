@@ -19,6 +19,7 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
+from automodel_ckpt.own_code import telling_own_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
@@ -90,7 +91,9 @@ def _run_recipe(line: CommandLine) -> int:
         from automodel_ckpt.cli.dry_run import report
 
         recipe = targets.prepare(loaded, trust)
-        print(report(loaded, recipe, line.flags, grid(loaded, ranks) if ranks else None), end="")
+        with telling_own_failures(RecipeError):
+            told = report(loaded, recipe, line.flags, grid(loaded, ranks) if ranks else None)
+        print(told, end="")
         return EXIT_DONE
     from automodel_ckpt.cli.launch import launch
 

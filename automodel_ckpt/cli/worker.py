@@ -48,7 +48,8 @@ from automodel_ckpt.cli.failure import (
 )
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import stop_request
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError
+from automodel_ckpt.own_code import telling_own_failures
 from automodel_ckpt.training.progress import Progress
 
 PEER_GRACE_SECONDS = 10.0
@@ -88,10 +89,12 @@ def run_rank(loaded: Loaded, recipe_class: RecipeClass, on_failure: Callable[[Fa
     recipe: Recipe | None = None
     try:
         let_gloo_be_found(os.environ)
-        recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
-        recipe.setup()
-        recipe.run()
-        recipe.close()
+        with telling_own_failures(RecipeError):
+            recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+            recipe.setup()
+        with telling_own_failures(AutomodelError):
+            recipe.run()
+            recipe.close()
         _leave_process_groups()
         return EXIT_DONE
     except BaseException as error:

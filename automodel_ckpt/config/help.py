@@ -38,8 +38,8 @@ instead of training:
 EXIT_CODES = """\
 exit codes:
   0   done, also when the run was complete already
-  1   internal error
-  2   wrong command line or recipe
+  1   an internal error, or code that the recipe names failed while training
+  2   wrong command line or recipe, or code that it names failed before training
   3   a checkpoint cannot be used
   4   a save failed
   75  stopped by a signal after saving: start the same command again to go on

@@ -30,6 +30,7 @@ from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.own_code import note_own_code, place_in_own_code
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 REMOTE_CODE = "trust_remote_code"
@@ -117,6 +118,8 @@ def check_name(name: str, trust: Trust) -> None:
         raise Refused(f"{name!r} is no dotted name", "write package.module.callable")
     if not trust.may_import(name):
         raise Refused(f"{name} is code that nobody trusted", _remedy(parts[0]))
+    if _within(name, trust.names) and not _within(name, ALLOWED):
+        note_own_code(parts[0])
 
 
 def _remedy(module: str | None) -> str:
@@ -164,8 +167,10 @@ def _attribute(parent: Any, name: str) -> Any:
 
 
 def _broken(name: object, error: Exception) -> Refused:
+    place = place_in_own_code(error)
     return Refused(
-        f"{name} cannot be imported: {type(error).__name__}: {error}", "install what it needs, or correct it"
+        f"{name} cannot be imported: {type(error).__name__}: {error}",
+        f"install what it needs, or correct it{f' at {place}' if place is not None else ''}",
     )
 
 
@@ -217,6 +222,7 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
     if not trust.covers_file(path):
         raise Refused(f"{path} is code that nobody trusted", f"if you know it and want it to run: --trust {path}")
     module_name = f"_recipe_{path.stem}"
+    note_own_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -401,7 +407,7 @@ def build(target: Target, /, **supplied: Any) -> Any:
     arguments = {**_built(target.kwargs, supplied), **added}
     try:
         return function(**arguments)
-    except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
+    except Exception as error:
         if not _within(getattr(function, "__module__", None) or "", LIBRARIES):
             raise
         value = f"{type(error).__name__}: {error}"

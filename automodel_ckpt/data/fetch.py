@@ -23,6 +23,7 @@ from torch.utils.data._utils import signal_handling
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.sampler import derive_seed
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.own_code import place_in_own_code
 
 Batch = dict[str, torch.Tensor]
 WORKER_END_SECONDS = 1.0
@@ -106,7 +107,7 @@ def located(error: Exception, where: str, what: str) -> AutomodelError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return AutomodelError(
         f"{where} {what}",
-        where=f"{frame.filename}:{frame.lineno} in {frame.name}",
+        where=place_in_own_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
         value=f"{type(error).__name__}: {error}",
         remedy="repair or leave out this sample, or correct the data set's code",
     )

@@ -22,6 +22,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
@@ -302,6 +303,23 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
             remedy="freeze fewer parameters",
         )
     return num_trainable
+
+
+def check_complete(model: object) -> None:
+    """Raise :class:`RecipeError` for what is no module, or has tensors without values, as lazy ones and those on the
+    meta device are."""
+    if not isinstance(model, nn.Module):
+        remedy = "let the function or class of this section make one"
+        raise RecipeError("the model is no torch.nn.Module", where="model", value=type(model).__name__, remedy=remedy)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta]
+    if lazy:
+        raise RecipeError(
+            "tensors of the model have no values yet",
+            where="model",
+            value=f"{len(lazy)} of {len(tensors)}, the first {lazy[0]}",
+            remedy="let what makes the model run it once on a few tokens (lazy layers), and leave the meta device out",
+        )
 
 
 def check_trained_types(model: nn.Module) -> None:

@@ -33,7 +33,8 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def logits_of(output: Any) -> torch.Tensor:
     """What a model returned, or the logits in it."""
-    logits: torch.Tensor = getattr(output, "logits", output)
+    plain = isinstance(output, Mapping) and not hasattr(output, "logits")
+    logits: torch.Tensor = output.get("logits", output) if plain else getattr(output, "logits", output)
     return logits
 
 
@@ -56,14 +57,14 @@ def keeps_samples_apart(
         with undisturbed(model):
             device = device or next(model.parameters()).device
             outputs = _logits(model, torch.tensor([rows, positions], device=device), one_row, options)
+        after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
+        alone = outputs[3, :4]
+        # What crossing attention does is the measure: rounding is far below it in every dtype.
+        allowed = 0.1 * _distance(crossed, alone)
+        return max(_distance(after_first, alone), _distance(after_other, alone)) <= allowed
     except Exception as error:
         log.debug("the model cannot be asked about samples that share a row: %s: %s", type(error).__name__, error)
         return False
-    after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
-    alone = outputs[3, :4]
-    # What crossing attention does is the measure: rounding is far below it in every dtype.
-    allowed = 0.1 * _distance(crossed, alone)
-    return max(_distance(after_first, alone), _distance(after_other, alone)) <= allowed
 
 
 def _logits(model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]) -> torch.Tensor:

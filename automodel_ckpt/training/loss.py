@@ -61,8 +61,9 @@ def next_token_loss(
 ) -> torch.Tensor:
     """Sum of *loss_fn* over a micro-batch: labels [B, T] unshifted, logits [B, T, V] or of a *part* of each row; 0-dim.
 
-    Both are on one device.
+    Both are on one device. Raises :class:`RecipeError` for what is not that.
     """
+    _require_logits(logits, labels[:, part])
     loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
     if loss.dim() != 0:
         raise RecipeError(
@@ -72,6 +73,20 @@ def next_token_loss(
             remedy="add up what loss_fn computes for each position",
         )
     return loss
+
+
+def _require_logits(logits: object, labels: torch.Tensor) -> None:
+    is_tensor = isinstance(logits, torch.Tensor)
+    shape = list(logits.shape) if isinstance(logits, torch.Tensor) else []
+    if len(shape) == 3 and shape[:2] == list(labels.shape):
+        return
+    raise RecipeError(
+        "the model gives no logits for each token, from which the loss on the next one is computed",
+        where="model",
+        value=f"a tensor of shape {shape} for {list(labels.shape)} tokens" if is_tensor else type(logits).__name__,
+        remedy="name a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
+        "or compute another loss in a recipe of your own (micro_batch_loss)",
+    )
 
 
 def refuse_unfit(loss_fn: LossFn) -> None:

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from automodel_ckpt.errors import RecipeError
+
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of *modules* that need gradients, each once."""
     parameters = (p for module in modules for p in module.parameters() if p.requires_grad)
     return list({id(p): p for p in parameters}.values())
+
+
+def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
+    """:class:`RecipeError` for what is no optimizer of torch's kind, or one (LBFGS) whose step has to be given a
+    function that computes the loss anew, unless the recipe *takes_own_steps*."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(
+            "the optimizer is no torch.optim.Optimizer",
+            where="optimizer",
+            value=type(optimizer).__name__,
+            remedy="let this section's function or class make one",
+        )
+    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty
+              and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    if needed and not takes_own_steps:
+        raise RecipeError(
+            "this optimizer evaluates the loss several times in a step, and the recipe computes it once",
+            where="optimizer",
+            value=f"{type(optimizer).__name__}.step({', '.join(needed)})",
+            remedy="use another optimizer, or override train_step in a recipe of your own",
+        )
 
 
 class FusedAdamW(torch.optim.AdamW):

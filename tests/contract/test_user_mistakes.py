@@ -24,6 +24,7 @@ from tests.support.training import RECIPE, Recipe, build
 DIGITS = Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml"
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
+SMALL_GPT2 = "{_target_: transformers.GPT2Config, n_layer: 1, n_embd: 8, n_head: 1, vocab_size: 304, pad_token_id: 0}"
 TALK = json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}) + "\n"
 IMAGE = json.dumps(json.loads(TALK) | {"images": ["a.png"]}) + "\n"
 
@@ -95,6 +96,21 @@ MISTAKES = {
     "a tokenizer of no kind": tokens("the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}),
     "arguments that a library refuses": Mistake(
         ("--optimizer={_target_: torch.optim.SGD, lr: -3}",), r"torch.optim.SGD cannot be called[\s\S]*rate: -3"
+    ),
+    "an argument that a library needs": Mistake(
+        ("--model={_target_: transformers.AutoModel.from_pretrained}",), r"cannot be called[\s\S]*pretrained_model_name"
+    ),
+    "an optimizer that computes the loss itself": Mistake(
+        ("--optimizer={_target_: torch.optim.LBFGS}",), r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)"
+    ),
+    "no optimizer": Mistake(("--optimizer={_target_: torch.nn.ReLU}",), "is no torch.optim.Optimizer"),
+    "no model": Mistake(("--model={_target_: transformers.LlamaConfig}",), "is no torch.nn.Module"),
+    "a model without values": Mistake(
+        ("--model={_target_: torch.nn.LazyLinear, out_features: 3}",), r"have no values yet[\s\S]*2 of 2, the first w"
+    ),
+    "a model for classes": Mistake(
+        (f"--model={{_target_: transformers.GPT2ForSequenceClassification, config: {SMALL_GPT2}}}",),
+        r"no logits for each token[\s\S]*shape \[2, 2\] for \[2, \d+\] tokens",
     ),
     "a loss for other things": Mistake(
         ("--loss_fn={_target_: torch.nn.MSELoss}",), r"does not take logits[\s\S]*CrossEntropyLoss"

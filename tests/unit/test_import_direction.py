@@ -19,10 +19,11 @@ PACKAGE = Path(automodel_ckpt.__file__).parent
 EVERYTHING = "*"
 MAY_IMPORT = {
     "errors": set(),
-    "config": {"errors"},
+    "own_code": {"errors"},
+    "config": {"errors", "own_code"},
     "distributed": {"errors"},
     "models": {"errors"},
-    "data": {"errors"},
+    "data": {"errors", "own_code"},
     "training": {"errors"},
     "checkpoint": {"errors", "distributed.agree"},
     "report": {"errors", "checkpoint"},
@@ -36,6 +37,7 @@ HEAVY = ["torch", "transformers", "datasets", "peft", "accelerate"]
 LIGHT = [
     "",
     "errors",
+    "own_code",
     "consolidate",
     "checkpoint",
     "checkpoint.layout",

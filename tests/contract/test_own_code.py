@@ -1,0 +1,124 @@
+"""Exceptions of the user's own code are told as that: where in it, and what it said. Ours stay internal errors."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from automodel_ckpt.cli.failure import FailureRecord, text_of
+from automodel_ckpt.cli.worker import run_rank
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.targets import Trust, prepare
+from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_USAGE, AutomodelError, describe
+from tests.support import ranks
+from tests.support.training import RECIPE
+
+OWN = """
+import sys
+
+import torch
+
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+
+
+def rows(fault: str):
+    return first_of(fault)
+
+
+def first_of(fault):
+    if fault == "exit":
+        sys.exit("no rows")
+    if fault == "library":
+        torch.zeros(2) @ torch.zeros(3)
+    return {}[fault]
+
+
+class Broken(torch.nn.Embedding):
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids.float())
+
+
+class BuildFails(LLMFinetune):
+    def build(self):
+        self.rows = self.nothing
+
+
+class StepFails(LLMFinetune):
+    def step(self, batch, control):
+        assert batch is None, "a batch came"
+
+
+class StepMisled(LLMFinetune):
+    def step(self, batch, control):
+        return super().step(None, control)
+"""
+BUILDER = "--dataset={_target_: own.rows, fault: %s}"
+CASES = {
+    "a builder": (
+        BUILDER % "x", EXIT_USAGE,
+        r"own.py:\d+ in first_of, called at .*own.py:\d+ in rows\n  value:  KeyError: 'x'",
+    ),
+    "a builder that ends": (BUILDER % "exit", EXIT_USAGE, r"in first_of[\s\S]*SystemExit: no rows"),
+    "what a builder calls": (BUILDER % "library", EXIT_USAGE, r"in first_of[\s\S]*RuntimeError: inconsistent tensor"),
+    "a model": (
+        "--model={_target_: own.Broken, num_embeddings: 304, embedding_dim: 2}", EXIT_INTERNAL,
+        r"own.py:\d+ in forward[\s\S]*Expected tensor",
+    ),
+    "a recipe at its start": ("--recipe=own.py:BuildFails", EXIT_USAGE, r"in build[\s\S]*no attribute 'nothing'"),
+    "a recipe in a step": ("--recipe=own.py:StepFails", EXIT_INTERNAL, r"in step[\s\S]*AssertionError: a batch came"),
+}  # fmt: skip
+
+
+def said_of(override: str) -> tuple[int, str]:
+    """Exit code and what the user reads of a run in this directory."""
+    line = parse((override, "--step_scheduler.max_steps=1", "--checkpoint.enabled=false"))
+    loaded = load_recipe("recipe.yaml", line.overrides, problems=line.problems)
+    records: list[FailureRecord] = []
+    try:
+        code = run_rank(loaded, prepare(loaded, Trust(["own", "own.py"])), records.append)
+    except AutomodelError as error:
+        return describe(error)
+    return code, text_of(records[0], several_ranks=False)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    directory = tmp_path_factory.mktemp("own")
+    (directory / "recipe.yaml").write_text(RECIPE)
+    (directory / "own.py").write_text(OWN)
+    (directory / "unreadable.py").write_text("import torch\ntorch.nothing\n")
+    misled = {"ours": "--recipe=own.py:StepMisled", "an import": "--dataset={_target_: unreadable.rows}"}
+
+    def all_of_them() -> dict[str, tuple[int, str]]:
+        os.chdir(directory)
+        os.environ["AUTOMODEL_CKPT_TRUST"] = "unreadable"
+        overrides = {name: override for name, (override, _, _) in CASES.items()} | misled
+        return {name: said_of(override) for name, override in overrides.items()}
+
+    (found,) = ranks.run(all_of_them, 1, init=False)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_own_code_raises_is_told_with_its_place_and_words(name: str, said: dict[str, tuple[int, str]]) -> None:
+    _, code, pattern = CASES[name]
+    assert said[name][0] == code
+    assert re.match(r"error: code that the recipe names has failed\n  where:  ", said[name][1]), said[name][1]
+    assert re.search(pattern, said[name][1]), said[name][1]
+
+
+def test_what_own_code_has_us_raise_is_an_internal_error_with_its_traceback(said: dict[str, tuple[int, str]]) -> None:
+    code, text = said["ours"]
+    assert code == EXIT_INTERNAL
+    assert text.startswith("Traceback") and "\ninternal error: AttributeError" in text
+
+
+def test_a_module_that_cannot_be_imported_is_told_with_the_line(said: dict[str, tuple[int, str]]) -> None:
+    code, text = said["an import"]
+    assert code == EXIT_USAGE
+    assert re.search(
+        r"unreadable cannot be imported: AttributeError: [\s\S]*correct it at .*unreadable.py:2 in <module>", text
+    ), text
