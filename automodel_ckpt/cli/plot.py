@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.terminal import print_path, printable
+from automodel_ckpt.cli.terminal import can_print, print_path, printable
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 from automodel_ckpt.report.history import History, Series, read_history
 
 _TERMINAL = (("loss", "loss"), ("val_loss", "validation"), ("grad_norm", "grad norm"), ("lr", "lr"), ("tps", "tok/s"))
+# Columns that a line takes beside its curve, at most.
+_BESIDE = 40
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -73,13 +77,16 @@ def _write(runs: list[History], file: Path) -> None:
 
 def _lines(run: History) -> Iterator[str]:
     from automodel_ckpt.report.page import summary
-    from automodel_ckpt.report.sparkline import sparkline
+    from automodel_ckpt.report.sparkline import ASCII_BARS, BARS, sparkline
 
+    width = max(10, min(shutil.get_terminal_size().columns - _BESIDE, 60))
+    bars = BARS if can_print(BARS, sys.stdout) else ASCII_BARS
     yield printable(f"{run.name}: " + ", ".join(f"{what} {value}" for what, value in summary(run)))
     for field, title in _TERMINAL:
         series = run.series[field]
         if len(series):
-            yield f"  {title:<10}  {sparkline(series)}  {series.values[0]:.4g} .. {series.values[-1]:.4g}"
+            line = sparkline(series, width, bars)
+            yield f"  {title:<10}  {line}  {series.values[0]:.4g} .. {series.values[-1]:.4g}"
 
 
 def _document(run: History) -> dict[str, Any]:

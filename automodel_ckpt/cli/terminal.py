@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from automodel_ckpt.checkpoint.file_system import size_text
 
 __all__ = [
-    "age_text", "coloured", "json_text", "leave_reader", "print_error", "print_path", "printable", "printable_lines",
-    "size_text", "table",
+    "age_text", "can_print", "coloured", "json_text", "leave_reader", "print_error", "print_path", "printable",
+    "printable_lines", "size_text", "table",
 ]  # fmt: skip
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
@@ -30,6 +30,15 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same for a message of several lines."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def can_print(text: str, stream: TextIO) -> bool:
+    """Whether the encoding of *stream* has all characters of *text*."""
+    try:
+        text.encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def print_error(message: str) -> None:

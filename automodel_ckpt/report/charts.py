@@ -16,6 +16,10 @@ MAX_POINTS = 1600
 NUM_COLOURS = 6
 _MORE_HUES = (335, 205, 135, 75, 235, 285)
 _SHELVES = 12
+# More points than this along a line need no circles, and these are this far apart for runs that save alike.
+_MOST_CIRCLES = 60
+_ASIDE = 3.0
+_MOST_ASIDE = 24.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,14 @@ class Chart:
         """The panel; its width follows the page's."""
         across, up = self.scales()
         parts = [*_grid(across, up), *self._vertical_marks(across)]
+        num_runs = 1 + max((line.run for line in self.lines), default=0)
         for line in self.lines:
-            parts += _drawn(line, across, up)
+            parts += _drawn(line, across, up, num_runs)
         parts += self._point_marks(across, up)
         scale = f'data-low="{across.low!r}" data-high="{across.high!r}"'
-        opening = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}" {scale}>'
+        opening = (
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{escape(self.title)}" {scale}>'
+        )
         return "\n".join([opening, *parts, '<line class="cursor" y1="14" y2="220" x1="-9" x2="-9"/>', "</svg>"])
 
     def _vertical_marks(self, across: Scale) -> Iterator[str]:
@@ -104,6 +111,7 @@ def more_colours(num_runs: int) -> str:
         round_, place = divmod(run - NUM_COLOURS, len(_MORE_HUES))
         shade = f"calc(var(--level) + {(0, 0.1, -0.1)[round_ % 3]})"
         rules.append(f".c{run}{{--c:oklch({shade} .15 {_MORE_HUES[place] + 17 * (round_ // 3)}deg)}}")
+        rules.append(f".line.c{run}:not(.dashed){{stroke-dasharray:{14 - 3 * min(round_, 3)} 3}}")
     return "".join(rules)
 
 
@@ -111,18 +119,19 @@ def _grid(across: Scale, up: Scale) -> Iterator[str]:
     for value in up.ticks():
         y = up(value)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>'
+        yield f'<text class="tick up" x="{LEFT - 8}" y="{y + 4:.1f}">{short(value)}</text>'
     for step in across.ticks(8):
         if step == int(step):
             text = (
-                f'<text class="tick" x="{across(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{int(step)}</text>'
+                f'<text class="tick" x="{across(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(step)}</text>'
             )
             yield text
 
 
-def _drawn(line: Line, across: Scale, up: Scale) -> Iterator[str]:
+def _drawn(line: Line, across: Scale, up: Scale, num_runs: int) -> Iterator[str]:
     series = line.series.at_most(MAX_POINTS)
-    aside = 3 * line.run if line.style == "stems" else 0  # several runs may save at the same step
+    apart = min(_ASIDE, _MOST_ASIDE / num_runs) if line.style == "stems" else 0.0
+    aside = apart * (line.run - (num_runs - 1) / 2)  # several runs may save at the same step
     places = [(across(step) + aside, up(value)) for step, value in zip(series.steps, series.values, strict=True)]
     colour = f"c{line.run}"
     if line.style == "stems":
@@ -132,5 +141,5 @@ def _drawn(line: Line, across: Scale, up: Scale) -> Iterator[str]:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         style = "line dashed" if line.style == "dots" else line.style
         yield f'<polyline class="{style} {colour}" points="{points}"/>'
-    if line.style in ("dots", "stems") or len(places) == 1:
+    if (line.style in ("dots", "stems") and len(places) <= _MOST_CIRCLES) or len(places) == 1:
         yield from (f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places)

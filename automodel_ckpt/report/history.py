@@ -41,8 +41,10 @@ class Series:
             kept += sorted({low, high})
         return Series(tuple(self.steps[i] for i in kept), tuple(self.values[i] for i in kept))
 
-    def smoothed(self, weight: float = 0.9) -> Series:
-        """The exponential moving average, corrected for its start (as Adam's; Kingma and Ba 2015)."""
+    def smoothed(self) -> Series:
+        """The exponential moving average over a hundredth of the series, at least ten values; corrected for its start
+        (as Adam's; Kingma and Ba 2015)."""
+        weight = 1 - 1 / max(10, len(self) / 100)
         average, total, values = 0.0, 0.0, []
         for value in self.values:
             average = weight * average + (1 - weight) * value
@@ -67,7 +69,8 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class History:
     """A run: *series* by field (``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds``, ``bytes``),
-    its checkpoints (oldest first), the steps it was resumed at, and the sums below."""
+    its checkpoints (oldest first), the steps it was resumed at, the last step and those whose loss is no finite
+    number, and the sums below."""
 
     name: str
     path: Path
@@ -76,6 +79,8 @@ class History:
     resumed_at: tuple[int, ...] = ()
     num_tokens: int = 0
     timestamps: Series = field(default_factory=Series)
+    last_step: int = 0
+    not_finite: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -102,7 +107,11 @@ def read_history(path: Path, name: str | None = None) -> History:
     resumed = sorted({record["step"] for record in records if record.get("event") == "resume"})
     tokens = sum(int(_number(record.get("tokens")) or 0) for record in steps)
     times = _series(steps, "timestamp")
-    return History(name or path.name, path, series, checkpoints, tuple(resumed), tokens, times)
+    lossy = {record["step"] for record in steps if "loss" in record}
+    not_finite = tuple(sorted(lossy - {*series["loss"].steps}))
+    return History(
+        name or path.name, path, series, checkpoints, tuple(resumed), tokens, times, max(lossy, default=0), not_finite
+    )
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,11 +12,14 @@ from automodel_ckpt.report.charts import MAX_POINTS, Chart, Line, Mark, more_col
 from automodel_ckpt.report.history import Checkpoint, History, Series
 
 _SMOOTH_FROM = 200
+# Field, title, from zero, smoothed: a schedule is drawn as it is.
 PANELS = (
-    ("grad_norm", "Gradient norm", False),
-    ("lr", "Learning rate", True),
-    ("tps", "Throughput, tokens per second", True),
+    ("grad_norm", "Gradient norm", False, True),
+    ("lr", "Learning rate", True, False),
+    ("tps", "Throughput, tokens per second", True, True),
 )
+_LEGEND = {"saved": "▲ checkpoint", "best": "◯ LOWEST_VAL", "resumed": "┆ resumed"}
+_MOST_HEADS = 2
 
 
 def page(runs: Sequence[History]) -> str:
@@ -24,7 +27,8 @@ def page(runs: Sequence[History]) -> str:
     style, script = (resources.files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
     charts = [chart for chart in charts_of(runs) if not chart.is_empty]
     title = " · ".join(run.name for run in runs)
-    body = "\n".join([*_heads(runs), *(_figure(chart) for chart in charts), *_tables(runs)])
+    heads = _heads(runs) if len(runs) <= _MOST_HEADS else _head_table(runs)
+    body = "\n".join([*heads, _legend(charts), *(_figure(chart) for chart in charts), *_tables(runs)])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -41,8 +45,8 @@ def charts_of(runs: Sequence[History]) -> Iterator[Chart]:
     steps = (1, last)
     losses = [line for n, run in enumerate(runs) for line in _losses(n, run)]
     yield Chart("Loss", losses, [*_marks(runs)], steps=steps)
-    for field, title, from_zero in PANELS:
-        lines = [line for n, run in enumerate(runs) for line in _curves(n, run.name, run.series[field])]
+    for field, title, from_zero, smooth in PANELS:
+        lines = [line for n, run in enumerate(runs) for line in _curves(n, run.name, run.series[field], smooth)]
         yield Chart(title, lines, from_zero=from_zero, steps=steps)
     for field, title in (("stall_seconds", "Training waited for saves, seconds"), ("bytes", "Size of saves, bytes")):
         lines = [Line(run.name, number, run.series[field], "stems") for number, run in enumerate(runs)]
@@ -55,9 +59,9 @@ def _losses(number: int, run: History) -> Iterator[Line]:
         yield Line(f"{run.name}, validation", number, run.series["val_loss"], "dots")
 
 
-def _curves(number: int, name: str, series: Series) -> Iterator[Line]:
+def _curves(number: int, name: str, series: Series, smooth: bool = True) -> Iterator[Line]:
     """The series, and over many steps its average, which is what the eye can follow."""
-    if len(series) < _SMOOTH_FROM:
+    if not smooth or len(series) < _SMOOTH_FROM:
         yield Line(name, number, series)
     else:
         yield Line(f"{name}, each step", number, series, "faint")
@@ -101,21 +105,45 @@ def _heads(runs: Sequence[History]) -> Iterator[str]:
             f'<section><h2><span class="key c{number}"></span>{escape(run.name)} '
             f"<small>{escape(str(run.path))}</small></h2><dl>{cells}</dl></section>"
         )
-    yield (
-        '<p class="legend"><span>▲ checkpoint</span><span>◯ LOWEST_VAL</span><span>┆ resumed</span>'
-        "<span>● validation</span><span>all over optimizer steps</span></p>"
+
+
+def _head_table(runs: Sequence[History]) -> Iterator[str]:
+    """Many runs: a row each."""
+    yield f"<h1>{len(runs)} runs</h1>"
+    rows = [dict(summary(run)) for run in runs]
+    titles = list(dict.fromkeys(title for row in rows for title in row))
+    head = "".join(f"<th>{escape(title)}</th>" for title in ("run", *titles))
+    body = "".join(
+        f'<tr><td title="{escape(str(run.path))}"><span class="key c{number}"></span>{escape(run.name)}</td>'
+        + "".join(f"<td>{escape(row.get(title, ''))}</td>" for title in titles)
+        + "</tr>"
+        for number, (run, row) in enumerate(zip(runs, rows, strict=True))
     )
+    yield f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _legend(charts: Sequence[Chart]) -> str:
+    """Of what is drawn."""
+    kinds = {mark.kind for chart in charts for mark in chart.marks}
+    said = [text for kind, text in _LEGEND.items() if kind in kinds]
+    if any(line.style == "dots" for chart in charts for line in chart.lines):
+        said.append("┄ validation")
+    spans = "".join(f"<span>{text}</span>" for text in (*said, "all over optimizer steps"))
+    return f'<p class="legend">{spans}</p>'
 
 
 def summary(run: History) -> Iterator[tuple[str, str]]:
     """The run in a few figures: what, and how much."""
     loss, validation, stalls = (run.series[name] for name in ("loss", "val_loss", "stall_seconds"))
-    yield "steps", f"{loss.steps[-1]:,}" if len(loss) else "0"
+    yield "steps", f"{run.last_step:,}"
     if len(loss):
-        yield "training loss", f"{loss.values[-1]:.4f}"
+        at = "" if loss.steps[-1] == run.last_step else f" at step {loss.steps[-1]:,}"
+        yield "training loss", f"{loss.values[-1]:.4f}{at}"
+    if run.not_finite:
+        yield "loss not finite", f"{_steps(len(run.not_finite))}, first {run.not_finite[0]:,}"
     if len(validation):
         best = min(range(len(validation)), key=validation.values.__getitem__)
-        yield "lowest validation loss", f"{validation.values[best]:.4f} at step {validation.steps[best]}"
+        yield "lowest validation loss", f"{validation.values[best]:.4f} at step {validation.steps[best]:,}"
     yield "tokens", f"{run.num_tokens:,}"
     yield "checkpoints", str(len(run.checkpoints))
     if len(stalls):
@@ -123,6 +151,10 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         yield "waited for saves", f"{sum(stalls.values):.2f} s ({share:.1%} of the run)"
     if run.resumed_at:
         yield "resumed", f"{len(run.resumed_at)} times" if len(run.resumed_at) > 1 else "once"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count:,} steps"
 
 
 def _tables(runs: Sequence[History]) -> Iterator[str]:

@@ -6,17 +6,19 @@ from itertools import pairwise
 
 from automodel_ckpt.report.history import Series
 
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-=+*%#"
 
 
-def sparkline(series: Series, width: int = 60) -> str:
-    """At most *width* characters, each the mean of a stretch of steps; empty for an empty series."""
+def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:
+    """At most *width* characters, the lowest of *bars* first, each the mean of a stretch of steps; empty for an empty
+    series."""
     means = _means(series.values, width)
     if not means:
         return ""
     low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)
 
 
 def _means(values: tuple[float, ...], width: int) -> list[float]:

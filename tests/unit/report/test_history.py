@@ -29,7 +29,9 @@ def test_lines_that_hold_no_numbers_are_passed_over_and_of_two_at_a_step_the_las
            '{"step": 6, "loss": 1e999}', '{"step": 7, "loss": true}', "[" * 100_000]  # fmt: skip
     huge = '{"step": 8, "loss": 1' + "0" * 400 + "}"
     (tmp_path / "training.jsonl").write_text("\n".join([*map(json.dumps, good), *odd, huge, '{"step": 9, "lo']))
-    assert read_history(tmp_path).series["loss"] == Series((1, 3), (2.5, 1.0))
+    history = read_history(tmp_path)
+    assert history.series["loss"] == Series((1, 3), (2.5, 1.0))
+    assert (history.last_step, history.not_finite) == (8, (2, 5, 6, 7, 8))
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -50,6 +52,11 @@ def test_an_average_of_equal_values_is_that_value_from_the_start() -> None:
     assert Series((1, 2, 3), (5.0, 5.0, 5.0)).smoothed().values == pytest.approx((5.0, 5.0, 5.0))
 
 
+def test_an_average_is_over_a_hundredth_of_a_long_series() -> None:
+    zigzag = Series(tuple(range(10_000)), tuple(float(step % 20 < 10) for step in range(10_000)))
+    assert max(abs(value - 0.5) for value in zigzag.smoothed().values[1000:]) < 0.06
+
+
 @pytest.mark.parametrize("values", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-1e-9, 1e-9), (1e15, 2e15), (5e-324, 0.0)])
 def test_a_scale_has_a_length_and_a_few_round_ticks(values: tuple[float, float]) -> None:
     scale = scale_over(values, 0, 100)
@@ -67,4 +74,5 @@ def test_a_sparkline_shows_the_shape() -> None:
     assert sparkline(Series((1, 2, 3), (1.0, 8.0, 1.0))) == "▁█▁"
     assert sparkline(Series((1, 2), (4.0, 4.0))) == "▁▁"
     assert sparkline(Series()) == ""
+    assert sparkline(Series((1, 2, 3), (1.0, 8.0, 1.0)), bars="_#") == "_#_"
     assert len(sparkline(Series(tuple(range(999)), tuple(map(float, range(999)))), width=40)) == 40

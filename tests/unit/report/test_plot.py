@@ -69,6 +69,44 @@ def test_many_runs_have_a_colour_each(tmp_path: Path) -> None:
     assert main(["plot", *runs, "-o", str(tmp_path / "report.png")]) == 0
 
 
+def test_many_runs_are_a_table_and_saves_of_all_stay_in_the_picture(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / f"run{n}", num_steps=4, saved=[4])) for n in range(12)]
+    page = tmp_path / "report.html"
+    assert main(["plot", *runs, "-o", str(page)]) == 0
+    text = page.read_text()
+    assert "<dl>" not in text
+    assert all(f'<span class="key c{n}"></span>run{n}</td>' in text for n in range(12))
+    stems = [float(e.get("d", "")[1:].split()[0]) for e in svgs(text)[-1] if e.get("class", "").startswith("stem")]
+    assert len(stems) == 12
+    assert max(stems) < 846 + 14
+
+
+def test_a_learning_rate_is_never_smoothed_and_lost_losses_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=300)
+    lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["loss"] = None if line["step"] > 250 else line["loss"]
+    (run / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = tmp_path / "report.html"
+    assert main(["plot", str(run), "-o", str(page)]) == 0
+    text = page.read_text()
+    drawn = {e.get("aria-label"): [line.get("class") for line in e if line.tag == "polyline"] for e in svgs(text)}
+    assert drawn["Learning rate"] == ["line c0"]
+    assert drawn["Gradient norm"] == ["faint c0", "line c0"]
+    assert "<dd>300</dd>" in text
+    assert "at step 250</dd>" in text
+    assert "<dd>50 steps, first 251</dd>" in text
+
+
+def test_only_what_is_drawn_stands_in_the_legend(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", num_steps=3)
+    page = tmp_path / "report.html"
+    for path, expected in ((run, {"checkpoint", "LOWEST_VAL", "resumed", "validation"}), (other, set())):
+        assert main(["plot", str(path), "-o", str(page)]) == 0
+        legend = page.read_text().split('class="legend">')[1].split("</p>")[0]
+        assert {w for w in ("checkpoint", "LOWEST_VAL", "resumed", "validation") if w in legend} == expected
+
+
 def test_a_picture_is_drawn_by_its_ending(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 0
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -90,6 +128,18 @@ def test_without_a_file_small_curves_go_to_the_terminal(run: Path, capsys: pytes
     assert head.startswith("first: steps 8, training loss 2.0337, lowest validation loss")
     assert head.endswith("resumed once")
     assert re.fullmatch(r"  loss        [▁-█]{8}  4\.676 \.\. 2\.034", loss)
+
+
+def test_small_curves_fit_the_terminal_and_its_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", num_steps=300, saved=[300])
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["plot", str(run)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines()[1:])) <= 60
+    monkeypatch.setattr("automodel_ckpt.cli.plot.can_print", lambda text, stream: False)
+    assert main(["plot", str(run)]) == 0
+    assert capsys.readouterr().out.isascii()
 
 
 def test_json_gives_the_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
