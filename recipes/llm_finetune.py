@@ -51,7 +51,7 @@ class LLMFinetune(FinetuneRecipe):
             raise RecipeError(
                 "a language model has a tokenizer, not a processor",
                 where="processor",
-                value="a section processor",
+                value="a processor section",
                 remedy="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
             )
         if isinstance(section, Target):

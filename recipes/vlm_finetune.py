@@ -51,14 +51,14 @@ class VLMFinetune(FinetuneRecipe):
             raise RecipeError(
                 "a vision-language model's tokenizer is part of its processor",
                 where="tokenizer",
-                value="a section tokenizer",
+                value="a tokenizer section",
                 remedy="give a processor section instead",
             )
         if config.packed_sequence is not None:
             raise RecipeError(
                 "samples with images are not packed: each is padded to the longest",
                 where="packed_sequence",
-                value="a section packed_sequence",
+                value="a packed_sequence section",
                 remedy="leave packed_sequence out",
             )
 

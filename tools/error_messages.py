@@ -137,7 +137,7 @@ class Reader:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self.text(node.left, function, bound) + self.text(node.right, function, bound)
         if isinstance(node, ast.IfExp):
-            return _either(self.text(node.body, function, bound), self.text(node.orelse, function, bound))
+            return _either(*(self.text(each, function, bound) for each in _outcomes(node)))
         return self._named(node, function, bound) if isinstance(node, ast.Name) else "…"
 
     def _named(self, node: ast.Name, function: Function, bound: Bound) -> str:
@@ -178,6 +178,10 @@ def _name(node: ast.expr) -> str:
 
 def _names(node: ast.expr) -> set[str]:
     return {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
+
+
+def _outcomes(node: ast.expr) -> list[ast.expr]:
+    return [*_outcomes(node.body), *_outcomes(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
 def _either(*texts: str) -> str:

@@ -224,7 +224,7 @@ class AsyncSaves:
                 clear_leftovers(source / layout.CONSOLIDATED, log.debug)
             return
         except Exception as error:
-            failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path)
+            failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed)
             raise ExportFailed.all_of(failure.problems) from error
         for line in said:
             log.info("%s", line)

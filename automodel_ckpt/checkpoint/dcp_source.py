@@ -54,5 +54,5 @@ def _notes(content: DcpContent, names: Mapping[str, str]) -> list[str]:
     if others := len(content.tensors) - len(names):
         notes.append(f"{others} tensors that are not the model's are left out")
     if content.values:
-        notes.append(f"{len(content.values)} values that are no tensors are left out")
+        notes.append(f"{len(content.values)} values that are not tensors are left out")
     return notes

@@ -84,8 +84,9 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
         config = None
     if not isinstance(config, dict):
         raise CheckpointUnusable(
-            "config.json is not a JSON mapping", where=str(path), value="", remedy="restore the file from another copy"
-        )
+            "config.json is not a JSON mapping", where=str(path), value=repr(raw[:40]),
+            remedy="restore the file from another copy",
+        )  # fmt: skip
     before = json.dumps(config)
     tensors = [tensor for file in plan.files for tensor in file.tensors]
     if (code := _main_dtype(tensors)) is not None:

@@ -156,7 +156,7 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
     side = f"{prefix}{layout.HF_METADATA}/"
     read = {path: record for path, record in manifest.files.items() if path in used or path.startswith(side)}
-    notes = [f"{len(tree.objects)} values that are no tensors are left out"] if tree.objects else []
+    notes = [f"{len(tree.objects)} values that are not tensors are left out"] if tree.objects else []
     restricted = dataclasses.replace(manifest, files=read, trees={name: tree})
     return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, tuple(notes))
 
@@ -236,7 +236,7 @@ def _refuse_odd(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         status = os.lstat(directory / name)
         if not stat.S_ISREG(status.st_mode):
-            raise _unusable("this shard is no regular file", directory / name, stat.filemode(status.st_mode))
+            raise _unusable("this shard is not a regular file", directory / name, stat.filemode(status.st_mode))
         if is_hollow(status):
             raise _unusable("this shard is nearly all hole", directory / name, f"{status.st_size} bytes")
 
@@ -245,7 +245,7 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         raise CheckpointUnusable(
-            "this file is no shard: its header does not say where its slices belong",
+            "this file is not a shard: its header does not say where its slices belong",
             where=str(path),
             value=f"no {SHARDING_INFO}",
             remedy="whole Hugging Face files need no consolidation; a file that strayed in here must go",

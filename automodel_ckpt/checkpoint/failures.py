@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
 RETRY = "free space or mend the directory, then run the same command: it resumes from the checkpoint before"
 _NAME_ANOTHER = "name a directory with room, which this user can write, in checkpoint.checkpoint_dir"
+_EXPORT_AGAIN = "free space or mend the directory; `ckpt consolidate` makes the export from the checkpoint"
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
 
 
@@ -20,7 +21,7 @@ def as_failure(error: Exception, doing: str, where: Path, kind: type[AutomodelEr
         return error
     if isinstance(error, OSError):
         error.filename = error.filename or str(where)
-        remedy = _NAME_ANOTHER if kind is RecipeError else RETRY
+        remedy = _NAME_ANOTHER if kind is RecipeError else _EXPORT_AGAIN if kind is ExportFailed else RETRY
         return kind.all_of([os_problem(error, f"{doing} failed", remedy=remedy)])
     log.debug("unexpected", exc_info=error)
     return kind(f"{doing} failed", where=str(where), value=repr(error), remedy=_DEFECT)

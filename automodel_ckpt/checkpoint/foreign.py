@@ -39,7 +39,7 @@ class ForeignTensor:
 
 @dataclass(frozen=True, slots=True)
 class ForeignTree:
-    """A directory of tensors: its kind, what it holds, and how many values that are no tensors; or why it cannot be
+    """A directory of tensors: its kind, what it holds, and how many values that are not tensors; or why it cannot be
     read."""
 
     kind: str

@@ -169,8 +169,7 @@ def _known_scaling(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]
     if needed is None:
         raise _refused("this scaling of positions is not written as GGUF", where, f"{settings['rope_type']!r:.100}")
     for key in needed:
-        if _number(settings, key, where) <= 0:
-            raise _refused("config.json holds no usable value", where, f"{key}: {settings[key]!r:.100}")
+        _number(settings, key, where)
     if "factor" not in needed:
         return {}
     if settings["rope_type"] == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:

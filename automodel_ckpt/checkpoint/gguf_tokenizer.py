@@ -107,7 +107,7 @@ def _merges(model: Mapping[str, Any], where: str) -> list[str]:
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) and " " not in p for p in pair):
-            raise _refused("this is no merge of two tokens", where, f"{merge!r:.100}")
+            raise _refused("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
 
@@ -152,7 +152,7 @@ def _part(part: Any, ids: Mapping[str, int]) -> int | None:
 
 def _mapping(value: Any, key: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _refused("this is no tokenizer of Hugging Face's", where, key)
+        raise _refused("this is not a tokenizer of Hugging Face's", where, key)
     return value
 
 

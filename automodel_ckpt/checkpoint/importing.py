@@ -230,7 +230,7 @@ def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Ite
         if others := len(content.tensors) - len(weights.tensors):
             yield f"{others} tensors that are not the model's"
         if content.values:
-            yield f"{len(content.values)} values that are no tensors"
+            yield f"{len(content.values)} values that are not tensors"
     yield from (name for name in ("dataloader", "rng", "step_scheduler.pt") if os.path.lexists(source / name))
 
 

@@ -61,6 +61,6 @@ def _refuse(status: os.stat_result, path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "a symbolic link stands in a checkpoint", str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, f"no regular file ({stat.filemode(status.st_mode)})", str(path))
+        raise OSError(errno.EINVAL, f"not a regular file ({stat.filemode(status.st_mode)})", str(path))
     if is_hollow(status):
         raise OSError(errno.EFBIG, f"{status.st_size} bytes of which nearly none are on the disk", str(path))

@@ -92,7 +92,7 @@ class Lease:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
                 raise RecipeError(
-                    "the lock file of this directory is no regular file", where=str(self._path),
+                    "the lock file of this directory is not a regular file", where=str(self._path),
                     value=stat.filemode(os.lstat(self._path).st_mode), remedy="remove it: no run makes such a file",
                 )  # fmt: skip
 

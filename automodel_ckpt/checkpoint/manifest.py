@@ -366,7 +366,7 @@ def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _unusable("the manifest is no JSON", path, repr(error)) from error
+        raise _unusable("the manifest is not JSON", path, repr(error)) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _unusable("the manifest is of another kind", path, "not " + FORMAT)
     return raw
@@ -499,13 +499,13 @@ def _blob(raw: Mapping[str, Any]) -> Blob:
 
 def _integer(value: object) -> int:
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f"{_shown(value)} is no count")
+        raise ValueError(f"{_shown(value)} is not a count")
     return value
 
 
 def _seconds(value: object) -> float:
     if type(value) not in (int, float) or not 0 <= value < MAX_INTEGER:  # type: ignore[operator]
-        raise ValueError(f"{_shown(value)} is no time")
+        raise ValueError(f"{_shown(value)} is not a time")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -526,7 +526,7 @@ def _flag(value: object) -> bool:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{_shown(value)} is no text")
+        raise TypeError(f"{_shown(value)} is not text")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -544,7 +544,7 @@ def _sizes(value: Iterable[object]) -> tuple[int, ...]:
 def _mapping(value: object) -> dict[str, Any]:
     """Values for people: of any kind, but none that printing it or computing with it would fail on."""
     if not isinstance(value, dict):
-        raise TypeError(f"{_shown(value)} is no mapping")
+        raise TypeError(f"{_shown(value)} is not a mapping")
     level: list[Any] = [value]
     for _ in range(MAX_PLAIN_DEPTH):
         level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]

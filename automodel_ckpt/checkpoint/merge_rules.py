@@ -52,7 +52,7 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
         if match := _FACTOR.fullmatch(name):
             changes.setdefault(f"{match[1]}.weight", Change()).factors[_PLACES[match[2]]] = key
         elif name == key or "lora_" in name:
-            raise _unusable("this tensor is none of LoRA, rsLoRA, DoRA, or of a whole module", where, key)
+            raise _unusable("this tensor is not one of LoRA, rsLoRA, DoRA or a whole module", where, key)
         else:
             changes.setdefault(name.replace(".base_layer.", "."), Change()).whole = key
     for name, change in changes.items():

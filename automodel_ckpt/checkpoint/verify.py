@@ -98,7 +98,7 @@ def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | 
         return Problem("a file of the checkpoint is missing", str(where), error.strerror, _REMEDY)
     if not stat.S_ISREG(status.st_mode):
         return Problem(
-            "a file of the checkpoint is no regular file", str(where), stat.filemode(status.st_mode), _REMEDY
+            "a file of the checkpoint is not a regular file", str(where), stat.filemode(status.st_mode), _REMEDY
         )
     if status.st_size != record.size:
         value = f"{status.st_size} bytes, {record.size} when it was saved"

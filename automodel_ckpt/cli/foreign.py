@@ -77,6 +77,6 @@ def lines(shown: Mapping[str, Any]) -> Iterator[str]:
     yield from section("losses", [f"{name}: {value}"[:200] for name, value in shown["losses"].items()])
     yield from section("files", table([(n, size_text(b)) for n, b in sorted(shown["files"].items())]))
     for name, tree in shown["trees"].items():
-        values = f", {tree['values']} values that are no tensors" if tree["values"] else ""
+        values = f", {tree['values']} values that are not tensors" if tree["values"] else ""
         title = f"{name} ({tree['format']}, {count(tree['tensors'], 'tensor')}{values})"
         yield from section(title, [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"]))

@@ -42,7 +42,7 @@ def import_(arguments: argparse.Namespace) -> int:
     for name in ("step", "epoch"):
         if getattr(arguments, name) < 0:
             raise RecipeError(
-                "steps and epochs are counts", where=f"--{name}", value=getattr(arguments, name),
+                "a step or an epoch cannot be negative", where=f"--{name}", value=getattr(arguments, name),
                 remedy="give 0 or more",
             )  # fmt: skip
     planned = prepare(Path(arguments.source), Path(arguments.run), step=arguments.step, epoch=arguments.epoch)

@@ -64,5 +64,7 @@ def track(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | 
 def _options(words: list[str]) -> dict[str, Any]:
     for word in words:
         if "=" not in word:
-            raise RecipeError("an option has a key and a value", where="--option", value=word, remedy="KEY=VALUE")
+            raise RecipeError(
+                "an option needs a key and a value", where="--option", value=word, remedy="write it as KEY=VALUE"
+            )
     return {key: untyped(value) for key, _, value in (word.partition("=") for word in words)}

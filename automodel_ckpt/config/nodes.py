@@ -80,7 +80,7 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
         problems.append(os_problem(error, "the recipe cannot be read", remedy="let this user read it"))
         return None
     except UnicodeDecodeError as error:
-        problems.append(Problem("the recipe is no UTF-8 text", f"{path}, byte {error.start}", "", "save it as UTF-8"))
+        problems.append(Problem("the recipe is not UTF-8 text", f"{path}, byte {error.start}", "", "save it as UTF-8"))
         return None
     if len(text.encode()) > MAX_FILE_BYTES:
         problems.append(Problem("the recipe is too large", str(path), f"over {MAX_FILE_BYTES} bytes", "shorten it"))
@@ -103,7 +103,7 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
         where = f"{origin}:{mark.line + 1}" if mark and lines else origin
         said = [getattr(error, "context", None), getattr(error, "problem", None)]
         what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
-        problems.append(Problem(f"this is no valid YAML: {what}", where, "", UNREADABLE))
+        problems.append(Problem(f"this is not valid YAML: {what}", where, "", UNREADABLE))
     return Node("", origin)
 
 

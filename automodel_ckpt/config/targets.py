@@ -98,7 +98,7 @@ def resolve(name: str, trust: Trust) -> Callable[..., Any]:
     found = _find(name, trust)
     module = getattr(_innermost(found), "__module__", None)
     if not callable(found):
-        raise Refused(f"{name} is no class or function", "name something that can be called")
+        raise Refused(f"{name} is not a class or function", "name something that can be called")
     if not isinstance(module, str) or not trust.covers(module):
         raise Refused(f"{name} is defined in {module or 'no module'}, which recipes may not use", _remedy(module))
     return typing.cast(Callable[..., Any], found)
@@ -115,7 +115,7 @@ def check_name(name: str, trust: Trust) -> None:
     """What can be said of a dotted name before anything is imported."""
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise Refused(f"{name!r} is no dotted name", "write package.module.callable")
+        raise Refused(f"{name!r} is not a dotted name", "write package.module.callable")
     if not trust.may_import(name):
         raise Refused(f"{name} is code that nobody trusted", _remedy(parts[0]))
     if _within(name, trust.names) and not _within(name, ALLOWED):
@@ -209,9 +209,9 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
         found = resolve(registered().get(name, name).replace(":", "."), trust)
     missing = [method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
-        raise Refused(f"{name} is no recipe", "a recipe is a class with setup, run and close; see recipes/base.py")
+        raise Refused(f"{name} is not a recipe", "a recipe is a class with setup, run and close; see recipes/base.py")
     if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
-        raise Refused(f"{name}.Config is no RecipeConfig", "derive it from automodel_ckpt's RecipeConfig")
+        raise Refused(f"{name}.Config is not a RecipeConfig", "derive it from automodel_ckpt's RecipeConfig")
     return found
 
 

@@ -210,7 +210,7 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
     turns = _plain(conversation)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
         raise Unlearnable(
-            "this is no conversation",
+            "this is not a conversation",
             repr(conversation)[:80],
             'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
         )

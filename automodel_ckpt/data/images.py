@@ -52,5 +52,5 @@ def _source(value: Any, folder: Path) -> Any:
     if not isinstance(value, str):
         return value
     if "://" in value or value.startswith("data:"):
-        raise Unlearnable("an image is no local file, and nothing is downloaded", value[:80], _REMEDY)
+        raise Unlearnable("an image is not a local file, and nothing is downloaded", value[:80], _REMEDY)
     return folder / Path(value).expanduser()

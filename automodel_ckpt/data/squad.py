@@ -52,7 +52,9 @@ def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         remedy = 'SQuAD\'s answers are {"text": ["..."], "answer_start": [0]}'
-        raise RecipeError("these are no answers of SQuAD", where=source.place(row), value=answers, remedy=remedy)
+        raise RecipeError(
+            "these are not answers in SQuAD's form", where=source.place(row), value=answers, remedy=remedy
+        )
     if texts:
         return str(texts[0]).strip()
     if no_answer is None:

@@ -73,7 +73,7 @@ def _why_not(model: nn.Module) -> str:
     base = _base(model)
     config = getattr(base, "config", None)
     if config is None or not hasattr(base, "get_decoder"):
-        return "it is none of transformers'"
+        return "it is not a model of transformers"
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
     inside = {type(part).__name__ for layer in _layers(base) for part in layer.modules() if isinstance(part, nn.Conv1d)}
     if getattr(base, "_is_stateful", False) or kinds or inside:

@@ -209,7 +209,7 @@ def _tie(model: nn.Module, alias: str, kept: str) -> None:
     one, other = model.get_parameter(kept), model.get_parameter(alias)
     if getattr(one, "placements", None) != getattr(other, "placements", None):
         raise RecipeError(
-            "the tensor parallel plan cuts parameters differently that are tied",
+            "the tensor parallel plan cuts tied parameters differently",
             where="distributed.tp_plan",
             value=f"{kept} and {alias}",
             remedy="give both the same dimension (embedding_rowwise goes with colwise_gather_output), or untie them",

@@ -310,7 +310,9 @@ def check_complete(model: object) -> None:
     meta device are."""
     if not isinstance(model, nn.Module):
         remedy = "let the function or class of this section make one"
-        raise RecipeError("the model is no torch.nn.Module", where="model", value=type(model).__name__, remedy=remedy)
+        raise RecipeError(
+            "the model is not a torch.nn.Module", where="model", value=type(model).__name__, remedy=remedy
+        )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta]
     if lazy:

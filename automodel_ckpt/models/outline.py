@@ -46,7 +46,7 @@ def _empty_model(directory: Path) -> Any:
             return model_class(config)
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointUnusable(
-            "the base is no model of the transformers library",
+            "the base is not a model of the transformers library",
             where=str(directory / "config.json"),
             value=str(error).strip()[:300],
             remedy="load base and adapter with peft in your own code, and call merge_and_unload",

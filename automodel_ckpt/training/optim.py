@@ -23,7 +23,7 @@ def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
     function that computes the loss anew, unless the recipe *takes_own_steps*."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
-            "the optimizer is no torch.optim.Optimizer",
+            "the optimizer is not a torch.optim.Optimizer",
             where="optimizer",
             value=type(optimizer).__name__,
             remedy="let this section's function or class make one",

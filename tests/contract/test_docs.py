@@ -116,7 +116,9 @@ def test_each_error_message_has_a_cause_and_a_fix_and_each_cause_a_message() -> 
 
 def test_words_that_come_from_callers_are_messages_of_their_own() -> None:
     said = {(found.what, found.remedy) for found in messages()}
-    assert ("the manifest is no JSON", "use another checkpoint of this run") in said, "a helper's parameter, a constant"
+    assert ("the manifest is not JSON", "use another checkpoint of this run") in said, (
+        "a helper's parameter, a constant"
+    )
     assert ("inductor has no such mode", "it has …") in said
     whats = {what for what, _ in said}
     assert "the base cannot be quantized: packed weights cannot be sharded by fsdp2" in whats, "a part of a sentence"

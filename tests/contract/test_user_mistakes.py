@@ -103,8 +103,8 @@ MISTAKES = {
     "an optimizer that computes the loss itself": Mistake(
         ("--optimizer={_target_: torch.optim.LBFGS}",), r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)"
     ),
-    "no optimizer": Mistake(("--optimizer={_target_: torch.nn.ReLU}",), "is no torch.optim.Optimizer"),
-    "no model": Mistake(("--model={_target_: transformers.LlamaConfig}",), "is no torch.nn.Module"),
+    "no optimizer": Mistake(("--optimizer={_target_: torch.nn.ReLU}",), "is not a torch.optim.Optimizer"),
+    "no model": Mistake(("--model={_target_: transformers.LlamaConfig}",), "is not a torch.nn.Module"),
     "a model without values": Mistake(
         ("--model={_target_: torch.nn.LazyLinear, out_features: 3}",), r"have no values yet[\s\S]*2 of 2, the first w"
     ),

@@ -152,7 +152,7 @@ def test_a_model_that_images_join_between_the_layers_is_refused() -> None:
 
 
 def test_what_is_none_of_transformers_models_is_refused() -> None:
-    with pytest.raises(RecipeError, match="Linear: it is none of transformers'"):
+    with pytest.raises(RecipeError, match="Linear: it is not a model of transformers"):
         check_context_parallel(torch.nn.Linear(2, 2))
 
 

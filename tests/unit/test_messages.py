@@ -20,8 +20,10 @@ from automodel_ckpt.checkpoint.formats import plain
 from automodel_ckpt.checkpoint.formats.archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.launch import _refuse_started_cuda
 from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
+from automodel_ckpt.config.convert import _boolean, typed
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.targets import Refused, Trust, prepare, resolve
@@ -29,6 +31,7 @@ from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.sampler import accumulation_steps
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.distributed.mesh import _device
 from automodel_ckpt.distributed.tensor_parallel import _tie
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.models.build import checkpoint_activations
@@ -57,7 +60,7 @@ def tied_apart() -> object:
         (lambda: accumulation_steps(0, 1, 1), "at least 1"),
         (lambda: require_trackers(["tensorboard"], has_logs=False), "writes none"),
         (lambda: checkpoint_activations(torch.nn.Linear(1, 1)), "recompute its activations"),
-        (tied_apart, "differently that are tied"),
+        (tied_apart, "cuts tied parameters differently"),
     ],
 )  # fmt: skip
 def test_an_argument_that_cannot_be_followed(provoke: Callable[[], object], said: str) -> None:
@@ -85,6 +88,23 @@ def test_a_library_that_is_not_installed(
 def test_a_python_without_its_documentation(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(python_docs, "_library_directory", lambda: tmp_path)
     refused(python_docs._topics_digest, "without its documentation")
+
+
+def test_ranks_that_the_gpus_of_a_machine_do_not_suffice_for(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refused(lambda: _device(None, 1), "more ranks on this machine than it has GPUs")
+
+
+def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    refused(lambda: _refuse_started_cuda(torch), "uses a GPU while it is imported")
+
+
+@pytest.mark.parametrize("make", [lambda: typed("null", (int,)), lambda: typed("x", (int,)), lambda: _boolean("maybe")])
+def test_text_that_is_none_of_the_types_asked_for(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"null|x|maybe"):
+        make()
 
 
 def test_a_recipe_is_not_copied_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +162,7 @@ def test_a_log_line_that_cannot_be_written_now_is_a_warning(
     [
         ("1 / 0", "Recipe", "cannot be imported: ZeroDivisionError"),
         ("class Recipes: ...", "Recipe", r"has no Recipe[\s\S]*did you mean Recipes"),
-        ("class Recipe:\n    setup = run = close = print\n    Config = dict", "Recipe", "Config is no RecipeConfig"),
+        ("class Recipe:\n    setup = run = close = print\n    Config = dict", "Recipe", "Config is not a RecipeConfig"),
     ],
 )
 def test_code_of_a_recipe_that_is_none(tmp_path: Path, code: str, name: str, said: str) -> None:

@@ -51,7 +51,7 @@ def _directory(data: bytes | memoryview) -> tuple[int, int, int]:
     """Number of records, bytes and start of the directory (source: PKWARE APPNOTE 4.3.14 to 4.3.16)."""
     end = len(data) - 22
     if end < 0 or data[end : end + 4] != b"PK\x05\x06":
-        raise Fault("it is no archive of torch.save")
+        raise Fault("it is not an archive of torch.save")
     count, size, start = struct.unpack_from("<HII", data, end + 10)
     if data[max(end - 20, 0) : max(end - 16, 0)] == b"PK\x06\x07":
         (end,) = struct.unpack_from("<Q", data, end - 12)

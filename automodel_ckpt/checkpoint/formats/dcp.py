@@ -123,7 +123,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class DcpContent:
-    """All that ``.metadata`` says: tensors, the names of values that are no tensors, and the path of each name in the
+    """All that ``.metadata`` says: tensors, the names of values that are not tensors, and the path of each name in the
     nested state dict that was saved (where it was nested)."""
 
     tensors: Mapping[str, Described]
@@ -171,7 +171,7 @@ def _most_bytes(directory: Path) -> int:
 def _content(value: Any, budget: int) -> DcpContent:
     """*budget*: the program's bytes. Each thing it describes takes at least one, unless it names one thing twice."""
     if type(value) is not Record or value.kind != f"{_META}.Metadata":
-        raise Fault("it is no Metadata of PyTorch DCP")
+        raise Fault("it is not a Metadata of PyTorch DCP")
     described, stored = value.get("state_dict_metadata"), value.get("storage_data")
     if type(described) is not dict or type(stored) is not dict:
         raise Fault("it lacks state_dict_metadata or storage_data")
@@ -180,7 +180,7 @@ def _content(value: Any, budget: int) -> DcpContent:
     values: list[str] = []
     for fqn, entry in described.items():
         if type(fqn) is not str or type(entry) is not Record:
-            raise Fault("a name in it is no text, or what it names no description")
+            raise Fault("a name in it is not text, or what it names is not a description")
         if entry.kind.endswith(".BytesStorageMetadata"):
             values.append(fqn)
         else:
@@ -227,7 +227,7 @@ def _described(fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ..
 def _extents(value: Any) -> tuple[int, ...]:
     found = _counts(value)
     if found is None or len(found) > _MAX_DIMENSIONS:
-        raise Fault("a shape or an offset in it is none")
+        raise Fault("a shape or an offset in it is not a list of counts")
     return found
 
 
@@ -311,7 +311,7 @@ def _record(item: memoryview, ranges: Mapping[str, tuple[int, int]], name: str) 
 def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
     """The name of the storage of a contiguous tensor that begins where its storage does."""
     if type(stored) is not _Stored or type(stored.storage) is not tuple or len(stored.storage) != 5:
-        raise Fault("it is no plain tensor")
+        raise Fault("it is not a plain tensor")
     kind, storage, key, _, _ = stored.storage
     if kind != "storage" or type(key) is not str or (stored.dtype or storage) != dtype:
         raise Fault(f"it is a tensor of another dtype than {dtype}")

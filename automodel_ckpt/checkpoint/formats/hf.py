@@ -66,7 +66,7 @@ def plan_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Job]:
 
 
 def placed_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[PlacedJob]:
-    """The same without the values that are no tensors. A tensor's data are one object, at however many places."""
+    """The same without the values that are not tensors. A tensor's data are one object, at however many places."""
     pieces: dict[str, list[PlacedPiece]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
     for share in plan.tensors():
         tensor, data = Tensor(share.fqn, share.dtype, share.shape, ()), plan.fetching(share)

@@ -1,7 +1,7 @@
 """Reading a tree back: PyTorch DCP plans which parts of which slices a rank needs, and they are read into place.
 
 Both formats come through here, because the manifest says where every slice's raw bytes stand. No pickle is read but
-the values that are no tensors, and those by a reader of plain data (:mod:`plain`).
+the values that are not tensors, and those by a reader of plain data (:mod:`plain`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Planner(DefaultLoadPlanner):
 
 def read_value(checkpoint: Path, file: str) -> Any:
     """The plain data in a file that ``torch.save`` wrote. Raises :class:`CheckpointUnusable` for anything else, OSError
-    for what is no regular file of the checkpoint."""
+    for what is not a regular file of the checkpoint."""
     return plain.load(read_inside(checkpoint, file), str(checkpoint / file))
 
 

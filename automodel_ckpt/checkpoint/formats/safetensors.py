@@ -47,7 +47,7 @@ def _shard_job(plan: TreePlan, shares: Sequence[TensorShare], file: str) -> File
 
 
 def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
-    """A module's values that are no tensors (``get_extra_state``) stand in a file of their own."""
+    """A module's values that are not tensors (``get_extra_state``) stand in a file of their own."""
     pieces, start = [], 0
     for fqn, data in plan.values():
         pieces.append(Piece(start, data, Blob(fqn, file, start, len(data), "")))

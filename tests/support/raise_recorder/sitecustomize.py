@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-ERRORS = "automodel_ckpt.errors"
+PACKAGE = "automodel_ckpt."
+ERRORS = PACKAGE + "errors"
 EXPECTED = "_pytest.raises"
 ROOT = str(Path(__file__).resolve().parents[3])
 LEAST_DESCRIPTOR = 200
@@ -28,7 +29,7 @@ noted: set[tuple[str, int]] = set()
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name not in (ERRORS, EXPECTED):
+        if name != EXPECTED and not name.startswith(PACKAGE):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -38,9 +39,12 @@ class Finder(importlib.abc.MetaPathFinder):
                 run(module)
                 if name == EXPECTED:
                     watch_expected(module.RaisesExc)
-                else:
+                elif name == ERRORS:
                     watch(module.AutomodelError)
                     watch(module.Problem)
+                else:
+                    for own in exceptions_of(module):
+                        remember(own)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -56,6 +60,25 @@ def watch(cls: type) -> None:
     cls.__init__ = noting  # type: ignore[misc]
 
 
+def exceptions_of(module: ModuleType) -> list[type]:
+    """Those that it defines beside our errors."""
+    kinds = [
+        value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return [kind for kind in kinds if issubclass(kind, Exception)]
+
+
+def remember(cls: type) -> None:
+    """Have each of these exceptions know where it was made: where it was raised may be its maker's caller."""
+    made = cls.__init__  # type: ignore[misc]
+
+    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.made_at = places_of(traceback.walk_stack(sys._getframe(1)))
+
+    cls.__init__ = remembering  # type: ignore[misc]
+
+
 def watch_expected(cls: type) -> None:
     left = cls.__exit__  # type: ignore[attr-defined]
 
@@ -67,14 +90,18 @@ def watch_expected(cls: type) -> None:
 
 
 def note(frame: FrameType | None, error: BaseException | None) -> None:
-    places = {(at.f_code.co_filename, line) for at, line in traceback.walk_stack(frame)} if frame else set()
+    places = places_of(traceback.walk_stack(frame)) if frame else set()
     for one in causes(error):
-        places |= {(at.f_code.co_filename, line) for at, line in traceback.walk_tb(one.__traceback__)}
+        places |= places_of(traceback.walk_tb(one.__traceback__)) | getattr(one, "made_at", set())
     for file, line in places - noted:
         where = os.path.realpath(file)
         if where.startswith(ROOT):
             os.write(NOTES, f"{where}:{line}\n".encode())
     noted.update(places)
+
+
+def places_of(calls: Iterator[tuple[FrameType, int]]) -> set[tuple[str, int]]:
+    return {(at.f_code.co_filename, line) for at, line in calls}
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

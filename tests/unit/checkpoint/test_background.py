@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -22,7 +23,7 @@ from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Part, Summary
 from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks, tiny
 
 NUM_SAVES = int(os.environ.get("ASYNC_SAVES", "10"))
@@ -479,6 +480,19 @@ def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(e
     exporter.go_on()
     exporter.checkpointer.close()
     assert export_of(report).is_file()
+
+
+def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(exporter: Saver) -> None:
+    exporter.save(1)
+    end = time.monotonic() + 20
+    while not exporter.reports and time.monotonic() < end:
+        time.sleep(0.01)
+    resource.prlimit(exporter.writer, resource.RLIMIT_NOFILE, (1, 1))
+    exporter.go_on()
+    wait_until_it_failed(exporter)
+    with pytest.raises(ExportFailed, match=r"the checkpoint itself is safe\)[\s\S]*EMFILE[\s\S]*ckpt consolidate"):
+        exporter.checkpointer.settle()
+    assert not export_of(exporter.reports[0]).exists() and commit.pointed(exporter.reports[0].path.parent, "LATEST")
 
 
 def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporter: Saver) -> None:

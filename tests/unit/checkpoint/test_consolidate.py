@@ -272,7 +272,7 @@ def test_damage_is_named_and_nothing_is_written(tmp_path: Path, damage: Callable
     [
         (lambda d: next(iter(sorted(d.glob("shard-00002*")))).unlink(), "in no slice"),
         (lambda d: (d / "z.safetensors").write_bytes(next(d.glob("shard-00001*")).read_bytes()), "overlap"),
-        (lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "), "is no shard"),
+        (lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "), "is not a shard"),
         (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "truncated"),
     ],
 )

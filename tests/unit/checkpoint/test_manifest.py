@@ -73,12 +73,12 @@ def resealed(text: bytes) -> bytes:
         (b'"model/a":{"size":24', b'"../a":{"size":24', "empty, '.' or '..'"),
         (b'"model/a":{"size":24', b'"/etc/passwd":{"size":24', "not a relative path"),
         (b'"size":24', b'"size":20', "is not in 'model/a'"),
-        (b'"size":24', b'"size":-24', "is no count"),
+        (b'"size":24', b'"size":-24', "is not a count"),
         (b'"sizes":[2,2]', b'"sizes":[1,2]', "elements are in no slice"),
         (b'"dtype":"F32"', b'"dtype":"F99"', "unknown dtype"),
         (b'"tied":"w"', b'"tied":"v"', "which is not stored"),
         (b'"files":["rng/r.pt"]', b'"files":["rng/s.pt"]', "not among the files"),
-        (b'"step":20', b'"step":"20"', "is no count"),
+        (b'"step":20', b'"step":"20"', "is not a count"),
         (b'"format_version":1', b'"format_version":2', "later format"),
         (b'"step":20,', b"", "not of the known form"),
         (b'"validated":true', b'"validated":1', "neither true nor false"),
@@ -93,7 +93,7 @@ def test_a_manifest_that_lies_is_refused_whatever_its_digest(old: bytes, new: by
 
 
 def test_deeply_nested_json_is_refused_without_a_crash() -> None:
-    with pytest.raises(CheckpointUnusable, match="no JSON"):
+    with pytest.raises(CheckpointUnusable, match="not JSON"):
         Manifest.parse(resealed(b'{"a":' + b"[" * 200_000 + b',\n"digest": "'), WHERE)
 
 

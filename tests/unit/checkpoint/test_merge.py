@@ -194,7 +194,7 @@ FITTING = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}
 @pytest.mark.parametrize(
     ("base", "adapter", "said"),
     [
-        ({"x.weight": torch.ones(4, 3)}, {"x.lora_C.weight": (2, 3)}, "none of LoRA, rsLoRA, DoRA"),
+        ({"x.weight": torch.ones(4, 3)}, {"x.lora_C.weight": (2, 3)}, "not one of LoRA, rsLoRA, DoRA"),
         ({"x.weight": torch.ones(4, 3)}, {"x.lora_A.weight": (2, 3)}, "lacks one of its two factors"),
         ({"y.weight": torch.ones(4, 3)}, FITTING, "changes a tensor that the base lacks"),
         ({"x.weight": torch.ones(4, 5)}, FITTING, "does not fit its layer"),
@@ -214,7 +214,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
 
 def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["MyLlama"]}')
-    with pytest.raises(CheckpointUnusable, match="no model of the transformers library"):
+    with pytest.raises(CheckpointUnusable, match="not a model of the transformers library"):
         outline(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(RecipeError, match="not in safetensors files"):

@@ -35,7 +35,9 @@ from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_ran
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from tests.support.llamas import llama_checkpoint
 from tests.support.shards import checkpoint_in
+from tests.unit.checkpoint.test_dcp_source import save as save_dcp
 
 Patch = pytest.MonkeyPatch
 
@@ -83,12 +85,17 @@ class OfAModule(pickle.Pickler):
         return ("module", "x", "0", "cpu", 1) if isinstance(value, SimpleNamespace) else None
 
 
-def archive_of(program: bytes) -> bytes:
+def archive_of(program: bytes, **others: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for name, data in {"data.pkl": program, "byteorder": b"little", "version": b"3\n"}.items():
+        for name, data in ({"data.pkl": program, "byteorder": b"little", "version": b"3\n"} | others).items():
             archive.writestr(f"archive/{name}", data)
     return buffer.getvalue()
+
+
+def program_of(data: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return archive.read("archive/data.pkl")
 
 
 def reference() -> bytes:
@@ -103,6 +110,7 @@ def reference() -> bytes:
         (saved(nested(plain.MAX_TUPLES + 2)), "nested more than"),
         (saved(torch.ones(1).expand(30_000_000)), "has few bytes of its own"),
         (reference(), "it refers to a 'module'"),
+        (archive_of(program_of(saved({})), byteorder=b"big"), "a machine of the other byte order"),
     ],
 )
 def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> None:
@@ -122,6 +130,28 @@ def test_a_chunk_of_dcp_that_is_not_what_its_description_says() -> None:
         dcp._record(memoryview(b""), {"data.pkl": (0, 99_999_999)}, "data.pkl")
 
 
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"byteorder": b"big", "data/0": bytes(8)}, "a machine of the other byte order"),
+        ({"data/0": bytes(4)}, "its record has 4 bytes, not 8"),
+        ({}, "its record has 0 bytes, not 8"),
+    ],
+)
+def test_an_item_of_dcp_whose_record_is_not_that_of_the_tensor(
+    tmp_path: Path, others: dict[str, bytes], said: str
+) -> None:
+    directory = save_dcp(tmp_path / "dcp", {"w": torch.ones(2)})
+    item = archive_of(program_of(saved(torch.ones(2))), **others)
+    (directory / "__0_0.distcp").write_bytes(item)
+    metadata = pickle.loads((directory / layout.DCP_METADATA).read_bytes())
+    (place,) = metadata.storage_data.values()
+    place.offset, place.length = 0, len(item)
+    (directory / layout.DCP_METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointUnusable, match=rf"the stored chunk at \[0\] of 'w'[\s\S]*{said}"):
+        dcp_source.open_dcp(directory)
+
+
 def links_to_itself(directory: Path) -> object:
     (directory / layout.DCP_METADATA).symlink_to("elsewhere")
     return dcp_source.open_dcp(directory)
@@ -130,6 +160,15 @@ def links_to_itself(directory: Path) -> object:
 def broken_map(directory: Path) -> object:
     (directory / "map.json").write_text("{")
     return export_source._read_map(directory, "map.json")
+
+
+def of_another_config(directory: Path) -> object:
+    pytest.importorskip("gguf")
+    llama_checkpoint(directory / "c", tied=True, dtype=torch.float32)
+    config = directory / "c/model" / layout.HF_METADATA / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | {"intermediate_size": 7}))
+    (directory / "c" / layout.MANIFEST).unlink()
+    return gguf_export.export_gguf(directory / "c/model", directory / "model.gguf")
 
 
 def broken_template(directory: Path) -> object:
@@ -156,6 +195,7 @@ def full(directory: Path) -> object:
         (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
         (lambda d: hf_source._safetensors(d / "gone"), "the directory cannot be read"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
+        (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),
         (lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)), "no usable value"),
         (lambda d: importing.prepare(d / ("x" * 300), d), "a file to import cannot be read"),

@@ -96,7 +96,7 @@ def test_weights_of_every_dtype_come_over_bit_by_bit_into_a_complete_checkpoint(
 
 def test_what_is_left_out_and_what_is_not_known_is_said(tmp_path: Path, capsys: Capture) -> None:
     document = imported(capsys, plain_dcp(tmp_path / "source", weights()), tmp_path / "run")
-    assert document["left_out"] == ["1 tensors that are not the model's", "1 values that are no tensors"]
+    assert document["left_out"] == ["1 tensors that are not the model's", "1 values that are not tensors"]
     assert "optimizer" in document["absent"] and "data position" in document["absent"]
     assert not document["has_config"] and document["kind"] == "PyTorch DCP"
 

@@ -354,7 +354,7 @@ def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> 
 
 
 def test_a_class_that_is_no_recipe_is_refused(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match="is no recipe"):
+    with pytest.raises(RecipeError, match="is not a recipe"):
         prepare(load(recipe, "--recipe=trusted_pkg.custom.NoRecipe"), Trust(["trusted_pkg"]))
 
 

@@ -76,7 +76,7 @@ def test_a_question_without_answer_needs_one_from_the_recipe(tokenizer: Any, tmp
 
 
 def test_answers_of_another_shape_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no answers of SQuAD"):
+    with pytest.raises(RecipeError, match="not answers in SQuAD's form"):
         squad(tokenizer, write(tmp_path / "squad.jsonl", SQUAD | {"answers": ["a golden statue"]}))
 
 

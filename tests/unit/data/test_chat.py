@@ -177,8 +177,8 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
     ("row", "what"),
     [
         ({"messages": "hello"}, "this is not JSON"),
-        ({"messages": []}, "this is no conversation"),
-        ({"messages": [{"content": "hello"}]}, "this is no conversation"),
+        ({"messages": []}, "this is not a conversation"),
+        ({"messages": [{"content": "hello"}]}, "this is not a conversation"),
         ({"messages": TALK[2:]}, "the assistant speaks first"),
         ({"messages": [*TALK[1:2], {"role": "assistant", "content": None}]}, "a message has no content"),
         ({"turns": TALK}, "the data has no field messages"),

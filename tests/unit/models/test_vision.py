@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import freeze, load_model_config
-from automodel_ckpt.models.names import names_in_files
+from automodel_ckpt.models.names import _Markers, _read_off, names_in_files
 from automodel_ckpt.models.vision import image_token_ids, parameters_of
 from tests.support.vision import FAMILIES, make_base
 
@@ -75,6 +75,20 @@ def test_a_base_whose_files_have_the_names_of_memory_keeps_them(tmp_path: Path) 
 
 def test_what_is_no_transformers_model_keeps_its_names() -> None:
     assert names_in_files(torch.nn.Linear(2, 2)) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("revert", "said"),
+    [
+        (lambda tensors: {"a": tensors["a"]}, "not every element is there once"),
+        (lambda tensors: {"a": tensors["a"].t(), "b": tensors["b"]}, "a is not only taken apart row by row"),
+    ],
+)
+def test_a_reversal_that_does_more_than_rename_and_take_apart_is_not_followed(revert: Any, said: str) -> None:
+    markers = _Markers({"a": (2, 3), "b": (4,)})
+    assert _read_off(markers, lambda tensors: {"x": tensors["a"], "b": tensors["b"]})[0] == {"a": "x", "b": "b"}
+    with pytest.raises(ValueError, match=said):
+        _read_off(markers, revert)
 
 
 def test_a_configuration_of_several_parts_takes_its_ids_from_the_processor() -> None:
