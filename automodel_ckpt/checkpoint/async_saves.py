@@ -20,16 +20,17 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.background import Background, Cancelled, Layout, lay_out
-from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
+from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export_publish import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.forecast import Forecast, free_bytes
-from automodel_ckpt.checkpoint.formats.planning import saved_value
+from automodel_ckpt.checkpoint.formats.plain_writing import saved
 from automodel_ckpt.checkpoint.jobs import Job
 from automodel_ckpt.checkpoint.live_state import LiveState, look
 from automodel_ckpt.checkpoint.manifest import Part
 from automodel_ckpt.checkpoint.planner import Planner, Proposal, Save, SaveReport, Snapshot
 from automodel_ckpt.checkpoint.sealing import part_files, parts_in
+from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values
 from automodel_ckpt.checkpoint.together import failing_together
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import ExportFailed, SaveFailed
@@ -185,7 +186,8 @@ class AsyncSaves:
             value = live.trees[name[0]][name[1]]
             now = pickle.dumps(value)
             if kept.values.get(name) != now:
-                if not kept.layout.replace(name, saved_value(value)):
+                refuse_unsafe_values(name[0], {name[1]: value})
+                if not kept.layout.replace(name, bytes(saved(value))):
                     return False
                 kept.values[name] = now
         return True

@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint import commit, layout, policy, resume, sealing
 from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.async_saves import AsyncSaves, on_cuda
 from automodel_ckpt.checkpoint.direct import METER
-from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
+from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.file_system import overlay_warning, size_text
 from automodel_ckpt.checkpoint.forecast import Forecast
 from automodel_ckpt.checkpoint.inline_export import export_from_memory
@@ -38,8 +38,9 @@ from automodel_ckpt.checkpoint.planner import ModelFormat, ModelLayout, Planner,
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
 from automodel_ckpt.checkpoint.side_files import Assets
+from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values, refuse_unstorable
 from automodel_ckpt.checkpoint.together import failing_together
-from automodel_ckpt.checkpoint.trees import Owners
+from automodel_ckpt.checkpoint.trees import Owners, module_state
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
@@ -169,8 +170,15 @@ class Checkpointer:
         for item in items:
             if item.kind in ("object", "lr_scheduler"):
                 refuse_unsafe(item.name, item.value.state_dict())
-            elif item.kind == "optimizer" and self._planner.save_optimizer:
+            elif item.kind == "module":
+                tree, _ = module_state(item.value)
+                refuse_unstorable(item.name, tree)
+                refuse_unsafe_values(item.name, tree)
+            elif self._planner.save_optimizer:
                 owners.refuse_strangers(item)
+                for index, group in enumerate(item.value.param_groups):
+                    options = {f"param_groups.{index}.{key}": group[key] for key in group if key != "params"}
+                    refuse_unsafe_values(item.name, options)
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""

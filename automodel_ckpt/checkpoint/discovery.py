@@ -7,13 +7,11 @@ type, the *place* from the attribute's name, so that nothing a user adds to a re
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
-import xxhash
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,15 +20,6 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
 
-# What the reader of stored state (formats/plain.py) gives back as it was. Exact types: a subclass needs code to load.
-_SCALARS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout}
-)
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_MAPPINGS = frozenset({dict, OrderedDict, Counter})
-_SEQUENCES = frozenset({list, tuple, set})
-# Of containers in containers; the reader takes no more (tuples are hashed as keys, level by level).
-_MAX_DEPTH = 25
 _MAX_NAME_BYTES = 200  # a file's name takes 255, of which suffixes such as _global_rank_1023.pt need some
 
 
@@ -206,65 +195,6 @@ def _refuse_clashes(items: Iterable[Item]) -> None:
         )
     if problems:
         raise RecipeError.all_of(problems)
-
-
-@dataclass(slots=True)
-class _Walk:
-    """Finds what is unsafe in a state and digests what is not, in one pass."""
-
-    digest: Any = field(default_factory=xxhash.xxh3_128)
-    unsafe: list[tuple[str, type]] = field(default_factory=list)
-
-    def visit(self, key: str, value: Any, depth: int = 0) -> None:
-        kind = type(value)
-        self.digest.update(f"{key}\0{kind.__name__}\0".encode())
-        if depth > _MAX_DEPTH or (kind in _TENSORS and not _is_plain_tensor(value)):
-            self.unsafe.append((key, kind))
-        elif kind in _TENSORS:
-            self.digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            self.digest.update(raw_bytes(value))
-        elif kind in _SCALARS:
-            self.digest.update(bytes(value) if kind is bytearray else repr(value).encode())
-        elif kind in _MAPPINGS:
-            for name, element in value.items():
-                self.visit(f"{key}.{name}" if key else str(name), element, depth + 1)
-                if type(name) not in _SCALARS and type(name) is not tuple:
-                    self.unsafe.append((f"{key}, the key {name!r}", type(name)))
-        elif kind in _SEQUENCES:
-            for index, element in enumerate(sorted(value, key=repr) if kind is set else value):
-                self.visit(f"{key}[{index}]", element, depth + 1)
-        else:
-            self.unsafe.append((key, kind))
-
-
-def _is_plain_tensor(value: torch.Tensor) -> bool:
-    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
-        return False
-    # One that is expanded from few bytes looks like a bomb to the reader.
-    return value.nbytes <= value.untyped_storage().nbytes()
-
-
-def refuse_unsafe(name: str, state: Any) -> str:
-    """The digest of a state that can be read back without running code.
-
-    Raises :class:`RecipeError` naming attribute and key of every value that cannot.
-    """
-    walk = _Walk()
-    walk.visit("", state)
-    if not walk.unsafe:
-        return cast(str, walk.digest.hexdigest())
-    raise RecipeError.all_of(
-        [
-            Problem(
-                "state that could not be read back safely",
-                f"recipe attribute {name!r}, key {key or '(the whole state)'!r}",
-                f"{kind.__module__}.{kind.__qualname__}",
-                "store numbers, text, lists, dicts or tensors (a NumPy array as torch.from_numpy(array)), "
-                f"or add {name!r} to the recipe's `untracked`",
-            )
-            for key, kind in walk.unsafe
-        ]
-    )
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

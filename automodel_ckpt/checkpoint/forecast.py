@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -86,6 +87,8 @@ def _object_bytes(value: Any) -> int:
 def _plain_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return _nbytes(value) + archive_overhead() // 4
+    if isinstance(value, np.ndarray):
+        return value.nbytes + archive_overhead() // 4
     if isinstance(value, Mapping):
         return sum(_plain_bytes(key) + _plain_bytes(element) for key, element in value.items())
     if isinstance(value, list | tuple | set | frozenset):

@@ -42,16 +42,20 @@ class Loader:
 
     def load(self, items: list[Item]) -> None:
         """Random number generators come last: loading must not advance what was restored."""
-        records = self._match(items)
-        owners = Owners(items)
-        order = {"module": 0, "optimizer": 1, "object": 2}
-        for item in sorted(items, key=lambda item: (item.scope == "rank_rng", order.get(item.kind, 2))):
-            if item.name not in records or item.kind == "lr_scheduler":
-                continue
+        records, owners = self._match(items), Owners(items)
+        matched = [item for item in items if item.name in records and item.kind != "lr_scheduler"]
+        trees = {i.name: self._manifest.trees[records[i.name][0]] for i in matched if i.kind != "object"}
+        for item in matched:
             if item.kind == "module":
-                self._load_module(item, self._manifest.trees[records[item.name][0]])
+                self._refuse_differences(item, trees[item.name], whole_state(item.value)[0])
+        # Before modules are read: an optimizer's state is made by a step of it, which may change weights.
+        made = {i.name: optimizer_tree(i, items, owners, create=True) for i in matched if i.kind == "optimizer"}
+        order = {"module": 0, "optimizer": 1, "object": 2}
+        for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", order[item.kind])):
+            if item.kind == "module":
+                self._load_module(item, trees[item.name])
             elif item.kind == "optimizer":
-                self._load_optimizer(item, items, self._manifest.trees[records[item.name][0]], owners)
+                self._load_optimizer(item, items, trees[item.name], owners, made[item.name])
             else:
                 self._load_object(item, records[item.name][1])
 
@@ -94,12 +98,11 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
-        self._refuse_differences(item, tree, whole_state(item.value)[0])
         read_tree(self._path, tree, state, nested=False)
         set_module_state(item.value, state, tied, strict=True)
 
-    def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners) -> None:
-        state = optimizer_tree(item, items, owners, create=True)
+    def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]) -> None:
+        """*state* is what the optimizer has, to be read into."""
         for fqn in self._without_state(item.name, tree):
             state[item.name]["state"].pop(fqn, None)
         self._refuse_differences(item, _without_others(item, tree, owners), flatten_state_dict(state)[0])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.plain_writing import saved
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece
 from automodel_ckpt.checkpoint.manifest import StateRecord
 
@@ -41,7 +39,7 @@ class ObjectPlanner:
             ranks = [rank for _, rank in writers]
             mine = files[ranks.index(self._ranks.rank)] if self._ranks.rank in ranks else None
         if mine is not None:
-            self.jobs.append(FileJob(mine, [Piece(0, partial(_pickled, state))]))
+            self.jobs.append(FileJob(mine, [Piece(0, partial(saved, state))]))
         return StateRecord(item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases)
 
     def _all_ranks(self) -> list[tuple[int, int]]:
@@ -63,9 +61,3 @@ class _At:
     @property
     def dp_size(self) -> int:
         return self._mine.dp_size
-
-
-def _pickled(state: Any) -> memoryview:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getbuffer()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, resume
-from automodel_ckpt.checkpoint.discovery import Item, classify, refuse_unsafe
+from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.file_system import size_text
@@ -32,6 +32,7 @@ from automodel_ckpt.checkpoint.placement import Placement
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.sealing import Draft
 from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_for_export
+from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, whole_of
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
@@ -185,6 +186,8 @@ class Planner:
     def propose(self, snapshot: Snapshot, name: layout.CheckpointName) -> Proposal:
         """On the leader that reserves a place. Raises OSError, and :class:`SaveFailed` where the disk is too full."""
         plans = {tree.name: tree.local() for tree in snapshot.trees.values()}
+        for tree in snapshot.trees.values():
+            refuse_unsafe_values(tree.name, tree.flat())
         digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
         staging = None
         if self.ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -253,7 +254,7 @@ def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create:
     A parameter that was never updated has none, unless it is to be *create*d, to be read into.
     """
     schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
-    with _emptied_if_partial(item.value) if create else _as_it_is(item.value):
+    with _made(item) if create else _as_it_is(item.value):
         return {item.name: owners.optimizer_state(item), **schedulers}
 
 
@@ -272,12 +273,31 @@ def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _emptied_if_partial(optimizer: Optimizer) -> Iterator[None]:
+def _made(item: Item) -> Iterator[None]:
     """PyTorch makes state for all parameters or for none, and for none where one has a gradient, which would be that of
-    other weights than those to be read."""
+    other weights than those to be read. It does so by a step with a closure, which not every optimizer takes."""
+    optimizer = item.value
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if len(optimizer.state) < len(trained):
         optimizer.state.clear()
         for parameter in trained:
             parameter.grad = None
-    yield
+    own, step = vars(optimizer).get("step"), optimizer.step
+    parameters = inspect.signature(step).parameters.values()
+    if not any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters):
+        optimizer.step = lambda closure: step()
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            "the optimizer does not make its state by a step without gradients",
+            where=f"recipe attribute {item.name!r}",
+            value=repr(error),
+            remedy="let its step() work where all gradients are zero: its state is read into what it makes then",
+        ) from error
+    finally:
+        vars(optimizer).pop("step", None)
+        if own is not None:
+            optimizer.step = own

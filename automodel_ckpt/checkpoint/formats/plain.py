@@ -19,10 +19,13 @@ from torch import _utils as rebuilders
 from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
 
 from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_records
+from automodel_ckpt.checkpoint.formats.plain_writing import NUMPY_MARK
 from automodel_ckpt.errors import CheckpointUnusable
 
 MAX_DEPTH = 200
 MAX_TUPLES = 30
+# Twice what storable.py lets through: it counts a mapping's keys and values as one.
+_MAX_REPEATED = 5_000_000
 # What a tensor may have more than its storage (a view with stride 0).
 _FREE_BYTES = 64 << 20
 _OPCODES = [
@@ -69,7 +72,7 @@ def load(data: bytes, where: str) -> Any:
             raise Fault("it was written on a machine of the other byte order")
         program = bytes(records.get("data.pkl", b""))
         value = _Reader(program, records).load()
-        _refuse_boundless(value, 1000 + 20 * len(program))
+        _refuse_boundless(value, _MAX_REPEATED + 20 * len(program))
         return value
     except Exception as error:
         said = str(error).split("\n")[0] if isinstance(error, Fault) else repr(error)
@@ -203,13 +206,22 @@ def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return rebuilt
 
 
-def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> torch.Tensor:
+def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> Any:
     """A tensor with attributes of its own (torch.save writes them since 1.9)."""
     if not any(function is allowed for allowed in _CALLABLE) or kind is not torch.Tensor or type(state) is not dict:
         raise Fault("it builds a tensor in an unknown way")
     tensor = _instance(function(*arguments), torch.Tensor)
+    if NUMPY_MARK in state:
+        return tensor.numpy() if state[NUMPY_MARK] == "array" else tensor.numpy()[()]
     tensor.__dict__.update(state)
-    return tensor  # type: ignore[no-any-return]
+    return tensor
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any, state: Any = None) -> torch.Tensor:
+    """A parameter, with attributes of its own or without."""
+    parameter = rebuilders._rebuild_parameter(data, requires_grad, _instance(hooks, collections.OrderedDict))  # type: ignore[no-untyped-call]
+    parameter.__dict__.update(_instance({} if state is None else state, dict))
+    return parameter  # type: ignore[no-any-return]
 
 
 _FUNCTIONS: dict[str, Any] = {
@@ -223,7 +235,8 @@ _FUNCTIONS: dict[str, Any] = {
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "torch._utils._rebuild_tensor_v2": _bounded(rebuilders._rebuild_tensor_v2),
     "torch._utils._rebuild_tensor_v3": _bounded(rebuilders._rebuild_tensor_v3),
-    "torch._utils._rebuild_parameter": rebuilders._rebuild_parameter,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
 }
 for _name, _function in {"set": _set, "complex": complex, "bytearray": _bytearray, "bytes": _bytes}.items():

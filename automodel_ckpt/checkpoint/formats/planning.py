@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.formats.plain_writing import saved
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 
 DTYPE_CODES: dict[torch.dtype, str] = {
@@ -95,7 +95,7 @@ class TreePlan:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
         for item in self.items:
             if item.type == WriteItemType.BYTE_IO:
-                yield item.index.fqn, saved_value(self.planner.lookup_object(item.index))
+                yield item.index.fqn, bytes(saved(self.planner.lookup_object(item.index)))
 
     def tensor(self, share: TensorShare) -> torch.Tensor:
         """The local data of a slice, on its device: those of the state dict that is there now."""
@@ -115,13 +115,6 @@ class TreePlan:
     def hold(self, state: Mapping[str, Any]) -> None:
         """Have :meth:`tensor` find other values, of the same names and shapes, in place of those that were planned."""
         self.planner.state_dict = dict(state)
-
-
-def saved_value(value: Any) -> bytes:
-    """A value that is no tensor, as ``torch.save`` writes it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _share(item: WriteItem) -> TensorShare:

@@ -128,7 +128,10 @@ class _Files:
         stored = Box((0,) * len(piece.sizes), piece.sizes)
         target = target.detach()
         in_place = (
-            target.device.type == "cpu" and target.is_contiguous() and DTYPE_CODES.get(target.dtype) == piece.dtype
+            target.device.type == "cpu"
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+            and DTYPE_CODES.get(target.dtype) == piece.dtype
         )
         buffer = target if in_place else torch.empty(wanted.sizes, dtype=DTYPES[piece.dtype])
         memory = buffer.reshape(-1).view(torch.uint8).numpy().data

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.discovery import classify, discover, left_out, refuse_unsafe
+from automodel_ckpt.checkpoint.discovery import classify, discover, left_out
 from automodel_ckpt.errors import RecipeError
 
 
@@ -124,36 +122,3 @@ def test_a_schedule_without_its_optimizer_is_refused() -> None:
     state = discover(recipe(schedule=torch.optim.lr_scheduler.ConstantLR(optimizer)))
     with pytest.raises(RecipeError, match="drives an optimizer that is not part"):
         classify(state)
-
-
-@pytest.mark.parametrize(
-    ("value", "key", "kind"),
-    [
-        (np.arange(3), "value", "numpy.ndarray"),
-        ({"deep": [1, deque([1])]}, "value.deep[1]", "collections.deque"),
-        (lambda: None, "value", "builtins.function"),
-        ([np.float64(1.0)], "value[0]", "numpy.float64"),
-        ({Duck: 1}, "the key", "builtins.type"),
-    ],
-)
-def test_state_that_needs_code_to_load_is_refused_by_attribute_and_key(value: Any, key: str, kind: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        refuse_unsafe("tracker", Duck(value).state_dict())
-    message = str(caught.value)
-    assert "'tracker'" in message and key in message and kind in message and "untracked" in message
-
-
-def test_what_the_reader_would_take_for_an_attack_is_refused_before_it_is_saved() -> None:
-    nested: Any = 1
-    for _ in range(40):
-        nested = [nested]
-    for state in ({"deep": nested}, {"expanded": torch.ones(1).expand(1000)}):
-        with pytest.raises(RecipeError, match="could not be read back safely"):
-            refuse_unsafe("tracker", state)
-
-
-def test_plain_state_is_accepted_and_its_digest_tells_values_apart() -> None:
-    plain = {"t": torch.ones(2), "n": None, "c": Counter("aab"), "l": [1, 2.5, True, "x", b"y", (1,), {3}]}
-    assert refuse_unsafe("x", plain) == refuse_unsafe("x", {**plain, "t": torch.ones(2)})
-    for changed in ({"t": torch.zeros(2)}, {"t": torch.ones(2, dtype=torch.float64)}, {"l": [1, 2.5, 1, "x"]}):
-        assert refuse_unsafe("x", plain) != refuse_unsafe("x", {**plain, **changed})

@@ -1,0 +1,212 @@
+"""What a checkpoint takes comes back as it was; what could not is refused by attribute and key, before it is saved."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import discover, storable
+from automodel_ckpt.checkpoint.formats import plain
+from automodel_ckpt.checkpoint.formats.plain_writing import saved
+from automodel_ckpt.checkpoint.storable import refuse_unsafe
+from automodel_ckpt.errors import RecipeError
+from tests.support import tiny
+
+
+def with_attribute(value: Any, attribute: object) -> Any:
+    value.note = attribute
+    return value
+
+
+def in_each_other(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "found"),
+    [
+        ({"deep": [1, deque([1])]}, "value.deep[1]", "collections.deque"),
+        (lambda: None, "value", "builtins.function"),
+        ({SimpleNamespace: 1}, "the key", "builtins.type"),
+        ({(1, frozenset()): 1}, "the key", "builtins.frozenset"),
+        ([np.array(["text"])], "value[0]", "numpy.ndarray"),
+        ([np.datetime64(0, "s")], "value[0]", "numpy.datetime64"),
+        (with_attribute(torch.ones(1), deque()), "value.note", "collections.deque"),
+        (with_attribute(OrderedDict(), deque()), "value.note", "collections.deque"),
+        (torch.empty(1, dtype=torch.uint4), "value", "torch.uint4"),
+        (torch.eye(2).to_sparse(), "value", "sparse"),
+        (torch.ones(1).expand(1000), "value", "share memory"),
+        ([t := torch.ones(2), t.view(torch.int32)], "value[1]", "shares memory with a tensor of another type"),
+        (in_each_other(40), "value", "more than 25 containers"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_state_that_could_not_be_read_back_is_refused_by_attribute_and_key(value: Any, key: str, found: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        refuse_unsafe("tracker", {"value": value})
+    message = str(caught.value)
+    assert "'tracker'" in message and key in message and found in message and "untracked" in message
+
+
+def test_containers_that_hold_each_other_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storable, "_MAX_REPEATED", 1000)
+    value: list[Any] = [1]
+    for _ in range(22):
+        value = [value, value]
+    with pytest.raises(RecipeError, match="more than a million times"):
+        refuse_unsafe("tracker", {"value": value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[0.0] * 300] * 300, 10**5000, "a lone \ud800", {(1, "x"): 1}, with_attribute(torch.ones(1), [1]),
+        with_attribute(torch.nn.Parameter(torch.ones(1)), "x"), with_attribute(OrderedDict(a=1), 2),
+    ],
+    ids=["rows held twice", "large number", "surrogate", "tuple key", "tensor", "parameter", "mapping"],
+)  # fmt: skip
+def test_what_is_not_refused_comes_back_as_it_was(value: Any) -> None:
+    refuse_unsafe("tracker", value)
+    read = plain.load(bytes(saved(value)), "here")
+    assert read == value and type(read) is type(value)
+    assert getattr(read, "__dict__", None) == getattr(value, "__dict__", None)
+
+
+ARRAYS = [
+    np.arange(6.0).reshape(2, 3)[:, ::-1], np.array(3), np.empty((0, 2), np.float16), np.array([True]),
+    np.array([1j], np.complex64), np.array([2**64 - 1], np.uint64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*ARRAYS, *(a.reshape(-1)[0] for a in ARRAYS if a.size)], ids=repr)
+def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(value: Any, tmp_path: Path) -> None:
+    refuse_unsafe("tracker", {"value": value})
+    (tmp_path / "file").write_bytes(saved({"value": value}))
+    read = plain.load((tmp_path / "file").read_bytes(), "here")["value"]
+    assert (type(read), read.dtype, read.shape, read.tobytes()) == (
+        type(value), value.dtype, value.shape, value.tobytes(),
+    )  # fmt: skip
+    elsewhere = torch.load(tmp_path / "file", weights_only=True)["value"]
+    assert type(elsewhere) is torch.Tensor and elsewhere.tolist() == value.tolist()
+
+
+def test_numpys_generators_and_keys_come_back() -> None:
+    state = {"generator": np.random.RandomState(3).get_state(), np.int64(3): 1}
+    refuse_unsafe("tracker", state)
+    read = plain.load(bytes(saved(state)), "here")
+    assert read[np.int64(3)] == 1 and [type(key) for key in read] == [str, np.int64]
+    again = np.random.RandomState(0)
+    again.set_state(read["generator"])
+    assert again.random_sample() == np.random.RandomState(3).random_sample()
+
+
+def test_the_digest_tells_values_apart() -> None:
+    state = {"t": torch.ones(2), "n": None, "c": Counter("aab"), "l": [1, 2.5, True, "x", b"y", (1,), {3}]}
+    assert refuse_unsafe("x", state) == refuse_unsafe("x", {**state, "t": torch.ones(2)})
+    others: list[dict[str, Any]] = [
+        {"t": torch.zeros(2)}, {"t": torch.ones(2, dtype=torch.float64)}, {"l": [1, 2.5, 1, "x"]}, {"t": np.ones(2)},
+        {"t": with_attribute(torch.ones(2), 1)},
+    ]  # fmt: skip
+    assert len({refuse_unsafe("x", {**state, **changed}) for changed in [{}, *others]}) == 6
+
+
+# ---------------------------------------------------------------- what modules and optimizers hold
+
+
+class Stubborn(torch.optim.SGD):
+    """An optimizer as people write them: no closure, and a decay that asks neither gradient nor learning rate."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.5)
+                entry = self.state[parameter]
+                entry["mean"] = entry.get("mean", torch.zeros_like(parameter)) + parameter.detach()
+
+
+def stubborn(seed: int) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    made.optimizer = Stubborn(made.optimizer.param_groups[0]["params"], lr=0.1)
+    made.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(made.optimizer, lambda step: np.cos(step / 10))
+    return made
+
+
+def test_an_optimizer_that_changes_weights_whatever_happens_resumes_exactly(tmp_path: Path) -> None:
+    made, other = stubborn(0), stubborn(1)
+    for _ in range(2):
+        made.optimizer.step()
+        made.lr_scheduler.step()
+    tiny.checkpointer(tmp_path).check(discover(made))
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    tiny.assert_equal_state(made, other)
+    rate = other.optimizer.param_groups[0]["lr"]
+    assert type(rate) is np.float64 and "step" not in vars(Stubborn([torch.ones(1)]))
+    other.optimizer.step()
+
+
+class Failing(Stubborn):
+    def step(self) -> None:  # type: ignore[override]
+        raise ZeroDivisionError("all gradients are zero")
+
+
+def test_an_optimizer_that_cannot_make_its_state_is_named(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    del made.lr_scheduler
+    made.optimizer = Failing(made.optimizer.param_groups[0]["params"])
+    tiny.save(tmp_path, made)
+    with pytest.raises(RecipeError, match=r"does not make its state(.|\n)*'optimizer'(.|\n)*all gradients are zero"):
+        tiny.load(tmp_path, made)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waited for", "background"])
+def test_an_option_that_becomes_unsafe_is_refused_before_anything_is_written(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    made = tiny.recipe()
+    saver = tiny.checkpointer(tmp_path, is_async=asynchronous)
+    common = {"epoch": 0, "config_yaml": "", "losses": {}, "progress": {}}
+    saver.save(discover(made), step=1, **common)
+    saver.settle()
+    made.optimizer.param_groups[0]["where"] = Path("/")
+    with pytest.raises(RecipeError, match=r"'optimizer.param_groups.0.where'(.|\n)*PosixPath"):
+        saver.save(discover(made), step=2, **common)
+    saver.close()
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda made: made.optimizer.param_groups[0].update(where=Path("/")), "'param_groups.0.where'"),
+        (lambda made: made.model.register_buffer("odd", torch.eye(2).to_sparse()), "odd(.|\n)*sparse"),
+        (lambda made: made.model.register_buffer("odd", torch.empty(2, dtype=torch.uint4)), "odd(.|\n)*uint4"),
+        (lambda made: made.model.register_buffer("odd", torch.ones(1).expand(9)), "odd(.|\n)*share memory"),
+    ],
+    ids=["option", "sparse", "type", "expanded"],
+)
+def test_what_modules_and_optimizers_cannot_have_saved_is_refused_before_training(
+    tmp_path: Path, change: Any, said: str
+) -> None:
+    made = tiny.recipe()
+    change(made)
+    with pytest.raises(RecipeError, match=said):
+        tiny.checkpointer(tmp_path).check(discover(made))
+
+
+def test_a_conjugate_buffer_is_read_back(tmp_path: Path) -> None:
+    made, other = tiny.recipe(), tiny.recipe()
+    made.model.register_buffer("turned", torch.tensor([1 + 2j]).conj())
+    other.model.register_buffer("turned", torch.tensor([0j]).conj())
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    assert other.model.turned.tolist() == [1 - 2j]
