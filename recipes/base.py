@@ -62,6 +62,7 @@ from automodel_ckpt.models.probe import forward_parameters, logits_of
 from automodel_ckpt.models.stages import check_stages
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, set_size, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
+from automodel_ckpt.recipes.alike import refuse_unlike_lengths
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
 from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
@@ -202,7 +203,7 @@ class FinetuneRecipe(Lifecycle):
         """A loader of this rank's part of the global batches; for validation in order, and without accumulation."""
         config, steps, dp_size = self.config.dataloader, self.config.step_scheduler, self.layout.dp_size
         validated = steps.local_batch_size * dp_size * self.layout.sizes.pp
-        return GlobalBatchLoader(
+        loader = GlobalBatchLoader(
             self.build_dataset(section),
             # A pipeline is filled by as many micro-batches as it has stages.
             global_batch_size=validated if validation else steps.global_batch_size,
@@ -215,6 +216,9 @@ class FinetuneRecipe(Lifecycle):
             drop_last=config.drop_last and not validation,
             num_workers=0 if validation else config.num_workers,
         )
+        name = "validation_dataset" if validation else "dataset"
+        refuse_unlike_lengths(name, loader.num_samples, self.layout.gloo_group)
+        return loader
 
     def build_dataset(self, section: Target) -> Any:
         """The data set that a section names. Each recipe defines it."""

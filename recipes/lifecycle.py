@@ -26,6 +26,7 @@ from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, Stopped, without_hidden
+from automodel_ckpt.recipes.alike import refuse_unlike
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
@@ -113,6 +114,7 @@ class Lifecycle:
             pp_size=ranks.pp_size,
             cp_size=ranks.cp_size,
         )
+        refuse_unlike(self.config_yaml, layout.gloo_group)
         self.stop_request = stop_request()
         if layout.world_size > 1:
             self.peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
