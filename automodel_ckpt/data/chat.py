@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def messages(
     """A sample per conversation, with labels on what the assistant says, its end of turn included.
 
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
-    as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are.
+    as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are, but for
+    contents that are lists of text parts: a template that knows texts only gets their text.
     *chat_template* is one, or the path of a file with one; without it the tokenizer's. *template_kwargs* are its
     further variables, such as ``enable_thinking``. *learn* ``last`` takes the assistant's last turn only. Conversations
     of more than *seq_length* tokens are refused with their place, or with *truncation* ``right`` cut, or left out where
@@ -110,16 +112,47 @@ class ChatTemplate:
 
     def sample(self, conversation: Any, tools: Any) -> TokenizedSample:
         """The tokens of the whole conversation, those of the assistant labelled."""
-        turns, offered = turns_of(conversation), _plain(tools) or None
+        turns, offered = self._as_taken(turns_of(conversation)), _plain(tools) or None
+        self._refuse_lost_calls(turns, offered)
         sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
         labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
         if not any(labelled[1:]):
+            answered = any(turn["role"] == "assistant" for turn in turns)
             raise Unlearnable(
                 "nothing in this conversation is said by the assistant: it has no token to learn",
                 ", ".join(str(turn["role"]) for turn in turns),
-                "leave it out, or correct the template's generation markers",
-            )
+                "correct the template's generation markers, or the template: it shows no token of the assistant"
+                if answered else "leave it out, or give those who answer the role assistant",
+            )  # fmt: skip
         return TokenizedSample(sample.tokens, labelled)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a content that is a list of parts; others write the list itself."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        try:
+            shown = str(self._apply(parts, None, tokenize=False))
+        except Unlearnable:
+            return False
+        return "probe" in shown and not re.search(r"['\"]type['\"]", shown)
+
+    def _as_taken(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with a text for each list of parts, where the template knows texts only."""
+        if not any(isinstance(turn.get("content"), list) for turn in turns) or self.takes_parts:
+            return turns
+        return [turn | {"content": _text_of(turn["content"])} if "content" in turn else turn for turn in turns]
+
+    def _refuse_lost_calls(self, turns: list[dict[str, Any]], tools: Any) -> None:
+        """An assistant that only calls a tool would be learnt as one that says nothing."""
+        calls = [call for turn in turns for call in turn.get("tool_calls") or [] if isinstance(call, dict)]
+        names = {str((call.get("function") or call).get("name", "")) for call in calls}
+        text = str(self._apply(turns, tools, tokenize=False)) if names else ""
+        lost = sorted(name for name in names if name not in text)
+        if lost:
+            raise Unlearnable(
+                "the chat template leaves out the calls of tools in this conversation", ", ".join(lost),
+                "give dataset.chat_template one that writes them, or leave such conversations out",
+            )  # fmt: skip
 
     def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         encoded = self._apply(turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -220,6 +253,21 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
             "a message has no content", repr(empty)[:80], "give it a content, or tool_calls, or leave it out"
         )
     return turns
+
+
+def _text_of(content: Any) -> Any:
+    """The text of a list of parts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    given = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(given):
+        odd = next(part for part, text in zip(content, given, strict=True) if not isinstance(text, str))
+        raise Unlearnable(
+            "a message has a part that is no text, and the chat template takes only texts", repr(odd)[:80],
+            "leave the part out; images need a vision-language model and automodel_ckpt.data.vlm.conversations",
+        )  # fmt: skip
+    return "".join(texts)
 
 
 def _plain(value: Any) -> Any:

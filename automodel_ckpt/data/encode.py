@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass
@@ -44,6 +44,9 @@ class Truncation:
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
         """The sample as it is or cut; None when nothing of it could be learnt. :class:`RecipeError` names *where*."""
+        if not any(sample.labelled[1:]):
+            self.num_left_out += 1
+            return None
         if len(sample.tokens) <= self.seq_length:
             return sample
         if self.policy == "error":
@@ -95,8 +98,13 @@ class Encoder:
         self.begin = [int(tokenizer.bos_token_id)] if begins else []
 
     def documents(self, texts: Sequence[str]) -> list[TokenizedSample]:
-        """Each text as a sample that is learnt from its first token on."""
-        return [TokenizedSample.whole(self.begin + ids + self.end) for ids in self._encode(texts)]
+        """Each text as a sample that is learnt from its first token on; nothing of it where it is blank."""
+        samples = [TokenizedSample.whole(self.begin + ids + self.end) for ids in self._encode(texts)]
+        blank = [not text.strip() for text in texts]
+        return [
+            TokenizedSample(each.tokens, [False] * len(each.tokens)) if nothing else each
+            for each, nothing in zip(samples, blank, strict=True)
+        ]
 
     def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
         """Each prompt with its completion, tokenized apart so that the border between them is a token border."""

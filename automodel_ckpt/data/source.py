@@ -1,12 +1,15 @@
 """Rows of a local data file, of a directory of them, or of a data set of the Hugging Face Hub.
 
-Read by the ``datasets`` library. A file is ``.jsonl``, ``.json``, ``.parquet``, ``.csv``, or ``.txt`` with a document
-on each line.
+Read by the ``datasets`` library. A file is ``.jsonl``, ``.json``, ``.parquet``, ``.csv`` (whose values are texts all),
+or ``.txt`` with a document on each line; behind ``.gz`` it is compressed.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 from automodel_ckpt.errors import RecipeError, os_problem
 
@@ -121,7 +124,7 @@ class Source(Rows):
         """Whether *path* means one local file, there or not; a directory or Hub name otherwise."""
         path = Path(self.path).expanduser()
         is_named = os.path.isdir(path) or _HUB_NAME.fullmatch(self.path)
-        return path.suffix in _LOADERS or os.path.isfile(path) or not is_named
+        return _kind(path) in _LOADERS or os.path.isfile(path) or not is_named
 
     def fingerprint(self) -> str:
         """Changes with the rows. :class:`RecipeError` when they cannot be had."""
@@ -142,10 +145,10 @@ class Source(Rows):
                 return datasets.load_dataset(self._named, self.name, split=self.split, streaming=True)
             if not self._holds_anything():
                 raise _empty(self.path)
-            loader, files = _LOADERS[self._file.suffix], str(self._file)
-            return datasets.load_dataset(loader, data_files=files, split=self.split, streaming=True)
+            with _quiet(datasets):
+                return datasets.load_dataset(**self._of_file(datasets), split=self.split, streaming=True)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._refused(error) from error
+            raise self._bad_line() or self._refused(error) from error
 
     @property
     def num_rows(self) -> int:
@@ -173,7 +176,7 @@ class Source(Rows):
 
     def place(self, row: int) -> str:
         """File and line of a row where rows are lines, else its number from 0."""
-        if self.is_file and self._file.suffix == ".jsonl" and self.split == "train":
+        if self.is_file and _kind(self._file) == ".jsonl" and self.split == "train":
             for index, (number, _) in enumerate(_lines(self._file)):
                 if index == row:
                     return f"{self.path}:{number}"
@@ -183,7 +186,8 @@ class Source(Rows):
     def _holds_anything(self) -> bool:
         """Whether there is more than blank lines in the file; :class:`RecipeError` where that cannot be seen."""
         self._refuse_subset_of_file()
-        return next(_lines(_require_readable(self._file)), None) is not None
+        file = _require_readable(self._file)
+        return not _is_table_without_rows(file) and next(_lines(file), None) is not None
 
     def _refuse_subset_of_file(self) -> None:
         if self.name is not None:
@@ -205,7 +209,7 @@ class Source(Rows):
         # Imported here because it takes half a second and is not needed when the samples of a file are prepared.
         import datasets
 
-        with _quiet_progress_bars(datasets):
+        with _quiet(datasets):
             return self._read_file(datasets) if self.is_file else self._read_named(datasets)
 
     def _read_file(self, datasets: Any) -> Any:
@@ -213,25 +217,36 @@ class Source(Rows):
 
         if not self._holds_anything():
             return datasets.Dataset.from_dict({})
-        loader, files = _LOADERS[self._file.suffix], str(self._file)
         with TemporaryDirectory() as scratch:
             try:
                 return datasets.load_dataset(
-                    loader, data_files=files, split=self.split, cache_dir=scratch, keep_in_memory=True
+                    **self._of_file(datasets), split=self.split, cache_dir=scratch, keep_in_memory=True
                 )
             except (datasets.exceptions.DatasetGenerationError, ArrowInvalid) as error:
                 raise unreadable(self._file, error) from error
             except ValueError as error:
-                raise self._refused(error) from error
+                raise self._bad_line() or self._refused(error) from error
+
+    def _of_file(self, datasets: Any) -> dict[str, Any]:
+        """What ``load_dataset`` is given to read the file."""
+        options = {"path": _LOADERS[_kind(self._file)], "data_files": str(self._file)}
+        return options | _as_texts(self._file, datasets) if _kind(self._file) == ".csv" else options
+
+    def _bad_line(self) -> RecipeError | None:
+        """What is wrong with a line of the file, or of the files of a directory; None where that is not it."""
+        path = self._file
+        files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+        return next(filter(None, map(bad_line, files)), None)
 
     def _read_named(self, datasets: Any) -> Any:
         try:
             return datasets.load_dataset(self._named, self.name, split=self.split)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._refused(error) from error
+            raise self._bad_line() or self._refused(error) from error
 
     def _refused(self, error: Exception) -> RecipeError:
-        lines = str(error).splitlines() or [type(error).__name__]
+        reason = error.__cause__ or error if type(error).__name__ == "DatasetGenerationError" else error
+        lines = str(reason).splitlines() or [type(reason).__name__]
         return RecipeError(
             "the data set cannot be read",
             where="dataset.path, dataset.name, dataset.split",
@@ -244,28 +259,73 @@ class Source(Rows):
 def _digest(path: Path) -> str:
     """Of the content; :class:`RecipeError` when there is no such file or it is of no known kind."""
     with _require_readable(path).open("rb") as file:
-        return path.suffix + hashlib.file_digest(file, "blake2b").hexdigest()
+        return _kind(path) + hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _kind(path: Path) -> str:
+    """The suffix that says how a file is read: in small letters, of a compressed file the one before ``.gz``."""
+    return (path.with_suffix("") if _is_compressed(path) else path).suffix.lower()
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path) if _is_compressed(path) else path.open("rb")  # type: ignore[return-value]
+
+
+def _is_table_without_rows(path: Path) -> bool:
+    if _kind(path) != ".parquet":
+        return False
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+
+    try:
+        return bool(ParquetFile(path).metadata.num_rows == 0)
+    except ArrowInvalid:  # the reader will say why
+        return False
+
+
+def _as_texts(path: Path, datasets: Any) -> dict[str, Any]:
+    """Options for a table in which ``3`` and ``NA`` are texts as well, and only an empty place is none."""
+    options = {"keep_default_na": False, "na_values": [""]}
+    try:
+        with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
+            names = next(filter(None, csv.reader(text)), [])
+    except (UnicodeDecodeError, csv.Error):  # told by the reader
+        return options
+    if len(set(names)) < len(names) or "" in names:  # which pandas would rename
+        return options
+    return options | {"features": datasets.Features({name: datasets.Value("string") for name in names})}
 
 
 def _require_readable(path: Path) -> Path:
-    if path.suffix not in _LOADERS:
+    if _kind(path) not in _LOADERS:
         remedy = f"use a file named {', '.join('*' + known for known in _LOADERS)}, a directory or a Hub name"
         raise RecipeError("the kind of a data file is not known", where="dataset.path", value=path, remedy=remedy)
     try:
         path.open("rb").close()
     except OSError as error:
         remedy = f"check dataset.path; a relative one starts from the working directory, {Path.cwd()}"
+        if re.match(r"\w+:/", str(path)):
+            remedy = "copy the file here: only files of this machine and data sets of the Hub are read"
+        elif set("*?[") & set(str(path)):
+            remedy = "name one file, or a directory for all files in it: patterns are not followed"
         raise RecipeError.all_of([os_problem(error, "a data file cannot be read", remedy=remedy)]) from error
     return path
 
 
 @contextmanager
-def _quiet_progress_bars(datasets: Any) -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Without progress bars, and without log lines of what is told by an exception as well."""
+    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()
 
@@ -276,8 +336,17 @@ def _empty(path: str) -> RecipeError:
 
 
 def unreadable(path: Path, error: Exception) -> RecipeError:
-    """The line that is no text or no JSON, found by reading again; otherwise the reader's own words."""
-    for number, line in _lines(path) if path.suffix != ".parquet" else ():
+    """The line that cannot be read, found by reading again; otherwise the reader's own words."""
+    remedy = "repair the file; every row must have the same fields with values of the same types"
+    reason = str(error.__cause__ or error).strip()
+    return bad_line(path) or RecipeError("the data file cannot be read", where=str(path), value=reason, remedy=remedy)
+
+
+def bad_line(path: Path) -> RecipeError | None:
+    """The first line of a file that is no text, or of JSONL no object; None where there is none."""
+    if _kind(path) not in _LOADERS or _kind(path) == ".parquet":
+        return None
+    for number, line in _lines(path):
         where = f"{path}:{number}"
         try:
             text = line.decode("utf-8-sig")
@@ -285,18 +354,32 @@ def unreadable(path: Path, error: Exception) -> RecipeError:
             value = f"byte {line[fault.start]:#04x} at {fault.start} of the line"
             remedy = "save the file as UTF-8"
             return RecipeError("a line is not UTF-8 text", where=where, value=value, remedy=remedy)
-        try:
-            if path.suffix == ".jsonl":
-                json.loads(text)
-        except ValueError as fault:
+        if _kind(path) == ".jsonl" and (fault_of_json := _fault(text)):
             remedy = "correct or leave out this line"
-            return RecipeError("a line is not JSON", where=where, value=str(fault), remedy=remedy)
-    remedy = "repair the file; every row must have the same fields with values of the same types"
-    reason = str(error.__cause__ or error).strip()
-    return RecipeError("the data file cannot be read", where=str(path), value=reason, remedy=remedy)
+            return RecipeError("a line is not JSON", where=where, value=fault_of_json, remedy=remedy)
+    return None
+
+
+def _fault(text: str) -> str:
+    """Why a line is no JSON object that readers take; empty where it is one."""
+    try:
+        row = json.loads(text.rstrip(), object_pairs_hook=_named_once)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair, as \\ud800 is"
+    except (ValueError, RecursionError) as fault:
+        return str(fault)
+    return "" if isinstance(row, dict | None) else f"no object with fields, but {text.strip()[:40]}"
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"a field stands there twice, among {', '.join(name for name, _ in pairs)}")
+    return row
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that hold something, numbered from 1."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())

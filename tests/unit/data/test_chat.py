@@ -202,3 +202,41 @@ def test_text_without_a_tokenizer_is_refused_with_what_to_name(tmp_path: Path, b
     file.write_text(json.dumps({"prompt": "a", "completion": "b", "messages": turns}) + "\n")
     with pytest.raises(RecipeError, match="text needs a tokenizer"):
         build(tokenizer=None, path=str(file), seq_length=16)
+
+
+PARTS = PLAIN.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}"
+    "{% endif %}",
+)
+IN_PARTS = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"), [(PLAIN, ["four</s>\n", "because</s>\n"]), (PARTS, ["(four)</s>\n", "(because)</s>\n"])]
+)
+def test_a_content_in_parts_is_written_as_text(
+    tokenizer: Any, tmp_path: Path, template: str, answers: list[str]
+) -> None:
+    path = write(tmp_path, {"messages": json.dumps(IN_PARTS)})
+    assert learnt(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == answers
+
+
+def test_a_part_that_is_no_text_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    picture = [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, *IN_PARTS[1:]]
+    with pytest.raises(RecipeError, match=r"part that is no text[\s\S]*a\.png"):
+        messages(tokenizer, write(tmp_path, {"messages": json.dumps(picture)}), chat_template=PLAIN)
+
+
+def test_a_template_that_leaves_out_calls_of_tools_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add_up", "arguments": {}}}
+    path = write(tmp_path, {"messages": [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]})
+    assert "add_up" in learnt(tokenizer, messages(tokenizer, path, chat_template=PLAIN)[0])[0]
+    with pytest.raises(RecipeError, match=r"leaves out the calls of tools[\s\S]*add_up"):
+        messages(tokenizer, path, chat_template=MARKED)
+
+
+def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": [TALK[1], {"role": "gpt", "content": "four"}]})
+    with pytest.raises(RecipeError, match=r"user, gpt\n  remedy: .*the role assistant"):
+        messages(tokenizer, path, chat_template=PLAIN)

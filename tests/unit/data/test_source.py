@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
+import pyarrow  # type: ignore[import-untyped]
 import pytest
+from pyarrow import parquet
 
+from automodel_ckpt.data.encode import Truncation
+from automodel_ckpt.data.rowstream import row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.errors import RecipeError
 
@@ -69,3 +74,66 @@ def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError, match=r"nobody/nothing, None, train \([\s\S]*needs the network"):
         Source("nobody/nothing").fingerprint()
+
+
+def test_a_compressed_file_is_read_like_the_plain_one(tmp_path: Path) -> None:
+    path = tmp_path / "data.JSONL.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n\n{"text": "two"}\n'))
+    assert Source(str(path)).values("text") == ["one", "two"]
+    assert next(iter(Source(str(path)).stream()))["text"] == "one"
+    assert Source(str(path)).place(1) == f"{path}:3"
+
+
+def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text('\ufeffquestion,answer,empty\n1 + 2,3,\nNamibia,NA,\n"a\nb",1e5,\n')
+    source = Source(str(path))
+    assert source.texts(["question", "answer"]) == [["1 + 2", "Namibia", "a\nb"], ["3", "NA", "1e5"]]
+    assert source.values("empty") == [None, None, None]
+    path.write_text("a,a\n1,2\n")
+    assert Source(str(path)).fields == ["a", "a.1"]
+
+
+def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(RecipeError, match="the data file is empty"):
+        Source(str(path)).stream()
+    with pytest.raises(RecipeError, match="the data file is empty"):
+        Source(str(path)).texts(["text"])
+
+
+LINES = b'{"text": "a"}\n' * 40
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"text": \n', "Expecting value: line 1 column 9"),
+        (b"[1]\n", r"no object with fields, but \[1\]"),
+        (b'{"text": "a", "text": "b"}\n', "a field stands there twice, among text, text"),
+        (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
+        (b'{"text": ' + b"[" * 3000 + b"\n", ".*recursion"),
+    ],
+)
+@pytest.mark.parametrize("place", ["a file", "a stream", "a directory"])
+def test_the_one_line_that_is_no_json_is_named(directory: Path, line: bytes, fault: str, place: str) -> None:
+    path = directory / "train.jsonl"
+    path.write_bytes(LINES + line + LINES)
+    source = Source(str(directory if place == "a directory" else path))
+
+    def read() -> None:
+        if place == "a stream":
+            list(row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
+        source.texts(["text"])
+
+    with pytest.raises(RecipeError, match=rf"a line is not JSON\n  where:  {path}:41\n  value:  {fault}"):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"), [("s3://bucket/a.jsonl", "copy the file here"), ("data/*.jsonl", "patterns are not followed")]
+)
+def test_what_is_no_path_of_a_file_is_refused_with_what_to_do(path: str, remedy: str) -> None:
+    with pytest.raises(RecipeError, match=remedy):
+        Source(path).fingerprint()

@@ -143,3 +143,16 @@ text(train_tokenizer(300), {path!r})""")
     done = commands.run("python", str(tmp_path / "read.py"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list((tmp_path / "hf").rglob("*.arrow"))
+
+
+def test_what_is_blank_is_left_out_and_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("first\n\n  \nsecond\n")
+    with caplog.at_level("INFO"):
+        dataset = text(tokenizer, str(path))
+    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == ["first</s>", "second</s>"]
+    assert "2 more left out because no label remained" in caplog.text
+    pairs = jsonl(tmp_path / "b.jsonl", {"prompt": "", "completion": ""}, *PAIRS)
+    assert len(prompt_completion(tokenizer, pairs)) == 2
