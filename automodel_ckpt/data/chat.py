@@ -179,6 +179,9 @@ class ChatTemplate:
             raise Unlearnable(what, self.method, "begin with a user or system message")
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
         after = self._apply(turns[: number + 1], tools, tokenize=False) if number + 1 < len(turns) else whole
+        end = getattr(self.tokenizer, "eos_token", None) or ""
+        if not whole.startswith(after) and whole.startswith(after.removesuffix(end)):
+            after = after.removesuffix(end)  # as Phi's, which ends a conversation with it, not each turn
         for text, part in ((before, f"the first {number} messages"), (after, f"the first {number + 1} messages")):
             if not whole.startswith(text):
                 same = _num_equal(text, whole)
@@ -264,7 +267,7 @@ def _text_of(content: Any) -> Any:
     if len(texts) < len(given):
         odd = next(part for part, text in zip(content, given, strict=True) if not isinstance(text, str))
         raise Unlearnable(
-            "a message has a part that is no text, and the chat template takes only texts", repr(odd)[:80],
+            "a message has a part that is not text, and the chat template takes only texts", repr(odd)[:80],
             "leave the part out; images need a vision-language model and automodel_ckpt.data.vlm.conversations",
         )  # fmt: skip
     return "".join(texts)

@@ -22,6 +22,8 @@ MARKED = """{%- for m in messages %}<s>{{ m.role }}
 {%- else %}{{ m.content }}</s>{% endif %}
 {% endfor %}{% if add_generation_prompt %}<s>assistant
 {% endif %}"""
+ENDING = PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+"""As Phi's: the end token stands after the conversation, not after each turn."""
 REWRITING = PLAIN.replace(
     "{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' and not loop.last else m.content }}"
 )
@@ -65,14 +67,15 @@ def learnt(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:
     return [tokenizer.decode(run) for run in runs if run]
 
 
-@pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>"), (ENDING, "</s>\n")])
 def test_the_assistants_turns_and_their_ends_are_learnt(
     tokenizer: Any, tmp_path: Path, template: str, end: str
 ) -> None:
     sample = messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)[0]
     whole = tokenizer.apply_chat_template(TALK, chat_template=template, tokenize=False)
     assert tokenizer.decode(sample["input_ids"]) == whole
-    assert learnt(tokenizer, sample) == [f"four{end}", f"because{end}"]
+    last = "</s>" if template == ENDING else ""
+    assert learnt(tokenizer, sample) == [f"four{end}", f"because{end}{last}"]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, REWRITING])
@@ -224,7 +227,7 @@ def test_a_content_in_parts_is_written_as_text(
 
 def test_a_part_that_is_no_text_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     picture = [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, *IN_PARTS[1:]]
-    with pytest.raises(RecipeError, match=r"part that is no text[\s\S]*a\.png"):
+    with pytest.raises(RecipeError, match=r"part that is not text[\s\S]*a\.png"):
         messages(tokenizer, write(tmp_path, {"messages": json.dumps(picture)}), chat_template=PLAIN)
 
 
