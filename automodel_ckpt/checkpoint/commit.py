@@ -150,6 +150,7 @@ def publish(staging: Path, name: str) -> Path:
 
 def point(root: Path, pointer: str, name: str) -> None:
     """Swap the link *pointer* to the checkpoint *name*; a text file ``POINTER.txt`` where links can't be made."""
+    _make_way(root, pointer)
     temporary = root / f".{pointer}.{uuid.uuid4().hex}"
     try:
         os.symlink(name, temporary)
@@ -170,9 +171,22 @@ def point(root: Path, pointer: str, name: str) -> None:
 
 def unpoint(root: Path, pointer: str) -> None:
     """Remove a pointer, if it is there."""
+    _make_way(root, pointer)
     for path in (root / pointer, root / f"{pointer}.txt"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def _make_way(root: Path, pointer: str) -> None:
+    """A copy that follows links (``scp -r``, object stores) leaves a whole checkpoint in a pointer's place: it gets
+    another name."""
+    place, number = root / pointer, 1
+    if place.is_symlink() or not place.is_dir():
+        return
+    while os.path.lexists(aside := root / f"{pointer}.copied-{number}"):
+        number += 1
+    os.rename(place, aside)
+    log.warning("%s is a directory, no link, as copying leaves it: it is kept as %s, and not needed", place, aside.name)
 
 
 def pointed(root: Path, pointer: str) -> str | None:

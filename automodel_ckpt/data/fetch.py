@@ -151,6 +151,9 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     Closing the generator ends the processes. Nothing may keep torch's iterator alive longer, an exception's traceback
     neither: workers forked later would inherit it and trip over it.
     """
+    # Or a worker's death would be raised wherever this process is just then, in a save too; it is noticed by whoever
+    # waits for the worker's batch.
+    signal_handling._SIGCHLD_handler_set = True
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
@@ -165,7 +168,8 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     try:
         yield from items
     except RuntimeError as error:
-        death = str(error)
+        ended = [worker for worker in items._workers if not worker.is_alive()]
+        death = "".join(f"; process {worker.pid} ended with {worker.exitcode}" for worker in ended) or f"; {error}"
     finally:
         _end_workers(items)
         del items
@@ -173,8 +177,9 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
         raise AutomodelError(
             "a data loading worker died",
             where="dataloader.num_workers",
-            value=f"{num_workers}: {death}",
-            remedy="look for the out-of-memory killer and a full /dev/shm, or set dataloader.num_workers 0",
+            value=f"{num_workers}{death}",
+            remedy="look for the out-of-memory killer (the process ended with -9) and a full /dev/shm, or set "
+            "dataloader.num_workers 0",
         )
 
 

@@ -167,6 +167,20 @@ def test_a_pointer_is_swapped_and_never_absent(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["LATEST"]
 
 
+def test_a_directory_that_a_copy_left_in_a_pointers_place_makes_way(tmp_path: Path) -> None:
+    for attempt in range(2):
+        (tmp_path / "LATEST").unlink(missing_ok=True)
+        (tmp_path / "LATEST").mkdir()
+        (tmp_path / "LATEST" / "losses.json").write_text(str(attempt))
+        commit.point(tmp_path, "LATEST", "epoch_0_step_1")
+        assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_1"
+    kept = [tmp_path / f"LATEST.copied-{number}" / "losses.json" for number in (1, 2)]
+    assert [path.read_text() for path in kept] == ["0", "1"]
+    (tmp_path / "LOWEST_VAL").mkdir()
+    commit.unpoint(tmp_path, "LOWEST_VAL")
+    assert not (tmp_path / "LOWEST_VAL").exists() and (tmp_path / "LOWEST_VAL.copied-1").is_dir()
+
+
 def test_where_links_cannot_be_made_a_text_file_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, os.strerror(1))
