@@ -18,7 +18,7 @@ def size_text(nbytes: float) -> str:
     """Bytes in decimal units: ``1.2 MB``."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+        if value < (1000 if unit == "B" else 999.95) or unit == "TB":
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -25,6 +25,8 @@ _ENTRY_BYTES = {"module": 380, "optimizer": 850}
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; a shard's header is padded to a block.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
 _VALUE_BYTES = 16
+# Extents of a parameter on which an optimizer is tried.
+_FEW = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +129,26 @@ def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[i
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _ENTRY_BYTES["optimizer"] + archive_overhead()
-            for ratio, itemsize in _state_entries(optimizer, group, parameter):
-                if ratio is None:
-                    yield itemsize + entry
-                else:
-                    whole = int(parameter.numel() * ratio) * itemsize
-                    yield whole + _slices(parameter, num_shards) * entry
+            for numel, itemsize in _state_entries(optimizer, group, parameter):
+                slices = 1 if numel is None else _slices(parameter, num_shards)
+                yield (numel or 1) * itemsize + slices * entry
 
 
 def _state_entries(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> Iterator[tuple[float | None, int]]:
-    """(elements per parameter element, bytes per element) of each state entry; None for one of a single element."""
-    state = optimizer.state.get(parameter)
-    model: torch.Tensor = parameter
+) -> Iterator[tuple[int | None, int]]:
+    """(elements, bytes per element) of each state entry; None for one without dimensions."""
+    state, tried = optimizer.state.get(parameter), list(parameter.shape)
     if not state:
-        model = nn.Parameter(torch.zeros([min(extent, 2) for extent in parameter.shape], dtype=parameter.dtype))
-        state = _state_after_a_step(optimizer, group, model)
+        # No two extents are alike, so that those of what an optimizer keeps per row or column tell which it is.
+        tried = [few if extent > 1 else extent for extent, few in zip(parameter.shape, _FEW, strict=False)]
+        state = _state_after_a_step(optimizer, group, nn.Parameter(torch.zeros(tried, dtype=parameter.dtype)))
+    grown = dict(zip(tried, parameter.shape, strict=False))
     for value in state.values():
         if isinstance(value, torch.Tensor):
-            yield (None if value.dim() == 0 else value.numel() / max(model.numel(), 1)), value.element_size()
+            alike = value.numel() == math.prod(tried)
+            numel = parameter.numel() if alike else math.prod(grown.get(extent, extent) for extent in value.shape)
+            yield (None if value.dim() == 0 else numel), value.element_size()
 
 
 def _state_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -107,7 +108,7 @@ def read_foreign(directory: Path) -> Foreign | None:
 def open_foreign(directory: Path) -> Source:
     """The model in a directory that another program wrote. Raises :class:`CheckpointUnusable`."""
     for path in (directory, directory / layout.state_directory("model")):
-        if kind_of(path) == HF:
+        if path.is_dir() and kind_of(path) == HF:
             return open_hf(Path(os.path.realpath(path)))
     return open_source(directory)
 
@@ -160,7 +161,8 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
             if count > _MAX_FILES:
                 return
             path = os.path.join(parent, name)
-            yield os.path.relpath(path, directory), os.lstat(path).st_size
+            with contextlib.suppress(FileNotFoundError):  # what is being written or removed
+                yield os.path.relpath(path, directory), os.lstat(path).st_size
 
 
 def losses_in(directory: Path) -> Mapping[str, Any]:

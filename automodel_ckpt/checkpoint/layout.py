@@ -82,6 +82,12 @@ def is_staging(name: str) -> bool:
     return _STAGING.fullmatch(name) is not None
 
 
+def staged_name(name: str) -> str | None:
+    """The checkpoint that a staging directory is to become; None for any other name."""
+    match = _STAGING.fullmatch(name)
+    return match[1] if match else None
+
+
 def trash_name(unique: str) -> str:
     """The name a directory has while it is being removed."""
     return f".trash-{unique}"

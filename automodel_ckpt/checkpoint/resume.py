@@ -74,18 +74,40 @@ def stamp(checkpoint: Path) -> tuple[int, int, int]:
 
 
 def protected_names(root: Path) -> set[str]:
-    """The checkpoints that some link in the run directory points to: LATEST, LOWEST_VAL, pins, and the user's own.
+    """The checkpoints that some link in the run directory points to: LATEST, LOWEST_VAL, pins, and the user's own, at
+    any depth outside of the checkpoints.
 
     A pointer's text file counts like its link.
     """
-    names = set()
+    names, top = set(), root.resolve()
+    for link in _links(root):
+        target = Path(os.path.realpath(link))
+        names |= {p.name for p in (target, *target.parents) if p.parent == top}
     for entry in os.scandir(root):
-        if entry.is_symlink():
-            target = Path(os.path.realpath(entry.path))
-            names |= {p.name for p in (target, *target.parents) if p.parent == root.resolve()}
-        elif entry.name.endswith(".txt") and (name := commit.pointed(root, entry.name[:-4])):
+        if entry.name.endswith(".txt") and (name := commit.pointed(root, entry.name[:-4])):
             names.add(name)
     return names
+
+
+def _links(directory: Path | str, at_top: bool = True) -> Iterator[str]:
+    """The symbolic links below a run's directory. What vanishes meanwhile is passed over below it, not at its top."""
+    try:
+        entries = [*os.scandir(directory)]
+    except OSError:
+        if at_top:
+            raise
+        return
+    for entry in entries:
+        if entry.is_symlink():
+            yield entry.path
+        elif entry.is_dir(follow_symlinks=False) and not (at_top and _is_ours(entry.name)):
+            yield from _links(entry.path, at_top=False)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a directory of a run is made by the program, so that no link of a user's is in it."""
+    named = layout.parse_checkpoint_name(name) is not None or layout.is_superseded(name)
+    return named or layout.is_staging(name) or layout.is_trash(name)
 
 
 @dataclass(frozen=True, slots=True)

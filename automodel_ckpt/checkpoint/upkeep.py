@@ -9,6 +9,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout, policy, resume
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 PIN = "pin-"
@@ -50,13 +51,23 @@ def superseded_names(root: Path) -> list[str]:
 def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False) -> list[Removal]:
     """What :func:`remove` would be given, oldest first; with *superseded* also what was set aside.
 
-    Never among them: the newest complete checkpoint, targets of links, what the policy keeps, and directories that
-    are no complete checkpoints.
+    Never among them: the newest complete checkpoint (one of which a file is missing or cut off is not), targets of
+    links, what the policy keeps, and directories that are no complete checkpoints.
     """
     records = [*resume.records(root, metric_key)]
-    names = [record.name for record in keep.removable(records, resume.protected_names(root))]
+    whole = next((record.name for record in records if _is_whole(root / record.name)), None)
+    protected = resume.protected_names(root) | ({whole} if whole is not None else set())
+    names = [record.name for record in keep.removable(records, protected)]
     names += superseded_names(root) if superseded else []
     return [Removal(name, size_on_disk(root / name)) for name in names]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files are there, as long as they were; they are not read."""
+    try:
+        return not verify(checkpoint, Manifest.read(checkpoint), "size")
+    except CheckpointUnusable:
+        return False
 
 
 def remove(root: Path, names: Collection[str]) -> None:

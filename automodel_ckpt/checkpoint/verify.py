@@ -187,7 +187,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
         for directory in (Path(entry.path, name) for name in sorted(layout.EXPORTS)):
             if entry.is_dir(follow_symlinks=False) and os.path.lexists(directory):
-                problems += _export_problems(directory)
+                problems += export_problems(directory)
     return problems
 
 
@@ -200,8 +200,8 @@ def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterabl
         return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
 
 
-def _export_problems(directory: Path) -> list[Problem]:
-    """An export against its own manifest."""
+def export_problems(directory: Path) -> list[Problem]:
+    """What is wrong with an export by its own manifest."""
     remedy = "export again: ckpt export" + (" --merge" if directory.name == layout.MERGED else "")
     try:
         text = read_inside(directory.parent, f"{directory.name}/{layout.EXPORT_MANIFEST}", limit=MAX_LIST_BYTES)

@@ -11,10 +11,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from automodel_ckpt.config.convert import members, section_type
-from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.overrides import MODES
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import EXIT_DONE
 
 SHELLS = ("bash", "zsh", "fish")
@@ -58,12 +54,18 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def training_words() -> list[str]:
     """Flags, modes and all keys of a recipe, as ``ckpt-train`` takes them."""
+    from automodel_ckpt.config.flags import LaunchFlags
+    from automodel_ckpt.config.overrides import MODES
+    from automodel_ckpt.config.schema import RecipeConfig
+
     flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(LaunchFlags)]
     flags += [f"--{mode.replace('_', '-')}" for mode in MODES]
     return sorted({*flags, *(f"--{key}" for key in _keys(RecipeConfig, ""))})
 
 
 def _keys(section: type[Any], prefix: str) -> Iterator[str]:
+    from automodel_ckpt.config.convert import members, section_type
+
     for name, hint in typing.get_type_hints(section).items():
         if typing.get_origin(hint) is typing.ClassVar:
             continue

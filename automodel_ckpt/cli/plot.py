@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.terminal import can_print, print_path, printable
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
-from automodel_ckpt.report.history import History, Series, read_history
+
+if TYPE_CHECKING:
+    from automodel_ckpt.report.history import History, Series
 
 _TERMINAL = (("loss", "loss"), ("val_loss", "validation"), ("grad_norm", "grad norm"), ("lr", "lr"), ("tps", "tok/s"))
 # Columns that a line takes beside its curve, at most.
@@ -27,15 +28,18 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         description="Draw the curves of one or several runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
         "norm, learning rate, throughput, and what saves cost. Without --output: small ones, here.",
     )
-    plot.add_argument("paths", nargs="*", default=["."], metavar="RUN", help="run directories (default: here)")
+    plot.add_argument(
+        "paths", nargs="*", default=["."], metavar="RUN", help="run directories, or something in them (default: here)"
+    )
     plot.add_argument("--output", "-o", metavar="FILE", help="an .html page that needs nothing else, or a .png")
     return plot
 
 
-def plot(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | None]) -> int:
+def plot(arguments: argparse.Namespace, run_around: Callable[[Path], Path | None]) -> int:
     """Raises :class:`CheckpointUnusable` where a path holds no run."""
-    paths = [Path(path) for path in arguments.paths]
-    directories = [(run_directory(path) if path.is_dir() else None) or path for path in paths]
+    from automodel_ckpt.report.history import read_history
+
+    directories = [run_around(Path(path)) or Path(path) for path in arguments.paths]
     runs = [read_history(path, name) for path, name in zip(directories, _names(directories), strict=True)]
     if arguments.output:
         _write(runs, Path(arguments.output))
@@ -76,6 +80,8 @@ def _write(runs: list[History], file: Path) -> None:
 
 
 def _lines(run: History) -> Iterator[str]:
+    import shutil
+
     from automodel_ckpt.report.page import summary
     from automodel_ckpt.report.sparkline import ASCII_BARS, BARS, sparkline
 

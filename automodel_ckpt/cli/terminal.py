@@ -7,14 +7,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+from unicodedata import combining, east_asian_width
 
 from automodel_ckpt.checkpoint.file_system import size_text
 
+if TYPE_CHECKING:
+    from automodel_ckpt.errors import Problem
+
 __all__ = [
     "age_text", "can_print", "coloured", "json_text", "leave_reader", "print_error", "print_path", "printable",
-    "printable_lines", "size_text", "table",
+    "printable_lines", "problem_json", "size_text", "table",
 ]  # fmt: skip
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
@@ -61,16 +65,30 @@ def leave_reader() -> None:
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """*text* in a colour, where *stream* is a terminal and NO_COLOR is not set."""
-    if not stream.isatty() or os.environ.get("NO_COLOR"):
+    """*text* in a colour, where *stream* is a terminal; NO_COLOR and FORCE_COLOR overrule that, the first both."""
+    wanted = bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    if not wanted or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with aligned columns; the last column is as wide as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows as lines with aligned columns, those of *right* (by number) to the right; the last column is as wide as it
+    is, unless it is among them."""
+    widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def _padded(cell: str, width: int, to_the_right: bool) -> str:
+    space = " " * (width - _width(cell))
+    return space + cell if to_the_right else cell + space
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal: two of a wide character, none of one that joins the last."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def age_text(created: float) -> str:
@@ -85,6 +103,11 @@ def age_text(created: float) -> str:
 def json_text(document: Any) -> str:
     """The document as JSON, which has no NaN and no infinity: null stands for them."""
     return json.dumps(_finite(document), indent=2)
+
+
+def problem_json(problem: Problem) -> dict[str, str]:
+    """One thing that is wrong, as ``--json`` has it."""
+    return {name: str(getattr(problem, name)) for name in ("what", "where", "value", "remedy")}
 
 
 def _finite(value: Any) -> Any:

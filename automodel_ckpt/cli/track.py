@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.cli.terminal import print_error, printable
-from automodel_ckpt.config.convert import untyped
-from automodel_ckpt.config.schema import TRACKERS
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, RecipeError
-from automodel_ckpt.report.follow import Follower
-from automodel_ckpt.report.history import read_history
+from automodel_ckpt.report.trackers import TRACKERS
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -25,8 +22,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         description="Send what a tracker does not have yet of a run's log: losses, gradient norm, learning rate, "
         "throughput, saves. In training, logging.trackers does it.",
     )
-    track.add_argument("path", nargs="?", default=".", metavar="RUN", help="a run directory (default: here)")
-    track.add_argument("--to", choices=TRACKERS, required=True, help="the tracker; its library has to be installed")
+    track.add_argument("path", nargs="?", default=".", metavar="RUN", help="a run, or something in it (default: here)")
+    track.add_argument(
+        "--to", choices=tuple(TRACKERS), required=True, help="the tracker; its library has to be installed"
+    )
     track.add_argument("--again", action="store_true", help="send all of it, also what was sent before")
     track.add_argument(
         "--option",
@@ -38,10 +37,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return track
 
 
-def track(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | None]) -> int:
+def track(arguments: argparse.Namespace, run_around: Callable[[Path], Path | None]) -> int:
     """Exit code 1 where the tracker failed."""
-    path = Path(arguments.path)
-    run = (run_directory(path) if path.is_dir() else None) or path
+    from automodel_ckpt.report.follow import Follower
+    from automodel_ckpt.report.history import read_history
+
+    run = run_around(Path(arguments.path)) or Path(arguments.path)
     last = max(read_history(run).series["loss"].steps, default=0)
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(
@@ -62,6 +63,8 @@ def track(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | 
 
 
 def _options(words: list[str]) -> dict[str, Any]:
+    from automodel_ckpt.config.convert import untyped
+
     for word in words:
         if "=" not in word:
             raise RecipeError(

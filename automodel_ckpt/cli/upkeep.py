@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, size_text, table
+from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
 
 Find = Callable[[Path], Path]
@@ -23,17 +24,24 @@ def add_parsers(commands: Any, where: str) -> list[argparse.ArgumentParser]:
     )  # fmt: skip
     verify.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
     verify.add_argument("--deep", action="store_true", help="also each slice, exports, and files the manifest lacks")
-    verify.add_argument("--num-threads", type=int, default=2, metavar="N", help="threads that read (default: 2)")
+    verify.add_argument(
+        "--num-threads", type=_at_least(1), default=2, metavar="N", help="threads that read (default: 2)"
+    )
     prune = commands.add_parser(
         "prune", help="remove old checkpoints",
         description="Remove checkpoints that need not stay. Never removed: the newest complete one, what LATEST, "
-        "LOWEST_VAL, a pin or any other link in the directory points to, and what is no complete checkpoint.",
+        "LOWEST_VAL, a pin or any other link in the directory or below it points to, and what is no complete "
+        "checkpoint.",
     )  # fmt: skip
-    prune.add_argument("path", nargs="?", default=".", metavar="RUN", help="a run directory (default: here)")
-    prune.add_argument("--keep-last", type=int, metavar="N", help="the newest N stay")
-    prune.add_argument("--keep-best", type=int, default=0, metavar="K", help="the best K by --metric stay (default: 0)")
-    prune.add_argument("--keep-every-steps", type=int, metavar="N", help="multiples of N steps stay")
-    prune.add_argument("--keep-steps", type=int, nargs="+", default=[], metavar="S", help="these steps stay")
+    prune.add_argument(
+        "path", nargs="?", default=".", metavar="RUN", help="a run directory, or something in it (default: here)"
+    )
+    prune.add_argument("--keep-last", type=_at_least(1), metavar="N", help="the newest N stay")
+    prune.add_argument(
+        "--keep-best", type=_at_least(0), default=0, metavar="K", help="the best K by --metric stay (default: 0)"
+    )
+    prune.add_argument("--keep-every-steps", type=_at_least(1), metavar="N", help="multiples of N steps stay")
+    prune.add_argument("--keep-steps", type=_at_least(0), nargs="+", default=[], metavar="S", help="these steps stay")
     prune.add_argument("--metric", default="val_loss", help="value in losses.json that ranks (default: val_loss)")
     prune.add_argument("--max", action="store_true", help="the highest value is the best")
     prune.add_argument("--superseded", action="store_true", help="also what was set aside when the run went back")
@@ -46,6 +54,15 @@ def add_parsers(commands: Any, where: str) -> list[argparse.ArgumentParser]:
     return [verify, prune, pin, unpin]
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        return number
+
+    return whole_number
+
+
 def verify(arguments: argparse.Namespace, find: Find, run_directory: Callable[[Path], Path | None]) -> int:
     """Exit code 3 where anything is wrong; every problem is printed."""
     from automodel_ckpt.checkpoint import resume
@@ -54,32 +71,61 @@ def verify(arguments: argparse.Namespace, find: Find, run_directory: Callable[[P
     run = run_directory(path) if path.is_dir() else None
     targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))] if run else [find(path)]
     results = [(target, _problems(target, arguments)) for target in targets]
+    _note(results)
     if arguments.json:
-        print(json.dumps([{"path": str(t), "ok": not p, "problems": [_as_json(q) for q in p]} for t, p in results]))
+        print(json.dumps([{"path": str(t), "ok": not p, "problems": [*map(problem_json, p)]} for t, p in results]))
     else:
         for target, problems in results:
-            verdict = coloured("damaged", "red", sys.stdout) if problems else coloured("ok", "green", sys.stdout)
-            print(f"{printable(str(target))}: {verdict}")
+            print(f"{printable(str(target))}: {_verdict(target, problems)}")
             for problem in problems:
                 print(printable_lines(f"  {problem}".replace("\n", "\n  ")))
     return EXIT_UNUSABLE if any(problems for _, problems in results) else EXIT_DONE
 
 
-def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
-    from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.checkpoint.verify import verify as verify_files
-    from automodel_ckpt.checkpoint.verify import verify_deep
+def _verdict(target: Path, problems: list[Problem]) -> str:
+    if not problems:
+        return coloured("ok", "green", sys.stdout)
+    if _is_foreign(target):
+        return coloured("cannot be told", "yellow", sys.stdout)
+    return coloured("damaged", "red", sys.stdout)
 
+
+def _is_foreign(target: Path) -> bool:
+    """Whether another program's files stand there, which nothing describes."""
+    from automodel_ckpt.checkpoint import foreign, layout
+
+    described = any(os.path.lexists(target / name) for name in (layout.MANIFEST, layout.EXPORT_MANIFEST))
+    return not described and bool(foreign.kinds_in(target))
+
+
+def _note(results: Sequence[tuple[Path, list[Problem]]]) -> None:
+    """For ``ckpt ls``."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.verified import remember
+
+    own = [(target, problems) for target, problems in results if layout.parse_checkpoint_name(target.name)]
+    if own:
+        remember(own[0][0].parent, {target.name: not problems for target, problems in own})
+
+
+def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.verify import export_problems, verify_deep
+    from automodel_ckpt.checkpoint.verify import verify as verify_files
+
+    if not os.path.lexists(checkpoint / layout.MANIFEST):
+        if os.path.lexists(checkpoint / layout.EXPORT_MANIFEST):
+            return export_problems(checkpoint)
+        if _is_foreign(checkpoint):
+            remedy = "`ckpt import` takes it into a checkpoint that has digests; `ckpt show --stats` reads its tensors"
+            return [Problem("these files have no digests to compare with", str(checkpoint), "no MANIFEST.json", remedy)]
     try:
         manifest = Manifest.read(checkpoint)
     except CheckpointUnusable as error:
         return list(error.problems)
-    problems = verify_files(checkpoint, manifest, "digest", num_threads=max(arguments.num_threads, 1))
+    problems = verify_files(checkpoint, manifest, "digest", num_threads=arguments.num_threads)
     return problems + (verify_deep(checkpoint, manifest) if arguments.deep else [])
-
-
-def _as_json(problem: Problem) -> dict[str, str]:
-    return {name: str(getattr(problem, name)) for name in ("what", "where", "value", "remedy")}
 
 
 def prune(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | None]) -> int:

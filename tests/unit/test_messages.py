@@ -116,7 +116,7 @@ def test_a_recipe_is_not_copied_over_another(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["pin"], "not a checkpoint of a run"), (["prune", "--keep-last", "1"], "no checkpoints here")],
+    [(["pin"], "no checkpoint here"), (["prune", "--keep-last", "1"], "no checkpoints here")],
 )
 def test_a_directory_without_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str

@@ -99,6 +99,56 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
     assert "another run is alive" in capsys.readouterr().err and len(names(run)) == 4
 
 
+def test_a_link_below_the_run_directory_protects_like_one_in_it(run: Path) -> None:
+    (run / "paper" / "figures").mkdir(parents=True)
+    (run / "paper" / "figures" / "best").symlink_to("../../epoch_0_step_10/model")
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+
+
+def test_the_newest_that_has_all_its_files_stays(run: Path) -> None:
+    (run / "epoch_0_step_40" / "optim" / "__0_0.distcp").unlink()
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40"]
+
+
+@pytest.mark.parametrize("flag", ["--keep-last=0", "--keep-every-steps=0", "--keep-best=-1", "--keep-steps=-5"])
+def test_numbers_that_keep_nothing_are_refused(run: Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(run), "--keep-last", "1", flag]) == 2
+    assert "is less than" in capsys.readouterr().err and len(names(run)) == 4
+
+
+def test_prune_takes_a_pointer_or_a_checkpoint_for_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for path in (run, run / "LATEST", run / "epoch_0_step_10", run / "epoch_0_step_10" / "model"):
+        assert main(["prune", str(path), "--keep-last", "1", "--dry-run"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 1 and "epoch_0_step_30" in outputs[0]
+
+
+def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed() -> dict[str, dict[str, object]]:
+        assert main(["ls", str(run), "--json"]) == 0
+        return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+
+    assert {row["verified"] for row in listed().values()} == {None}
+    (run / "epoch_0_step_20" / "optim" / "__0_0.distcp").write_bytes(b"x")
+    assert main(["verify", str(run)]) == 3
+    capsys.readouterr()
+    found = listed()
+    assert all(isinstance(row["verified"], float) for row in found.values())
+    assert [name for name, row in found.items() if row["damaged"]] == ["epoch_0_step_20"]
+    assert main(["ls", str(run)]) == 0
+    assert "damaged: `ckpt verify` says what" in capsys.readouterr().out
+    shutil.rmtree(run / "epoch_0_step_20")
+    shutil.copytree(run / "epoch_0_step_10", run / "epoch_0_step_20")
+    assert listed()["epoch_0_step_20"]["verified"] is None
+    (run / ".verified.json").write_text('{"epoch_0_step_10": {"time": "x"}, "../x": {}, "epoch_0_step_30": 1}')
+    assert {row["verified"] for row in listed().values()} == {None}
+
+
 def test_prune_asks_what_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prune", str(run)]) == 2
     assert "--keep-last" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.terminal import printable
+from automodel_ckpt.cli.terminal import coloured, printable, size_text, table
 from tests.support.shards import checkpoint_in
 
 Capture = pytest.CaptureFixture[str]
@@ -100,6 +100,83 @@ def test_where_there_is_nothing_it_says_so_once(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
     assert capsys.readouterr().err.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["ls", "nowhere"], 3), (["show", "."], 3), (["ls", "--bogus"], 2), (["verify", "x" * 300], 3),
+     (["plot", "run", "-o", "no/such/place.html"], 4)],
+)  # fmt: skip
+def test_with_json_an_error_is_a_document_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], code: int
+) -> None:
+    checkpoint_in(tmp_path / "run", 20)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path if "run" in arguments else tmp_path / "empty")
+    assert main([*arguments, "--json"]) == code
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert error["code"] == code and [{*p} for p in error["problems"]] == [{"what", "where", "value", "remedy"}]
+    assert captured.err.startswith(f"error: {error['problems'][0]['what']}") and "internal" not in captured.err
+
+
+def test_a_directory_of_runs_is_a_row_for_each(tmp_path: Path, capsys: Capture) -> None:
+    for step in (20, 40):
+        checkpoint_in(tmp_path / "a", step)
+    checkpoint_in(tmp_path / "group" / "b" / "checkpoints", 7)
+    (tmp_path / "link").symlink_to("a")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    found = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {name: (row["num_checkpoints"], row["newest"]) for name, row in found.items()} == {
+        "a": (2, "epoch_0_step_40"), "group/b/checkpoints": (1, "epoch_0_step_7"),
+    }  # fmt: skip
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["a", "2", "epoch_0_step_40"]
+
+
+def test_a_pointer_to_nothing_says_where_it_points(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "LATEST").symlink_to("epoch_0_step_99")
+    assert main(["show", str(tmp_path / "LATEST")]) == 3
+    assert "it points to epoch_0_step_99" in capsys.readouterr().err
+
+
+def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(tmp_path: Path, capsys: Capture) -> None:
+    checkpoint = checkpoint_in(tmp_path, 20)
+    assert main(["show", str(checkpoint / "model"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(checkpoint)
+    assert main(["ls", str(checkpoint), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["pointers"] == ["LATEST"]
+    assert main(["consolidate", str(checkpoint)]) == 0
+    export = checkpoint / "model" / "consolidated"
+    assert main(["verify", str(export)]) == 0
+    (file,) = export.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    capsys.readouterr()
+    assert main(["verify", str(export)]) == 3
+    assert "a file of the export is not what was written" in capsys.readouterr().out
+    (export / "export_manifest.json").unlink()
+    assert main(["verify", str(export)]) == 3
+    text = capsys.readouterr().out
+    assert "cannot be told" in text and "no digests to compare" in text and "damaged" not in text
+
+
+def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
+    lines = table([("name", "n", ""), ("漢字", "10", "x"), ("a\u0301", "2", "y")], right=(1,))
+    assert lines == ["name   n", "漢字  10  x", "a\u0301      2  y"]
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(999, "999 B"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (0, "0 B")])
+def test_a_size_never_has_four_digits(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+def test_colour_follows_the_terminal_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert coloured("a", "red", sys.__stdout__) == "a" or sys.__stdout__.isatty()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert coloured("a", "red", sys.__stdout__) == "\x1b[31ma\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured("a", "red", sys.__stdout__) == "a"
 
 
 def test_a_wrong_dtype_is_wrong_usage(tmp_path: Path, capsys: Capture) -> None:

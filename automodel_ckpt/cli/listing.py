@@ -1,0 +1,245 @@
+"""``ckpt ls``: the checkpoints of a run, or the runs of a directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli import foreign
+from automodel_ckpt.cli.places import NAME_ONE, nothing, run_directory, runs_below, whole_checkpoint
+from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.verified import Note
+
+_TITLES = ("checkpoint", "step", "epoch", "train loss", "val loss", "size", "age", "complete", "verified", "")
+_RUN_TITLES = ("run", "checkpoints", "newest", "train loss", "val loss", "lowest", "size", "age")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A directory of a run as ``ckpt ls`` shows it; *reason* says why it is no complete checkpoint, *verified* when
+    ``ckpt verify`` read it last (seconds since 1970), *damaged* that it found something."""
+
+    name: str
+    complete: bool
+    step: int | None = None
+    epoch: int | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
+    nbytes: int | None = None
+    created: float | None = None
+    pointers: tuple[str, ...] = ()
+    reason: str = ""
+    foreign: bool = False
+    verified: float | None = None
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run among others: how many checkpoints are complete, what they take, and the newest of them."""
+
+    run: str
+    num_checkpoints: int
+    newest: str | None
+    step: int | None
+    epoch: int | None
+    train_loss: float | None
+    val_loss: float | None
+    lowest_val_loss: float | None
+    nbytes: int
+    created: float | None
+
+
+def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        "ls", help="list the checkpoints of a run, or runs",
+        description="List the checkpoints of a run; of a directory that holds runs, the runs.",
+    )  # fmt: skip
+    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
+    return command
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    path = Path(arguments.path)
+    run = run_directory(path)
+    runs = [*runs_below(path)] if run is None and path.is_dir() and not path.is_symlink() else []
+    if runs:
+        return _print_runs([_run_row(path, each) for each in runs], arguments.json)
+    rows = [*rows_of(run)] if run else [_alone(path)]
+    if arguments.json:
+        print(json_text([asdict(row) for row in rows]))
+    else:
+        _print_rows(rows)
+    return EXIT_DONE
+
+
+def _alone(path: Path) -> Row:
+    """One checkpoint, with what its run says of it."""
+    checkpoint = whole_checkpoint(path)
+    if not _looks_like_checkpoint(checkpoint):
+        raise nothing("there are no checkpoints here", path, "nothing in it is of a known form", NAME_ONE)
+    run = checkpoint.parent if run_directory(checkpoint.parent) == checkpoint.parent else None
+    return row_of(checkpoint, _pointers(run) if run else {}, _notes(run) if run else {})
+
+
+def rows_of(run: Path) -> Iterator[Row]:
+    """A row for each directory of a run that is, or might be taken for, a checkpoint; oldest first."""
+    pointers, notes = _pointers(run), _notes(run)
+    found = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
+    rows = [row_of(path, pointers, notes) for path in found if _looks_like_checkpoint(path)]
+    yield from sorted(rows, key=lambda row: (row.step is None, row.step or 0, row.epoch or 0, row.name))
+
+
+def _pointers(run: Path) -> dict[str, list[str]]:
+    """The pointers to each checkpoint, and ``pinned``."""
+    from automodel_ckpt.checkpoint import commit, layout
+    from automodel_ckpt.checkpoint.upkeep import pinned_names
+
+    pointers: dict[str, list[str]] = {}
+    for pointer in layout.POINTERS:
+        if (target := commit.pointed(run, pointer)) is not None:
+            pointers.setdefault(target, []).append(pointer)
+    for name in pinned_names(run):
+        pointers.setdefault(name, []).append("pinned")
+    return pointers
+
+
+def _notes(run: Path) -> Mapping[str, Note]:
+    from automodel_ckpt.checkpoint.verified import recall
+
+    return recall(run)
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    from automodel_ckpt.checkpoint import layout
+
+    named = layout.parse_checkpoint_name(path.name) or layout.is_superseded(path.name) or layout.is_staging(path.name)
+    return (
+        bool(named)
+        or any(os.path.lexists(path / name) for name in (layout.MANIFEST, "model"))
+        or foreign.is_known(path)
+    )
+
+
+def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str, Note]) -> Row:
+    """What is known of the checkpoint directory *path*: *pointers* to, and *notes* on, each name of its run."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.manifest import Summary
+
+    name = layout.parse_checkpoint_name(layout.staged_name(path.name) or path.name)
+    step, epoch = (name.step, name.epoch) if name else (None, None)
+    here = tuple(pointers.get(path.name, ()))
+    if layout.is_staging(path.name):
+        reason = "unfinished: being saved now, or left by a killed save"
+        return Row(path.name, False, step, epoch, reason=reason)
+    if not os.path.lexists(path / layout.MANIFEST):
+        return _without_manifest(path, step, epoch, here)
+    try:
+        summary = Summary.read(path)
+    except CheckpointUnusable as error:
+        problem = error.problems[0]
+        return Row(path.name, False, step, epoch, pointers=here, reason=f"{problem.what}: {problem.value}")
+    note = notes.get(path.name)
+    damaged = note is not None and not note.ok
+    reasons = (
+        "damaged: `ckpt verify` says what" if damaged else "",
+        "superseded: the run went back and on from an earlier step" if layout.is_superseded(path.name) else "",
+        "" if summary.has_optimizer else "weights only",
+    )
+    train_loss, val_loss = (_number(summary.losses.get(key)) for key in ("train_loss", "val_loss"))
+    return Row(
+        path.name, True, summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, summary.created, here,
+        next(filter(None, reasons), ""), verified=note.time if note else None, damaged=damaged,
+    )  # fmt: skip
+
+
+def _without_manifest(path: Path, step: int | None, epoch: int | None, pointers: tuple[str, ...]) -> Row:
+    from automodel_ckpt.checkpoint import layout
+
+    if (facts := foreign.facts(path)) is not None:
+        facts |= {key: _number(facts[key]) for key in ("train_loss", "val_loss")}
+        return Row(path.name, False, step, epoch, pointers=pointers, **facts)
+    what = "foreign" if step is None else "torn, or another program's"
+    return Row(path.name, False, step, epoch, pointers=pointers, reason=f"{what}: it has no {layout.MANIFEST}")
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _run_row(above: Path, run: Path) -> RunRow:
+    whole = [row for row in rows_of(run) if row.complete and "superseded" not in row.reason]
+    newest = max(whole, key=lambda row: (row.step or 0, row.epoch or 0), default=None)
+    validated = [row.val_loss for row in whole if row.val_loss is not None and row.val_loss == row.val_loss]
+    return RunRow(
+        os.path.relpath(run, above), len(whole), newest.name if newest else None, newest.step if newest else None,
+        newest.epoch if newest else None, newest.train_loss if newest else None, newest.val_loss if newest else None,
+        min(validated, default=None), sum(row.nbytes or 0 for row in whole), newest.created if newest else None,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- for people
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    head, *lines = table([_TITLES, *map(_cells, rows)], right=range(1, 7))
+    print(coloured(head, "bold", sys.stdout))
+    for row, line in zip(rows, lines, strict=True):
+        bad = row.damaged or not (row.complete or row.foreign)
+        print(coloured(line, "red", sys.stdout) if bad else line)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    from automodel_ckpt.checkpoint import layout
+
+    notes = ", ".join((*row.pointers, *([row.reason] if row.reason else [])))
+    complete = "yes" if row.complete else "?" if row.foreign else "no"
+    verified = "damaged" if row.damaged else _age(row.verified)
+    name = layout.staged_name(row.name) or row.name
+    return (
+        printable(name), *_counts(row.step, row.epoch), *_losses(row.train_loss, row.val_loss), _size(row.nbytes),
+        _age(row.created), complete, verified, printable(notes),
+    )  # fmt: skip
+
+
+def _print_runs(rows: Sequence[RunRow], as_json: bool) -> int:
+    if as_json:
+        print(json_text([asdict(row) for row in rows]))
+        return EXIT_DONE
+    cells = [
+        (
+            printable(row.run), str(row.num_checkpoints), row.newest or "none",
+            *_losses(row.train_loss, row.val_loss, row.lowest_val_loss), _size(row.nbytes), _age(row.created),
+        )
+        for row in rows
+    ]  # fmt: skip
+    head, *lines = table([_RUN_TITLES, *cells], right=(1, *range(3, 8)))
+    print(coloured(head, "bold", sys.stdout))
+    print("\n".join(lines))
+    return EXIT_DONE
+
+
+def _counts(*values: int | None) -> Iterable[str]:
+    return ("" if value is None else str(value) for value in values)
+
+
+def _losses(*values: float | None) -> Iterable[str]:
+    return ("" if value is None else f"{value:.4f}" for value in values)
+
+
+def _size(nbytes: int | None) -> str:
+    return "" if nbytes is None else size_text(nbytes)
+
+
+def _age(seconds: float | None) -> str:
+    return "" if seconds is None else age_text(seconds)

@@ -1,0 +1,108 @@
+"""What a PATH on ``ckpt``'s command line means: a run, runs, a checkpoint, a pointer, or something inside of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MOST_LOOKED_AT = 10_000
+NAME_ONE = "name a run directory, a checkpoint or a pointer"
+
+
+def run_directory(path: Path) -> Path | None:
+    """The directory of checkpoints that *path* is, or holds as ``checkpoints/``; None where it is neither."""
+    from automodel_ckpt.checkpoint import resume
+
+    for directory in (path, path / "checkpoints"):
+        if directory.is_dir() and resume.checkpoint_names(directory):
+            return directory
+    return None
+
+
+def run_around(path: Path) -> Path | None:
+    """The run that *path* is or holds, or that a checkpoint, a pointer or a log at *path* belongs to."""
+    from automodel_ckpt.checkpoint import layout
+
+    if (run := run_directory(path)) is not None:
+        return run
+    real = Path(os.path.realpath(path))
+    for inside in (real, *real.parents):
+        if layout.parse_checkpoint_name(inside.name):
+            return inside.parent
+    return run_directory(path.parent) if not path.is_dir() else None
+
+
+def runs_below(path: Path, depth: int = 2) -> Iterator[Path]:
+    """The runs in a directory of runs, sorted, down to *depth* levels; hidden directories and links are left out."""
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)[:_MOST_LOOKED_AT]
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+            continue
+        if (run := run_directory(Path(entry.path))) is not None:
+            yield run
+        elif depth > 1:
+            yield from runs_below(Path(entry.path), depth - 1)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The directory that *path* means: of a run its newest complete checkpoint, of a pointer its target, else itself.
+
+    Raises :class:`CheckpointUnusable` where there is nothing.
+    """
+    from automodel_ckpt.checkpoint import commit, layout
+
+    if path.is_dir() and not (path.name in layout.POINTERS and path.is_symlink()):
+        run = run_directory(path)
+        return path.resolve() if run is None else _newest(run)
+    stem = path.name.removesuffix(".txt")
+    target = commit.pointed(path.parent, stem) if stem in layout.POINTERS else None
+    if target is None or not (path.parent / target).is_dir() or (path.parent / target).is_symlink():
+        raise nothing("there is no such checkpoint", path, _seen(path, target), NAME_ONE)
+    return (path.parent / target).resolve()
+
+
+def _seen(path: Path, target: str | None) -> str:
+    """What stands there instead of a checkpoint."""
+    if target is not None:
+        return f"it points to {target}, which is not there"
+    if path.is_symlink():
+        return f"a link to {os.readlink(path)}"
+    return "a file" if path.exists() else "nothing has this name"
+
+
+def whole_checkpoint(path: Path) -> Path:
+    """As :func:`find_checkpoint`; of ``model/`` and the like the checkpoint around it, an export for itself.
+
+    Raises :class:`CheckpointUnusable` also where the directory is nothing of ours, and of no form that is known.
+    """
+    from automodel_ckpt.checkpoint import foreign, layout
+
+    found = find_checkpoint(path)
+    for directory in (found, found.parent):
+        if os.path.lexists(directory / layout.MANIFEST):
+            return directory
+    name = found.name
+    named = layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
+    if named or foreign.kinds_in(found):
+        return found
+    raise nothing("there is no checkpoint here", path, "nothing in it is of a known form", NAME_ONE)
+
+
+def _newest(run: Path) -> Path:
+    from automodel_ckpt.checkpoint import resume
+
+    newest = next(resume.records(run, ""), None)
+    if newest is None:
+        raise nothing("no checkpoint here is complete", run, "", "`ckpt ls` says why")
+    return (run / newest.name).resolve()
+
+
+def nothing(what: str, path: Path, value: str, remedy: str) -> CheckpointUnusable:
+    """The error where there is nothing to look at."""
+    return CheckpointUnusable(what, where=str(path), value=value, remedy=remedy)
