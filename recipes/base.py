@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.side_files import Assets
-from automodel_ckpt.checkpoint.trees import keep_whole
+from automodel_ckpt.checkpoint.trees import keep_whole, unwrap
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -60,7 +60,14 @@ from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.probe import forward_parameters, logits_of
 from automodel_ckpt.models.stages import check_stages
-from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, set_size, vocabulary_names, wanted_size
+from automodel_ckpt.models.vocabulary import (
+    num_embeddings,
+    refuse_unknown_ids,
+    resize_vocabulary,
+    set_size,
+    vocabulary_names,
+    wanted_size,
+)
 from automodel_ckpt.recipes.adapters import adapt, adapter_assets, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.alike import refuse_unlike_lengths
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
@@ -583,13 +590,27 @@ class FinetuneRecipe(Lifecycle):
                 self.settle()
             if control.stop or batch is None:
                 self.stop()
-            due = self.step(batch, control)
+            with self.blaming_ids_of(batch):
+                due = self.step(batch, control)
             if due.stop:
                 self.stop()
             if due.validate or due.save:
                 self.validate_and_save(validate=due.validate, save=due.save, last=due.last)
             if due.last:
                 return
+
+    @contextmanager
+    def blaming_ids_of(self, batch: GlobalBatch) -> Iterator[None]:
+        """Inside, a failure becomes a :class:`RecipeError` where *batch* has tokens that the model does not have.
+
+        torch says only that an index is out of range, on a GPU not even that. Looked for afterwards, so at no cost.
+        """
+        try:
+            yield
+        except (IndexError, RuntimeError):
+            where = f"the global batch of samples {batch.sample_ids[:16]}"
+            refuse_unknown_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
+            raise
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
         """The batches of *source*; a last None when this rank is asked to stop while it waits for one."""
@@ -795,7 +816,8 @@ class FinetuneRecipe(Lifecycle):
             if sums[2] > 0:
                 return None
             loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
-            mine = self.validation_sums(batch or _END)
+            with self.blaming_ids_of(batch or _END):
+                mine = self.validation_sums(batch or _END)
         return loss, num_label_tokens
 
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:

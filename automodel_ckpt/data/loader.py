@@ -283,6 +283,13 @@ def _length(dataset: Any) -> int | None:
     """Samples of a map-style data set, None for an iterable one; :class:`RecipeError` when it is neither."""
     if isinstance(dataset, IterableDataset):
         return None
+    if isinstance(dataset, Mapping):
+        raise RecipeError(
+            "a data set with names in place of numbers is several data sets",
+            where="dataset",
+            value=", ".join(str(name) for name in list(dataset)[:8]),
+            remedy="let what builds it return one of them, such as its split train",
+        )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset)
     if hasattr(dataset, "__iter__"):

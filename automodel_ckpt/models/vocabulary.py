@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,20 @@ def num_embeddings(model: nn.Module) -> int | None:
     embedding = of_transformers.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(embedding, "weight", None)
     return None if weight is None else len(weight)
+
+
+def refuse_unknown_ids(batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str) -> None:
+    """:class:`RecipeError` that names *where* for tokens or labels that a model of *size* embeddings has no row for."""
+    for name, ignored in (("input_ids", 0), ("labels", -100)):
+        for ids in (batch[name] for batch in batches if name in batch):
+            unknown = ids[(ids != ignored) & ((ids < 0) | (ids >= (size or math.inf)))]
+            if len(unknown):
+                raise RecipeError(
+                    f"a sample has {name} that are no tokens of the model",
+                    where=where,
+                    value=f"{int(unknown[0])}; the model has tokens from 0 to {size - 1 if size else '?'}",
+                    remedy="prepare the data with the model's own tokenizer, or set model.vocab_size",
+                )
 
 
 def vocabulary_names(model: nn.Module) -> list[str]:

@@ -51,6 +51,10 @@ def talks(template: str, said: str, **files: bytes | str) -> Mistake:
     return Mistake((section, given), said, {"talk.jsonl": TALK} | files)
 
 
+def rows(kind: str, said: str, *more: str) -> Mistake:
+    return Mistake((f"--dataset={{_target_: tests.support.training_parts.samples, kind: {kind}}}", *more), said)
+
+
 def images(path: str, said: str, *more: str, **files: bytes | str) -> Mistake:
     section = f"--dataset={{_target_: automodel_ckpt.data.vlm.conversations, path: '@/{path}'}}"
     return Mistake((section, *more), said, {name.replace("__", "."): text for name, text in files.items()}, 2, DIGITS)
@@ -111,6 +115,13 @@ MISTAKES = {
     "a model for classes": Mistake(
         (f"--model={{_target_: transformers.GPT2ForSequenceClassification, config: {SMALL_GPT2}}}",),
         r"no logits for each token[\s\S]*shape \[2, 2\] for \[2, \d+\] tokens",
+    ),
+    "tokens of another tokenizer": rows("input_ids", r"input_ids that are no tokens[\s\S]*9999; [\s\S]*from 0 to \d"),
+    "labels of another tokenizer": rows("labels", r"labels that are no tokens[\s\S]*-7; the model"),
+    "padded samples": rows("attention_mask", r"padded already[\s\S]*1 of 4 tokens"),
+    "padded samples to be packed": rows("attention_mask", r"padded already", "--packed_sequence.size=16"),
+    "a dictionary of data sets": Mistake(
+        ("--dataset={_target_: tests.support.training_parts.splits}",), r"is several data sets[\s\S]*value:  train"
     ),
     "a loss for other things": Mistake(
         ("--loss_fn={_target_: torch.nn.MSELoss}",), r"does not take logits[\s\S]*CrossEntropyLoss"

@@ -41,6 +41,17 @@ class SomeWithoutLabels:
         return {"input_ids": tokens, "labels": [-100] * 8 if index < 8 else tokens}
 
 
+def samples(kind: str) -> Any:
+    """Data sets that are not what they should be, by *kind*."""
+    tokens, mask = [1, 9, 8, 7], [1, 1, 1, 0]
+    changed = {"input_ids": [1, 9, 9999, 7], "labels": [1, 9, 8, -7], "attention_mask": mask}[kind]
+    return [{"input_ids": tokens, "labels": tokens} | {kind: changed}] * 8
+
+
+def splits() -> dict[str, Any]:
+    return {"train": samples("labels")}
+
+
 def explodes_at(call: int) -> Any:
     """A loss that is infinite in its *call*-th call (from 1), else cross-entropy."""
     calls = 0
