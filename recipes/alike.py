@@ -46,7 +46,7 @@ def refuse_unlike_lengths(name: str, num_samples: int | None, group: ProcessGrou
     unlike = [f"{number} on rank {rank}" for rank, number in enumerate(numbers) if number != numbers[0]]
     if unlike:
         raise RecipeError(
-            "the ranks have not the same data: their data sets are not equally long",
+            "the ranks do not have the same data: their data sets are not equally long",
             where=name,
             value=f"{numbers[0]} samples on rank 0, {', '.join(unlike[:SHOWN])}",
             remedy="give all machines the same files, best on storage that they share",

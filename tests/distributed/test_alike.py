@@ -43,7 +43,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"config_yaml": RECIPE, "lengths": 43},
-        ["the ranks have not the same data: their data sets are not equally long", "  where:  dataset",
+        ["the ranks do not have the same data: their data sets are not equally long", "  where:  dataset",
          "  value:  44 samples on rank 0, 43 on rank 1"],
     ),
 ]  # fmt: skip
