@@ -34,6 +34,7 @@ from automodel_ckpt.errors import (
 
 FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
 """Codes that a restart cannot better: the ranks return them instead of dying."""
+SHOWN_CHARS = 200
 STOPPED_AT_ONCE = 128
 """A second signal ends a process with this and the signal's number."""
 
@@ -41,6 +42,11 @@ LOST_PEER = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|recvValue failed"
     r"|remote worker crashing|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure"
 )
+BROKEN = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|remote worker crashing"
+    r"|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure"
+)
+"""The other end is gone; other words of LOST_PEER may also mean that this rank itself has a fault."""
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 NOT_CONNECTED = re.compile(r"connectFullMesh failed")
 """gloo's word for ranks that could not form a group, which happens now and then on a busy machine."""
@@ -76,7 +82,19 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     told = message.startswith("error: ") or code != EXIT_INTERNAL
     details = "" if told else without_hidden("".join(traceback.format_exception(error)))
     connected, timed_out = not NOT_CONNECTED.search(str(error)), bool(TIMED_OUT.search(str(error)))
+    if code == EXIT_INTERNAL and not primary and connected and not timed_out and BROKEN.search(str(error)):
+        return lost_connection(error, rank, "to another rank", where=f"rank {rank}")
     return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out)
+
+
+def lost_connection(error: BaseException, rank: int, whither: str, *, where: str) -> FailureRecord:
+    """The record of a rank or launcher that only knows that somebody else is gone. A traceback would tell no more."""
+    problem = Problem(
+        f"the connection {whither} broke", where, without_hidden(f"{type(error).__name__}: {str(error)[:SHOWN_CHARS]}"),
+        "another rank, its machine or the network failed: its own log tells more; the same command, on all machines, "
+        "resumes from the newest checkpoint",
+    )  # fmt: skip
+    return FailureRecord(time.time(), rank, EXIT_INTERNAL, f"error: {problem}", primary=False, names_rank=True)
 
 
 def lost_peer(error: BaseException | None) -> bool:
@@ -130,16 +148,22 @@ def naming_the_silent(why: FailureRecord, records: Iterable[FailureRecord], star
 
 def text_of(record: FailureRecord, *, several_ranks: bool) -> str:
     """What the user reads: an internal error's traceback, then the message, and the rank where it matters."""
-    rank = f"\n  rank:   {record.rank}" if several_ranks and not record.names_rank else ""
+    names = record.names_rank or record.code == EXIT_STOPPED
+    rank = f"\n  rank:   {record.rank}" if several_ranks and not names else ""
     return f"{record.details}{record.message}{rank}"
 
 
 class Board:
     """The directory that the launcher and its ranks share (see the module's text)."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, is_elastic: bool = False) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(exist_ok=True)
+        self.attempt = -1
+        """The launcher counts the starts of its ranks, which inherit the number. torch's count of restarts is no
+        such number: it stays when machines come."""
+        self.is_elastic = is_elastic
+        """Whether machines may come."""
 
     def sign_in(self, attempt: int, rank: int) -> None:
         """Leave this process's id, so that signals and the other ranks find it."""
@@ -158,6 +182,26 @@ class Board:
         """{rank: process id} of those that started on this machine."""
         files = self._attempt(attempt).glob("rank_*.pid")
         return {int(file.stem.removeprefix("rank_")): int(file.read_text()) for file in files}
+
+    def note_newcomers(self) -> None:
+        """The ranks of the present attempt are going to be stopped because machines come, not for good."""
+        self._write(self.attempt, "newcomers", "")
+
+    def has_newcomers(self, attempt: int) -> bool:
+        """Whether that was so of an attempt."""
+        return (self._attempt(attempt) / "newcomers").exists()
+
+    def note_store(self, attempt: int, host: str, port: str) -> None:
+        """Leave the address of the store that the ranks of all machines share."""
+        self._write(attempt, "store", f"{host} {port}")
+
+    def store(self, attempt: int) -> tuple[str, int] | None:
+        """That address; None where no rank of this machine has started."""
+        try:
+            host, port = (self._attempt(attempt) / "store").read_text().split()
+        except FileNotFoundError:
+            return None
+        return host, int(port)
 
     def attempts(self) -> list[int]:
         """The attempts so far, oldest first."""

@@ -30,12 +30,15 @@ from automodel_ckpt.cli.failure import (
     FailureRecord,
     death_of,
     is_gone,
+    lost_connection,
     naming_the_silent,
     record_of,
     text_of,
     verdict,
 )
+from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
 from automodel_ckpt.cli.topology import (
+    C10D,
     LOCAL,
     Rendezvous,
     cores,
@@ -46,6 +49,7 @@ from automodel_ckpt.cli.topology import (
     started_by,
     visible_gpus,
 )
+from automodel_ckpt.cli.wire import Wire
 from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, joined_rank, launched_rank, run_rank, say
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_loopback
@@ -74,7 +78,7 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
             os.environ.update(slurm_ranks(os.environ, flags))
         if started != "nobody":
             return _join(loaded, prepare, serve=started == "srun")
-        if flags.nproc_per_node == "1" and flags.nnodes == "1" and flags.max_restarts == 0:
+        if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
             return _run_here(loaded, prepare)
         return _run_forked(loaded, flags, prepare)
     except Exception as error:
@@ -169,7 +173,11 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     meet = rendezvous(flags, os.environ)
     asked = flags.nproc_per_node
     guess = int(asked) if asked.isdigit() else cores() if asked == "cpu" else visible_gpus(os.environ) or cores()
-    with tempfile.TemporaryDirectory(prefix="ckpt-train-") as directory, _Forwarder(Board(directory)) as signals:
+    meetings = Meetings(meet)
+    with (
+        tempfile.TemporaryDirectory(prefix="ckpt-train-") as directory,
+        _Forwarder(Board(directory), meetings) as signals,
+    ):
         set_threads(os.environ, guess)
         _hush(os.environ)
         recipe_class = _imported(prepare)
@@ -181,8 +189,15 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
             say(f"stopped by {signal.Signals(signals.received).name} before training began")
             return EXIT_STOPPED
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
-            board = signals.board = Board(Path(directory) / f"launch_{attempt}")
-            codes, deaths = _elastic(loaded, recipe_class, meet, num_ranks, flags.max_restarts, board)
+            board = signals.board = meetings.board = Board(
+                Path(directory) / f"launch_{attempt}", is_elastic=meet.is_elastic
+            )
+            try:
+                config = _launch_config(meet, num_ranks, meet.restarts(flags.max_restarts), board, meetings)
+                codes, deaths = _elastic(loaded, recipe_class, meet, config, board)
+            except StoppedMeeting:
+                say(f"stopped by {signal.Signals(signals.received).name} while waiting for the other machines")
+                return EXIT_STOPPED
             again = meet.rdzv_backend == LOCAL and attempt < CONNECT_ATTEMPTS and not signals.received
             if not (again and _never_connected(board)):
                 break
@@ -196,39 +211,55 @@ def _never_connected(board: Board) -> bool:
 
 
 def _elastic(
-    loaded: Loaded, recipe_class: RecipeClass, meet: Rendezvous, num_ranks: int, max_restarts: int, board: Board
+    loaded: Loaded, recipe_class: RecipeClass, meet: Rendezvous, config: Any, board: Board
 ) -> tuple[dict[int, int], list[FailureRecord]]:
     """Let the elastic agent run the ranks; returns their codes, or the deaths that it saw."""
     api = importlib.import_module("torch.distributed.launcher.api")
-    importlib.import_module("automodel_ckpt.distributed.rendezvous").register_local_rendezvous()
-    config = _launch_config(api, meet, num_ranks, max_restarts, str(board.directory / "agent"))
     flush()  # what stands in a buffer would be printed by every rank
     codes: dict[int, int] = {}
     deaths: list[FailureRecord] = []
     try:
-        codes = api.elastic_launch(config, launched_rank)(loaded, recipe_class, str(board.directory), os.getpid())
+        codes = api.elastic_launch(config, launched_rank)(loaded, recipe_class, board, os.getpid())
     except api.ChildFailedError as error:
         for rank, failure in error.failures.items():
             deaths.append(death_of(rank, failure.exitcode, float(failure.timestamp)))
+        _tell_other_machines(meet, board, deaths)
     except api.SignalException as error:
         deaths.append(FailureRecord(0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True))
+    except AutomodelError:
+        raise
     except Exception as error:
-        raise _no_meeting(meet, error) from error
+        if board.attempt < 0:
+            raise _no_meeting(meet, error) from error
+        where = f"rendezvous {meet.rdzv_backend} at {meet.rdzv_endpoint}"
+        deaths.append(lost_connection(error, -1, "to the other machines", where=where))
     return codes, deaths
 
 
-def _launch_config(api: Any, meet: Rendezvous, num_ranks: int, max_restarts: int, log_dir: str) -> Any:
+def _tell_other_machines(meet: Rendezvous, board: Board, deaths: list[FailureRecord]) -> None:
+    """Of a rank that died without a word; one that left a record has told them itself."""
+    store = board.store(board.attempt)
+    silent = [death for death in deaths if death.rank not in {record.rank for record in board.records(board.attempt)}]
+    if meet.max_nodes > 1 and store is not None and silent:
+        Wire(store).tell(min(silent, key=lambda death: death.time))
+
+
+def _launch_config(meet: Rendezvous, num_ranks: int, max_restarts: int, board: Board, meetings: Meetings) -> Any:
+    api = importlib.import_module("torch.distributed.launcher.api")
+    ours = importlib.import_module("automodel_ckpt.distributed.rendezvous")
+    ours.register_rendezvous()
     host = meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
-    if meet.rdzv_backend == "static":
-        configs: dict[str, Any] = {"rank": meet.node_rank}
-    else:
-        configs = {"is_host": True} if meet.rdzv_backend == "c10d" and hosts_unknowingly(meet.rdzv_endpoint) else {}
+    configs: dict[str, Any] = {"host": meetings}
+    if meet.rdzv_backend != C10D:
+        configs["master"] = meet.node_rank
+    elif hosts_unknowingly(meet.rdzv_endpoint):
+        configs["is_host"] = True
     return api.LaunchConfig(
         min_nodes=meet.min_nodes,
         max_nodes=meet.max_nodes,
         nproc_per_node=num_ranks,
         run_id=meet.run_id,
-        rdzv_backend=meet.rdzv_backend,
+        rdzv_backend=ours.NAME,
         rdzv_endpoint=meet.rdzv_endpoint,
         rdzv_configs=configs,
         local_addr=None if is_loopback(host) else address_towards(host),
@@ -237,7 +268,7 @@ def _launch_config(api: Any, meet: Rendezvous, num_ranks: int, max_restarts: int
         start_method="fork",
         signals_to_handle="SIGQUIT",
         shutdown_timeout=SHUTDOWN_SECONDS,
-        logs_specs=api.DefaultLogsSpecs(log_dir=log_dir),
+        logs_specs=api.DefaultLogsSpecs(log_dir=str(board.directory / "agent")),
     )
 
 
@@ -294,9 +325,10 @@ def _hush(environment: MutableMapping[str, str]) -> None:
 class _Forwarder:
     """Passes this process's signals on to the ranks while it is entered; the second one ends a run without ranks."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, meetings: Meetings) -> None:
         self.received = 0
         self.board = board
+        self._meetings = meetings
         self._process = os.getpid()
         self._first_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -321,6 +353,7 @@ class _Forwarder:
         if again and not any(told):
             sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
             os._exit(128 + number)
+        self._meetings.stop(number)
 
     def _ranks(self) -> Iterator[int]:
         for attempt in self.board.attempts()[-1:]:

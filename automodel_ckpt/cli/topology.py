@@ -12,8 +12,11 @@ from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
 DEFAULT_PORT = 29500
-LOCAL = "automodel_ckpt_local"
-"""Name of distributed/rendezvous.py's backend (that module imports torch)."""
+ELASTIC_RESTARTS = 3
+RDZV_PORT = 29400
+LOCAL = "local"
+STATIC = "static"
+C10D = "c10d"
 
 
 def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
@@ -22,7 +25,7 @@ def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
     A batch script of Slurm's carries SLURM_PROCID and SLURM_NTASKS too, but no step; flags that ask for ranks mean that
     srun started one launcher per machine. Raises :class:`RecipeError` for such flags under torchrun.
     """
-    asked = flags.nproc_per_node != "1" or flags.nnodes != "1" or flags.max_restarts > 0
+    asked = flags.nproc_per_node != "1" or flags.nnodes != "1" or bool(flags.max_restarts)
     if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         if asked:
             raise RecipeError(
@@ -74,14 +77,25 @@ def _slurm_tasks(environment: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and how the machines of a run meet; fields are named as in torch's LaunchConfig."""
+    """Where and how the machines of a run meet; fields are named as in torch's LaunchConfig.
+
+    The backend is LOCAL (one machine), STATIC (at a master) or C10D (at a rendezvous).
+    """
 
     rdzv_backend: str
     rdzv_endpoint: str
     run_id: str
     min_nodes: int
     max_nodes: int
-    node_rank: int | None = None
+    node_rank: int = 0
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.min_nodes < self.max_nodes
+
+    def restarts(self, asked: int | None) -> int:
+        """How often the ranks are started again: where machines may go, also without a flag that says so."""
+        return asked if asked is not None else ELASTIC_RESTARTS if self.is_elastic else 0
 
 
 def rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Rendezvous:
@@ -93,14 +107,30 @@ def rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Rendezvous
     nodes = (int(least), int(most or least))
     if flags.rdzv_endpoint:
         _refuse_static_flags(flags)
-        return Rendezvous("c10d", flags.rdzv_endpoint, flags.rdzv_id or "none", *nodes)
+        return Rendezvous(C10D, _endpoint(flags.rdzv_endpoint), flags.rdzv_id or "none", *nodes)
     if nodes == (1, 1):
         _node_rank(flags, nodes, environment)
         host = flags.master_addr or "127.0.0.1"
         return Rendezvous(LOCAL, f"{host}:{flags.master_port or 0}", flags.rdzv_id or str(uuid.uuid4()), 1, 1)
     node_rank = _node_rank(flags, nodes, environment)
     endpoint = f"{flags.master_addr}:{flags.master_port or DEFAULT_PORT}"
-    return Rendezvous("static", endpoint, flags.rdzv_id or "none", *nodes, node_rank=node_rank)
+    return Rendezvous(STATIC, endpoint, flags.rdzv_id or "none", *nodes, node_rank=node_rank)
+
+
+def _endpoint(text: str) -> str:
+    """HOST:PORT, with torchrun's port where none is given. IPv6 addresses stand in brackets."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(RDZV_PORT)
+    bare = host.strip("[]")
+    if not bare or (":" in bare) != host.startswith("[") or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise RecipeError(
+            "this is no place to meet",
+            where="--rdzv-endpoint",
+            value=text,
+            remedy="give HOST:PORT, such as node0:29400 or [fd00::1]:29400",
+        )
+    return f"{host}:{port}"
 
 
 def _refuse_static_flags(flags: LaunchFlags) -> None:

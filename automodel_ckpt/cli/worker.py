@@ -15,6 +15,8 @@ When only one rank fails, its peers wait for it in a collective. They learn of i
    busy elsewhere. After a second signal to one rank it waits for nothing.
 3. The agent sends SIGTERM when a rank died, and SIGKILL later.
 
+Ranks of other machines learn the same by :class:`~automodel_ckpt.cli.wire.Wire`, which puts it on their own board.
+
 A rank whose connections broke waits ECHO_SECONDS before it leaves, so that the agent meets the one that died first.
 A rank restarted although the verdict is final (way 2 exits with 1) returns that verdict at once.
 """
@@ -32,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any, NoReturn, Protocol
 
 from automodel_ckpt.cli.failure import (
@@ -46,6 +49,7 @@ from automodel_ckpt.cli.failure import (
     text_of,
     verdict,
 )
+from automodel_ckpt.cli.wire import Wire
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError
@@ -56,6 +60,10 @@ PEER_GRACE_SECONDS = 10.0
 ECHO_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.5
+WIRE_POLLS = 4
+"""So many of these pass between two questions to another machine."""
+FAREWELL_SECONDS = 4.0
+NOTICE_SECONDS = 3.0
 STOPPED_POLLS = 20
 """So often in a row a stopped peer is seen before that is said. Not seconds: a whole job may be suspended."""
 PR_SET_PDEATHSIG = 1
@@ -113,28 +121,36 @@ def _end_line(recipe: Recipe | None) -> None:
             progress.break_off()
 
 
-def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board_directory: str, launcher: int) -> int:
+def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board: Board, launcher: int) -> int:
     """A rank forked by our launcher (process id ``launcher``). Returns its code, or does not return: see above."""
     _die_with(launcher)
-    board, attempt, rank = Board(board_directory), restart_count(), this_rank()
-    earlier = verdict(board.records(attempt - 1)) if attempt else None
+    attempt, rank, wire = board.attempt, this_rank(), Wire.of_this_rank(os.environ)
+    made_room = board.has_newcomers(attempt - 1)
+    earlier = verdict(board.records(attempt - 1)) if attempt and not made_room else None
     if attempt and (board.stop_signals() or (earlier and earlier.code in FINAL_CODES)):
         return earlier.code if earlier else EXIT_INTERNAL
     _sign_in(board, attempt, rank)
     if attempt and os.environ.get("LOCAL_RANK") == "0":
-        _announce_restart(earlier)
+        _announce_restart(earlier, made_room=made_room)
     done = threading.Event()
-    threading.Thread(target=_watch_peers, args=(board, attempt, rank, done), daemon=True).start()
+    threading.Thread(target=_watch_peers, args=(board, attempt, rank, done, wire), daemon=True).start()
+    kept: list[Any] = []
     failures: list[FailureRecord] = []
 
     def on_failure(record: FailureRecord) -> None:
         late = stop_request().interrupted and not record.primary and not record.timed_out
         failures.append(replace(record, absent=late))
         board.write(attempt, failures[-1])
+        if wire is not None and record.code != EXIT_STOPPED:
+            kept.append(_the_ranks_store())
+            if failures[-1].primary:
+                wire.tell(failures[-1])
 
     code = run_rank(loaded, recipe_class, on_failure)
     done.set()
-    return _ending(board, attempt, code, failures)
+    if kept and rank == 0:
+        time.sleep(FAREWELL_SECONDS)  # the other machines ask its store why their connections broke
+    return _ending(board, attempt, code, failures, wire)
 
 
 def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool]) -> int:
@@ -168,17 +184,51 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _ending(board: Board, attempt: int, code: int, failures: list[FailureRecord]) -> int:
+def _the_ranks_store() -> Any:
+    """torch's, which its server serves as long as somebody there holds it; None where there is none yet."""
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+
+
+def _ending(board: Board, attempt: int, code: int, failures: list[FailureRecord], wire: Wire | None) -> int:
     if failures and not failures[0].primary and code not in FINAL_CODES:
         time.sleep(ECHO_SECONDS)
+        _listen(wire, board, attempt)
         cause = verdict(board.records(attempt))
         if cause is not None and cause.code in FINAL_CODES:
             return cause.code
     if code not in FINAL_CODES and code != EXIT_DONE:
         _end_stopped_peers(board, attempt)
         exit_now(EXIT_INTERNAL)
+    if code == EXIT_STOPPED and board.is_elastic:
+        _make_room(board, attempt)
     flush()
     return code
+
+
+def _listen(wire: Wire | None, board: Board, attempt: int) -> None:
+    """Put what another machine's rank told on this machine's board."""
+    told = wire.heard() if wire is not None else None
+    if told is not None:
+        board.write(attempt, told)
+
+
+def _make_room(board: Board, attempt: int) -> None:
+    """Where all ranks were stopped because machines come: end in a way that lets the agent start this one again.
+
+    An agent stops its ranks itself, one after the other; the first to be told tells the others, whose agents may not
+    have noticed yet.
+    """
+    told = bool(stop_request().requested)
+    end = time.monotonic() + (0 if told or board.stop_signals() else NOTICE_SECONDS)
+    while not board.has_newcomers(attempt):
+        if time.monotonic() > end:
+            return
+        time.sleep(POLL_SECONDS / 5)
+    if not told:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PEER_GRACE_SECONDS)
+    exit_now(EXIT_STOPPED)
 
 
 def _end_stopped_peers(board: Board, attempt: int) -> None:
@@ -223,19 +273,29 @@ def _sign_in(board: Board, attempt: int, rank: int) -> None:
     stop.at_once = lambda number: board.write(attempt, stopped_at_once(rank, number))
     stop.install()
     board.sign_in(attempt, rank)
+    if os.environ.get("LOCAL_RANK") == "0":
+        board.note_store(attempt, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     for number in board.stop_signals()[:1]:
         stop.note(number)
 
 
-def _announce_restart(earlier: FailureRecord | None) -> None:
+def _announce_restart(earlier: FailureRecord | None, *, made_room: bool) -> None:
+    if made_room:
+        say(f"machines came, or came back: started again with {world_size()} ranks")
+        return
     reason = text_of(earlier, several_ranks=world_size() > 1) if earlier and earlier.primary else "a rank died"
     total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     say(f"{reason}\nrestart {restart_count()} of {total}")
 
 
-def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event) -> None:
+def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event, wire: Wire | None) -> None:
     stopped: Counter[int] = Counter()
-    while not done.wait(POLL_SECONDS):
+    listens = wire if os.environ.get("LOCAL_RANK") == "0" else None
+    for poll in count(1):
+        if done.wait(POLL_SECONDS):
+            return
+        if poll % WIRE_POLLS == 0:
+            _listen(listens, board, attempt)
         _tell_of_stopped(board.processes(attempt), rank, stopped)
         failed = _failed_peer(board, attempt, rank)
         at_once = any(record.code > STOPPED_AT_ONCE for record in board.records(attempt))

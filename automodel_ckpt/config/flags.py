@@ -34,7 +34,7 @@ class LaunchFlags:
     """Address of machine 0."""
     master_port: int | None = setting(None, PORT)
     """Port on machine 0."""
-    max_restarts: int = setting(0, AT_LEAST_0)
-    """Times the ranks are started again after a crash."""
+    max_restarts: int | None = setting(None, AT_LEAST_0)
+    """Times the ranks are started again after a crash (0; 3 where --nnodes is MIN:MAX)."""
     trust: list[str] = field(default_factory=list)
     """Package or .py file outside automodel_ckpt whose code the recipe may run (repeatable; AUTOMODEL_CKPT_TRUST)."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +16,31 @@ from automodel_ckpt.errors import RecipeError, os_problem
 
 
 def cache_directory() -> Path:
-    """``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``."""
-    return Path(os.environ.get("AUTOMODEL_CKPT_CACHE") or "~/.cache/automodel_ckpt").expanduser()
+    """``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``, else this user's directory in the temporary one.
+
+    The last is for accounts without a home, as in containers. Raises PermissionError where it is somebody else's.
+    """
+    named = os.environ.get("AUTOMODEL_CKPT_CACHE")
+    if named:
+        return Path(named).expanduser()
+    home = Path(os.path.expanduser("~/.cache/automodel_ckpt"))
+    return home if home.is_absolute() and _can_be_written(home) else _temporary()
+
+
+def _can_be_written(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
+
+
+def _temporary() -> Path:
+    directory = Path(tempfile.gettempdir()) / f"automodel_ckpt-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.lstat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
+    return directory
 
 
 def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) -> Path:
@@ -25,10 +50,10 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
     on disk; whoever asks meanwhile waits. Raises :class:`RecipeError` when the cache cannot be written.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
-    final = cache_directory() / f"{name}-{digest}"
-    if final.is_dir():
-        return final
     try:
+        final = cache_directory() / f"{name}-{digest}"
+        if final.is_dir():
+            return final
         final.parent.mkdir(parents=True, exist_ok=True)
         with _locked(final.with_name(f".{final.name}.lock")):
             if not final.is_dir():

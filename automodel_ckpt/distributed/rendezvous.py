@@ -1,11 +1,22 @@
-"""The ranks of one machine need nobody to meet: a rendezvous for torch's elastic agent without waiting or threads.
+"""How the launchers of a run meet, for torch's elastic agent: on one machine, at a master, or at a rendezvous.
 
-torch's own ways do not fit. "c10d" waits up to 0.3 s, and its heartbeat thread lives on while ranks are forked; both it
-and "static" keep one store for all restarts, where restarted ranks read the addresses of dead ones (pytorch #135712).
-Here every start of the ranks gets a fresh store, on a port that the system chooses unless one is given.
+torch's own ways do not fit. "c10d" waits up to 0.3 s on a single machine, and its heartbeat thread lives on while ranks
+are forked; both it and "static" keep one store for all restarts, where restarted ranks read the addresses of dead ones
+(pytorch #135712). Both wait inside C++, where no signal handler runs, and "static" takes two machines with one number,
+or with another opinion of how many there are, for a machine that has not come yet.
+
+Here the ranks of one machine get a fresh store at every start, on a port that the system chooses unless one is given;
+several machines at a master wait in Python; "c10d" is torch's, asked for when its host can be reached.
 """
 
 from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -16,29 +27,76 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-LOCAL = "automodel_ckpt_local"
-"""The name for LaunchConfig.rdzv_backend; its endpoint is HOST:PORT, port 0 for a free one."""
+from automodel_ckpt.distributed.network import is_own_address
+from automodel_ckpt.errors import RecipeError
+
+NAME = "automodel_ckpt"
+"""The name for LaunchConfig.rdzv_backend; its configs hold "host", the :class:`Host`, and "master", the machine's
+number where they meet at a master. The endpoint is HOST:PORT, port 0 for a free one on a single machine."""
+JOIN_SECONDS = 600.0
+"""So long machines wait for each other, as torch's do."""
+POLL_SECONDS = 0.1
 
 
-class LocalRendezvous(RendezvousHandler):
-    """One agent, which is always node 0 of 1 and serves the ranks' store. A taken port raises DistNetworkError."""
+class Host(Protocol):
+    """What a launcher wants to know of its rendezvous."""
 
-    def __init__(self, host: str, port: int, run_id: str) -> None:
-        self._host, self._port, self._run_id = host, port, run_id
+    def meeting(self) -> AbstractContextManager[None]:
+        """Entered while the machines meet, which may take long."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Entered while the place to meet cannot be reached yet."""
+
+    def newcomers(self) -> None:
+        """Called when machines wait to join a run that goes on, before its ranks are stopped for them."""
+
+
+class MasterRendezvous(RendezvousHandler):
+    """Machine *number* of *machines* meets the others at machine 0, which serves the ranks' store.
+
+    A taken port raises DistNetworkError, machines that contradict each other :class:`RecipeError`, and one that does
+    not come within JOIN_SECONDS TimeoutError.
+    """
+
+    def __init__(self, address: tuple[str, int], run_id: str, number: int, machines: int) -> None:
+        self._address, self._run_id = address, run_id
+        self._number, self._machines = number, machines
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
+        (host, port), serves = self._address, self._number == 0
         self._store = None  # frees a port that was given
-        self._store = TCPStore(self._host, self._port, is_master=True, wait_for_workers=False)
+        if not serves:
+            wait_for(lambda: can_be_reached(host, port), f"machine 0 does not answer at {host}:{port}")
+        self._store = TCPStore(host, port, is_master=serves, wait_for_workers=False)
+        if self._machines > 1:
+            self._meet(PrefixStore(f"meeting/{self._run_id}", self._store))
         agents = PrefixStore("agent", self._store)
-        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(self._host, self._store.port))
+        return RendezvousInfo(agents, self._number, self._machines, RendezvousStoreInfo(host, self._store.port))
+
+    def _meet(self, store: PrefixStore) -> None:
+        told = store.compare_set("machines", "", str(self._machines)).decode()
+        if told != str(self._machines):
+            self._contradict("--nnodes", self._machines, f"another machine of this run was told {told}")
+        if store.add(f"machine_{self._number}", 1) > 1:
+            self._contradict("--node-rank", self._number, "another machine of this run has the same number")
+        store.add("here", 1)
+        wait_for(lambda: store.add("here", 0) >= self._machines, "not all machines came")
+
+    def _contradict(self, flag: str, value: object, why: str) -> None:
+        raise RecipeError(
+            f"the machines contradict each other: {why}",
+            where=flag,
+            value=value,
+            remedy="start each machine with the same --nnodes and --master-addr, and a --node-rank of its own",
+        )
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def get_backend(self) -> str:
-        return LOCAL
+        return NAME
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -57,11 +115,77 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-def register_local_rendezvous() -> None:
-    """Let the elastic agent find :data:`LOCAL`; harmless when repeated."""
-    rendezvous_handler_registry.register(LOCAL, _create)
+class HostedRendezvous(RendezvousHandler):
+    """Another one, of whose meetings and newcomers the launcher is told."""
+
+    def __init__(self, inner: RendezvousHandler, host: Host) -> None:
+        self._inner, self._host = inner, host
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with self._host.meeting():
+            return self._inner.next_rendezvous()
+
+    def num_nodes_waiting(self) -> int:
+        waiting: int = self._inner.num_nodes_waiting()
+        if waiting > 0:
+            self._host.newcomers()
+        return waiting
+
+    @property
+    def use_agent_store(self) -> bool:
+        return bool(self._inner.use_agent_store)
+
+    def get_backend(self) -> str:
+        return NAME
+
+    def get_run_id(self) -> str:
+        return str(self._inner.get_run_id())
+
+    def is_closed(self) -> bool:
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
+
+    def shutdown(self) -> bool:
+        return bool(self._inner.shutdown())
+
+
+def register_rendezvous() -> None:
+    """Let the elastic agent find :data:`NAME`; harmless when repeated."""
+    rendezvous_handler_registry.register(NAME, _create)
+
+
+def can_be_reached(host: str, port: int) -> bool:
+    """Whether something listens there."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0):
+        return True
+    return False
+
+
+def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
+    """Wait where signal handlers run. TimeoutError after JOIN_SECONDS."""
+    end = time.monotonic() + JOIN_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{otherwise} within {JOIN_SECONDS:.0f} seconds")
+        time.sleep(POLL_SECONDS)
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    host, _, port = parameters.endpoint.rpartition(":")
-    return LocalRendezvous(host, int(port), parameters.run_id)
+    host: Host = parameters.config["host"]
+    place, _, port = parameters.endpoint.rpartition(":")
+    place = place.strip("[]")
+    number = parameters.config.get("master")
+    if number is not None:
+        address = (place, int(port))
+        return HostedRendezvous(MasterRendezvous(address, parameters.run_id, number, parameters.max_nodes), host)
+    if not is_own_address(place):
+        with host.waiting():
+            wait_for(lambda: can_be_reached(place, int(port)), f"nobody answers at {place}:{port}")
+    configs = {name: value for name, value in parameters.config.items() if name not in ("host", "master")}
+    inner = RendezvousParameters(
+        "c10d", parameters.endpoint, parameters.run_id, parameters.min_nodes, parameters.max_nodes,
+        parameters.local_addr, **configs,
+    )  # fmt: skip
+    return HostedRendezvous(rendezvous_handler_registry.create_handler(inner), host)

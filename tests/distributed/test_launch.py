@@ -355,6 +355,59 @@ def test_two_machines_meet_at_a_master(start: Start) -> None:
     assert [command.out for command in commands] == ["rank 0 trained\n", "rank 1 trained\n"]
 
 
+def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(start: Start) -> None:
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "2"]
+    commands = [start("save_fails_on_one", *meet, ranks=1) for _ in range(2)]
+    for done in [command.wait() for command in commands]:
+        assert (done.code, done.err) == (4, f"error: {DISK_FULL}\n  rank:   1\n")
+
+
+def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) -> None:
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    begun = time.monotonic()
+    commands = [start("value_error_on_one_of_the_busy", *meet, str(node), ranks=1) for node in (0, 1)]
+    for done in [command.wait() for command in commands]:
+        assert (done.code, done.err.count("ValueError: boom\n  rank:   1\n")) == (1, 1)
+    assert time.monotonic() - begun < 40
+
+
+def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> None:
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    commands = [start("train_until_stopped", *meet, str(node), ranks=1) for node in (0, 1)]
+    commands[0].wait_for("training_0", "training_1")
+    commands[1].process.kill()
+    done = commands[0].wait(30)
+    assert done.code == 1
+    assert done.err.startswith("error: the connection to another rank broke\n  where:  rank 0\n")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((["--nnodes=2", "--node-rank=0"], ["--nnodes=3", "--node-rank=1"]), "another machine of this run was told 2"),
+        (
+            (["--nnodes=3", "--node-rank=1"], ["--nnodes=3", "--node-rank=1"]),
+            "another machine of this run has the same",
+        ),
+    ],
+)
+def test_machines_that_contradict_each_other_are_refused(
+    start: Start, flags: tuple[list[str], list[str]], said: str
+) -> None:
+    meet = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    master = start("ok", *meet, "--nnodes=3", "--node-rank=0", ranks=1) if "--node-rank=0" not in flags[0] else None
+    commands = [start("ok", *meet, *words, ranks=1) for words in flags]
+    wait_until(lambda: any(command.process.poll() is not None for command in commands), 30)
+    refused, other = sorted(commands, key=lambda command: command.process.poll() is None)
+    assert refused.wait().code == 2
+    assert refused.err.startswith(f"error: the machines contradict each other: {said}")
+    for waiting in filter(None, (other, master)):
+        waiting.process.terminate()
+        assert waiting.wait(20).code == 75
+        assert waiting.err == "stopped by SIGTERM while waiting for the other machines\n"
+
+
 def test_a_port_that_is_taken_is_an_error_with_its_address(start: Start) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

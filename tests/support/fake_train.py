@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +160,11 @@ def main() -> int:
     parser.add_argument("--stop-signals", nargs="+", default=["SIGTERM", "SIGUSR1"])
     for flag in ("--max-restarts", "--node-rank", "--master-port"):
         parser.add_argument(flag, type=int)
+    parser.add_argument("--last-call", type=float, help="seconds that an elastic run waits for more machines")
     given = vars(parser.parse_args())
+    if (seconds := given.pop("last_call")) is not None:
+        dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+        dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)
     steps = StepSchedulerConfig(stop_signals=given.pop("stop_signals"))
     loaded = SimpleNamespace(
         config=SimpleNamespace(case=given.pop("case"), notes=given.pop("notes"), step_scheduler=steps)

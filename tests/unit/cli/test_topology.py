@@ -87,6 +87,11 @@ def test_one_machine_meets_itself_on_a_free_port_or_the_given_one() -> None:
 def test_several_machines_meet_as_with_torchrun() -> None:
     elastic = rendezvous(LaunchFlags(nnodes="2:4", rdzv_endpoint="head:29400", rdzv_id="job"), {})
     assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes, elastic.run_id) == ("c10d", 2, 4, "job")
+    assert rendezvous(LaunchFlags(rdzv_endpoint="head"), {}).rdzv_endpoint == "head:29400"
+    assert rendezvous(LaunchFlags(rdzv_endpoint="[fd00::1]"), {}).rdzv_endpoint == "[fd00::1]:29400"
+    assert [meet.restarts(asked) for meet in (elastic, rendezvous(LaunchFlags(), {})) for asked in (None, 0, 5)] == [
+        3, 0, 5, 0, 0, 5,
+    ]  # fmt: skip
     static = rendezvous(LaunchFlags(nnodes="2", master_addr="head", node_rank=1), {})
     assert (static.rdzv_backend, static.rdzv_endpoint, static.node_rank) == ("static", "head:29500", 1)
     assert rendezvous(LaunchFlags(nnodes="2", master_addr="head"), {"SLURM_NODEID": "1"}).node_rank == 1
@@ -103,6 +108,9 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         (LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1), "--max-restarts"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", node_rank=0), "--node-rank"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", master_port=5), "--master-port"),
+        (LaunchFlags(nnodes="2", rdzv_endpoint="head:port"), "--rdzv-endpoint"),
+        (LaunchFlags(nnodes="2", rdzv_endpoint=":29400"), "--rdzv-endpoint"),
+        (LaunchFlags(nnodes="2", rdzv_endpoint="fd00::1:29400"), "--rdzv-endpoint"),
     ],
 )
 def test_flags_that_contradict_each_other_or_say_too_little_are_refused(flags: LaunchFlags, where: str) -> None:

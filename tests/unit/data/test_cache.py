@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,20 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable() ->
 def test_without_the_variable_it_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOMODEL_CKPT_CACHE")
     assert cache_directory() == Path(os.path.expanduser("~/.cache/automodel_ckpt"))
+
+
+def test_without_a_home_that_can_be_written_it_is_this_users_in_the_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.delenv("AUTOMODEL_CKPT_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    built = cached("samples", (), write)
+    assert built.parent == tmp_path / f"automodel_ckpt-{os.getuid()}"
+    assert built.parent.stat().st_mode & 0o077 == 0
+    stranger = os.getuid() + 1
+    built.parent.rename(tmp_path / f"automodel_ckpt-{stranger}")
+    monkeypatch.setattr(os, "getuid", lambda: stranger)
+    with pytest.raises(RecipeError, match="another user"):
+        cached("samples", (), write)

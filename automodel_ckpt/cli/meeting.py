@@ -1,0 +1,74 @@
+"""A launcher while the machines of its run meet: it counts the meetings, tells of a long wait, ends it for a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from automodel_ckpt.cli.failure import Board
+from automodel_ckpt.cli.topology import Rendezvous
+
+WORD_SECONDS = 15.0
+"""After so long a wait for other machines is told."""
+
+
+class StoppedMeeting(BaseException):
+    """A signal came while there were no ranks to stop. No Exception: torch's rendezvous catches those, to try again."""
+
+
+class Meetings:
+    """A launcher's :class:`~automodel_ckpt.distributed.rendezvous.Host`."""
+
+    def __init__(self, meet: Rendezvous) -> None:
+        self.board: Board | None = None
+        """That of the ranks; its attempt is the number of meetings before."""
+        self.received = 0
+        """The signal that asked for a stop."""
+        self.is_waiting = False
+        self._meet = meet
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        with self.waiting():
+            yield
+        if self.board is not None:
+            self.board.attempt += 1
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a stop raises :class:`StoppedMeeting`; on a single machine nothing is waited for."""
+        if self._meet.max_nodes == 1:
+            yield
+            return
+        word = threading.Timer(WORD_SECONDS, self._tell)
+        word.daemon = True
+        word.start()
+        try:
+            self.is_waiting = True
+            if self.received:
+                raise StoppedMeeting
+            yield
+        finally:
+            self.is_waiting = False
+            word.cancel()
+            word.join()  # ranks are forked next: no thread may hold a lock
+
+    def stop(self, number: int) -> None:
+        """A signal came: end a wait, in the main thread."""
+        self.received = self.received or number
+        if self.is_waiting:
+            self.is_waiting = False
+            raise StoppedMeeting
+
+    def newcomers(self) -> None:
+        if self.board is not None:
+            self.board.note_newcomers()
+
+    def _tell(self) -> None:
+        least, most = self._meet.min_nodes, self._meet.max_nodes
+        machines = str(most) if least == most else f"{least} to {most}"
+        name = "" if self._meet.run_id == "none" else f" (run {self._meet.run_id})"
+        text = f"waiting for the other machines at {self._meet.rdzv_endpoint}{name}: there have to be {machines}\n"
+        os.write(2, text.encode())  # no lock of a stream, which a fork would copy

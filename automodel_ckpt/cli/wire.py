@@ -1,0 +1,66 @@
+"""Why a rank failed, told to the other machines: by a key in the ranks' store, over connections of its own.
+
+The ranks of one machine share a :class:`~automodel_ckpt.cli.failure.Board`. Without this those of others would only see
+broken connections, or nothing at all (NCCL, a rank that computes or sleeps), restart what cannot be bettered, and end
+with another code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from automodel_ckpt.cli.failure import FailureRecord
+
+KEY = "automodel_ckpt/failure"
+ANSWER_SECONDS = 5.0
+"""So long the store may take; one that is gone answers never."""
+
+
+class Wire:
+    """To the store at *address* (host, port); connects when it is first used. Raises nothing."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._store: Any = None
+
+    @classmethod
+    def of_this_rank(cls, environment: Mapping[str, str]) -> Wire | None:
+        """None where all ranks are on this machine."""
+        if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+            return None
+        return cls((environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))
+
+    def tell(self, record: FailureRecord) -> None:
+        """The first record of all stays."""
+        self._ask(lambda store: store.compare_set(KEY, "", json.dumps(asdict(record))))
+
+    def heard(self) -> FailureRecord | None:
+        """What was told; None while there is nothing, and where nobody answers."""
+        answers: list[str] = []
+        self._ask(lambda store: answers.append(store.get(KEY).decode() if store.check([KEY]) else ""))
+        return FailureRecord(**json.loads(answers[0])) if answers and answers[0] else None
+
+    def _ask(self, question: Callable[[Any], Any]) -> None:
+        """In a thread that is left behind when the answer does not come: the network may be down."""
+        asking = threading.Thread(target=self._try, args=(question,), daemon=True)
+        asking.start()
+        asking.join(ANSWER_SECONDS)
+
+    def _try(self, question: Callable[[Any], Any]) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the base of torch's store and network errors
+            if self._store is None:
+                self._store = self._connected()
+            question(self._store)
+
+    def _connected(self) -> Any:
+        distributed = importlib.import_module("torch.distributed")
+        socket.create_connection(self._address, ANSWER_SECONDS).close()  # fails without a word of torch's
+        timeout = importlib.import_module("datetime").timedelta(seconds=ANSWER_SECONDS)
+        return distributed.TCPStore(*self._address, is_master=False, timeout=timeout, wait_for_workers=False)
