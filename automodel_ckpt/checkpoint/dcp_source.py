@@ -9,6 +9,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_source import Source
+from automodel_ckpt.checkpoint.file_system import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.formats.dcp import DcpContent, read_content, read_tensors
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -52,7 +53,7 @@ def model_names(content: DcpContent) -> Mapping[str, str]:
 def _notes(content: DcpContent, names: Mapping[str, str]) -> list[str]:
     notes = ["the .distcp files are unchecked: there is no manifest with their digests"]
     if others := len(content.tensors) - len(names):
-        notes.append(f"{others} tensors that are not the model's are left out")
+        notes.append(left_out(others_text(others), others))
     if content.values:
-        notes.append(f"{len(content.values)} values that are not tensors are left out")
+        notes.append(left_out(values_text(len(content.values)), len(content.values)))
     return notes

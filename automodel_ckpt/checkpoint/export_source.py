@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.file_system import left_out, values_text
 from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
@@ -156,7 +157,7 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
     side = f"{prefix}{layout.HF_METADATA}/"
     read = {path: record for path, record in manifest.files.items() if path in used or path.startswith(side)}
-    notes = [f"{len(tree.objects)} values that are not tensors are left out"] if tree.objects else []
+    notes = [left_out(values_text(n), n)] if (n := len(tree.objects)) else []
     restricted = dataclasses.replace(manifest, files=read, trees={name: tree})
     return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, tuple(notes))
 

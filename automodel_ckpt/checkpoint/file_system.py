@@ -24,6 +24,21 @@ def size_text(nbytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def values_text(number: int) -> str:
+    """How many values beside tensors: ``1 value that is not a tensor``."""
+    return "1 value that is not a tensor" if number == 1 else f"{number} values that are not tensors"
+
+
+def others_text(number: int) -> str:
+    """How many tensors of others than the model: ``1 tensor that is not the model's``."""
+    return "1 tensor that is not the model's" if number == 1 else f"{number} tensors that are not the model's"
+
+
+def left_out(text: str, number: int) -> str:
+    """``1 value … is left out``."""
+    return f"{text} {'is' if number == 1 else 'are'} left out"
+
+
 def overlay_warning(directory: Path) -> str | None:
     """What to tell a user whose *directory* (it need not be there yet) is on an overlay file system; else None."""
     real = Path(os.path.realpath(directory))

@@ -25,12 +25,13 @@ from automodel_ckpt.checkpoint.export_files import agreeing_config
 from automodel_ckpt.checkpoint.export_plan import INDEX, ExportTensor, OutputFile, Plan, make_plan
 from automodel_ckpt.checkpoint.export_source import MODEL, BaseMaps
 from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.file_system import others_text, values_text
 from automodel_ckpt.checkpoint.foreign import ADAPTER_FILE, DCP, HF, SHARDS, kinds_in, losses_in
 from automodel_ckpt.checkpoint.formats.dcp import read_content
 from automodel_ckpt.checkpoint.hf_assets import is_side_file
 from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece, run_all
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Tree, merge_files, merge_tree
+from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, Tree, merge_files, merge_tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.resume import records
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
@@ -101,6 +102,7 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     weights = open_weights(directory).modules[MODEL]
     _refuse_hollow(weights)
     _refuse_taken(run / str(name))
+    _refuse_overtaking(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
     side = _side_files(source, directory)
     if _CONFIG in side:
@@ -196,6 +198,17 @@ def _refuse_taken(target: Path) -> None:
         )  # fmt: skip
 
 
+def _refuse_overtaking(run: Path, name: layout.CheckpointName) -> None:
+    """A run of training resumes from its newest checkpoint: weights alone may not become that."""
+    newest = next(records(run, ""), None)
+    if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
+        return
+    raise CheckpointUnusable(
+        "weights alone would become the newest checkpoint of a run that trains", where=str(run), value=newest.name,
+        remedy="import into a run directory of its own, and start from it with init_from",
+    )  # fmt: skip
+
+
 def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
     """Config, tokenizer and the like: from ``.hf_metadata`` where there is one, beside the weights, or above them."""
     for place in (directory / layout.HF_METADATA, directory, source):
@@ -228,9 +241,9 @@ def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Ite
     if kind == DCP:
         content = read_content(directory)
         if others := len(content.tensors) - len(weights.tensors):
-            yield f"{others} tensors that are not the model's"
+            yield others_text(others)
         if content.values:
-            yield f"{len(content.values)} values that are not tensors"
+            yield values_text(len(content.values))
     yield from (name for name in ("dataloader", "rng", "step_scheduler.pt") if os.path.lexists(source / name))
 
 

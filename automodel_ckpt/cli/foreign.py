@@ -8,13 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.shown import count, section, statistics, tensor_lines
+from automodel_ckpt.checkpoint.file_system import values_text
+from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
 from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text, table
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.foreign import ForeignTree
 
 UNCHECKED = "foreign: it has no MANIFEST.json, so nothing in it can be checked"
+EXPORTED = "an export: `ckpt verify` compares it with its own manifest"
 
 
 def is_known(path: Path) -> bool:
@@ -45,7 +47,8 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         return None
     name = layout.parse_checkpoint_name(path.name)
     return {
-        "path": str(path), "foreign": True, "note": UNCHECKED, "kind": found.kind,
+        "path": str(path), "foreign": True, "kind": found.kind,
+        "note": EXPORTED if layout.EXPORT_MANIFEST in found.files else UNCHECKED,
         "step": name.step if name else None, "epoch": name.epoch if name else None, "created": found.written,
         "nbytes": found.nbytes, "losses": dict(found.losses), "files": dict(found.files),
         "trees": {
@@ -74,9 +77,10 @@ def lines(shown: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(shown["note"], "yellow", sys.stdout)
     step = f"step {shown['step']}, epoch {shown['epoch']}, " if shown["step"] is not None else ""
     yield f"{printable(shown['kind'])}; {step}{size_text(shown['nbytes'])}, {age_text(shown['created'])} old"
-    yield from section("losses", [f"{name}: {value}"[:200] for name, value in shown["losses"].items()])
+    yield from section("losses", pairs(shown["losses"]))
     yield from section("files", table([(n, size_text(b)) for n, b in sorted(shown["files"].items())]))
     for name, tree in shown["trees"].items():
-        values = f", {tree['values']} values that are not tensors" if tree["values"] else ""
-        title = f"{name} ({tree['format']}, {count(tree['tensors'], 'tensor')}{values})"
+        values = f", {values_text(tree['values'])}" if tree["values"] else ""
+        place = "here" if name == "." else name
+        title = f"{place} ({tree['format']}, {count(tree['tensors'], 'tensor')}{values})"
         yield from section(title, [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"]))

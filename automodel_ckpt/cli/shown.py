@@ -53,9 +53,23 @@ def tensor_lines(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
     titles = [("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values())] if with_statistics else []
     rows = [
         (printable(fqn), tensor["dtype"], str(list(tensor["shape"])), *_placement(tensor, with_statistics))
-        for fqn, tensor in tensors.items()
+        for fqn, tensor in _together(tensors)
     ]
-    return table([*titles, *rows]) if rows else []
+    right = range(3, 12) if with_statistics else ()
+    return table([*titles, *rows], right) if rows else []
+
+
+def _together(tensors: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """In their order, but all of a parameter's optimizer state where the first of it stands."""
+    places: dict[str, int] = {}
+    for fqn in tensors:
+        places.setdefault(_owner(fqn), len(places))
+    return sorted(tensors.items(), key=lambda entry: places[_owner(entry[0])])
+
+
+def _owner(fqn: str) -> str:
+    """``optimizer.state.model.a.weight`` of ``optimizer.state.model.a.weight.exp_avg``; else the name."""
+    return fqn.rpartition(".")[0] if ".state." in fqn else fqn
 
 
 def _placement(tensor: Mapping[str, Any], with_statistics: bool) -> Iterator[str]:

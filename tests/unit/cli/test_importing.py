@@ -96,7 +96,7 @@ def test_weights_of_every_dtype_come_over_bit_by_bit_into_a_complete_checkpoint(
 
 def test_what_is_left_out_and_what_is_not_known_is_said(tmp_path: Path, capsys: Capture) -> None:
     document = imported(capsys, plain_dcp(tmp_path / "source", weights()), tmp_path / "run")
-    assert document["left_out"] == ["1 tensors that are not the model's", "1 values that are not tensors"]
+    assert document["left_out"] == ["1 tensor that is not the model's", "1 value that is not a tensor"]
     assert "optimizer" in document["absent"] and "data position" in document["absent"]
     assert not document["has_config"] and document["kind"] == "PyTorch DCP"
 
@@ -197,6 +197,16 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(
 ) -> None:
     assert said in refused(capsys, make(tmp_path / "source"), tmp_path / "run")
     assert not any(path.name.startswith(".epoch") for path in (tmp_path / "run").glob("*"))
+
+
+def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(tmp_path: Path, capsys: Capture) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path / "run", made, step=20, losses={}, validated=False)
+    source = hugging_face(tmp_path / "source", weights())
+    assert main(["import", str(source), str(tmp_path / "run"), "--step", "30"]) == 3
+    assert "weights alone would become the newest" in capsys.readouterr().err
+    imported(capsys, source, tmp_path / "run")
+    assert os.readlink(tmp_path / "run" / "LATEST") == "epoch_0_step_20"
 
 
 def test_a_negative_step_is_refused(tmp_path: Path, capsys: Capture) -> None:
