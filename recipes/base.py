@@ -120,6 +120,8 @@ class FinetuneRecipe(Lifecycle):
     longest_checked = 0
     """Tokens of the longest sample that is known to fit into the model's context."""
     loss_fn: LossFn
+    all_up_to = 0
+    """Places of a micro-batch up to which the loss head takes those without a label too."""
     context: ContextParallel | None = None
     """The cut through rows that context parallel ranks share."""
     staged: Staged | None = None
@@ -429,6 +431,7 @@ class FinetuneRecipe(Lifecycle):
             log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
                      type(model).__name__)  # fmt: skip
             return None
+        self.all_up_to = head.all_up_to
         return head.loss_of  # no state: the layer's parameters are the model's
 
     def asked(self, model: nn.Module) -> nn.Module:
@@ -685,7 +688,7 @@ class FinetuneRecipe(Lifecycle):
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
                 loss = self.micro_batch_loss(micro_batch)
-                (loss * weight).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(loss, torch.full_like(loss, weight))
             losses.append(loss.detach())
         return _sum_of(losses)
 
@@ -715,8 +718,9 @@ class FinetuneRecipe(Lifecycle):
             with self.computing():
                 output = self.model(**inputs, **self.forward_options)
             return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn, part)
-        positions, targets = labelled_positions(rows["labels"], part)
-        with self.computing(), self.loss_of(self.on_device(positions), self.on_device(targets)):
+        positions, targets = labelled_positions(rows["labels"], part, all_up_to=self.all_up_to)
+        places = self.on_device(positions) if positions is not None else None
+        with self.computing(), self.loss_of(places, self.on_device(targets)):
             output = self.model(**inputs, **self.forward_options)
         return logits_of(output)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.fetch import Batch, Collate, Request, SampleReader, isolated_rng, read_all
@@ -164,7 +164,7 @@ class GlobalBatchLoader:
     def _map_batches(self, num_samples: int) -> Generator[GlobalBatch]:
         epoch, sizes = self.epoch, self.sizes
         size = sizes.global_batch_size
-        order = permutation(num_samples, self.seed, epoch, self.shuffle)
+        order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
         end = num_samples - size + 1 if sizes.drop_last else num_samples
         starts = range(self.consumed_samples, end, size)
         requests = (request for start in starts for request in self._requests(epoch, order[start : start + size]))
@@ -176,7 +176,7 @@ class GlobalBatchLoader:
                     mine = list(islice(batches, len(self._rank_part(ids))))
                 yield GlobalBatch(epoch, start // size, start, ids, mine, last_of_epoch=start == starts[-1])
 
-    def _requests(self, epoch: int, ids: torch.Tensor) -> Iterator[Request]:
+    def _requests(self, epoch: int, ids: np.ndarray[Any, Any]) -> Iterator[Request]:
         global_ids = ids.tolist()
         return (Request(self.seed, epoch, part, global_ids[0]) for part in self._rank_part(global_ids))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -178,7 +179,7 @@ def clip_gradients(
 ) -> float:
     """The 2-norm of all gradients together; they are scaled down to *limit* where it is larger. A collective.
 
-    With *in_step* it is left to the optimizer's step to divide plain ones on the CPU by the number given to it.
+    With *in_step* it is left to the optimizer's step to divide those on the CPU by the number given to it.
 
     Plain gradients count as the same on all ranks; but where all are plain and *in_stages*, as each rank's own, except
     for those of parameters with the ids *counted_elsewhere*. Parameters may be of several modules on several meshes,
@@ -190,13 +191,14 @@ def clip_gradients(
     if sharded or counted_elsewhere:
         local, counted = _parts_here(parameters, sharded, counted_elsewhere)
     norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0, device=_device_of(local))
-    total = torch.linalg.vector_norm(norms, dtype=torch.float64)
     if sharded or in_stages:
-        dist.all_reduce(total.square_())
-        total.sqrt_()
-    norm: float = total.item()
+        total = torch.linalg.vector_norm(norms, dtype=torch.float64).square_()
+        dist.all_reduce(total)
+        norm = math.sqrt(total.item())
+    else:
+        norm = math.hypot(*norms.tolist())
     if limit is not None and norm > limit:
-        if in_step is not None and not sharded and norms.is_cpu:
+        if in_step is not None and norms.is_cpu:
             in_step((norm + 1e-6) / limit)
         else:
             torch._foreach_mul_(local, limit / (norm + 1e-6))

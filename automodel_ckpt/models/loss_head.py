@@ -27,7 +27,7 @@ from automodel_ckpt.models.probe import logits_of, undisturbed
 
 log = logging.getLogger(__name__)
 
-LossOf = Callable[[torch.Tensor, torch.Tensor], AbstractContextManager[None]]
+LossOf = Callable[[torch.Tensor | None, torch.Tensor], AbstractContextManager[None]]
 """:meth:`GivesLoss.loss_of` of a model's head."""
 
 CHUNK_ELEMENTS = 2**25
@@ -36,17 +36,27 @@ _FEW = 8
 """Of an eighth of a chunk torch computes the loss alone: a function of one's own costs Python's time in each step."""
 
 
+_SMALL = 2**18
+"""Logits that are all computed, with or without a label: picking out some costs Python's time in each step."""
+
+
 class GivesLoss:
     """What makes a model's output layer one that, inside :meth:`loss_of`, returns the summed cross-entropy instead of
     logits. Elsewhere it does what the layer did that it was made of."""
 
-    _labelled: tuple[torch.Tensor, torch.Tensor] | None = None
+    _labelled: tuple[torch.Tensor | None, torch.Tensor] | None = None
+
+    @property
+    def all_up_to(self) -> int:
+        """The number of places up to which :meth:`loss_of` takes them all, labelled or not."""
+        return 0
 
     @contextmanager
-    def loss_of(self, positions: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
+    def loss_of(self, positions: torch.Tensor | None, targets: torch.Tensor) -> Iterator[None]:
         """What the model's forward inside returns as its logits is the loss, 0-dim in float32.
 
-        *positions* [N] are the labelled places in the flattened batch, *targets* [N] the tokens that they predict.
+        *positions* [N] are the labelled places in the flattened batch, *targets* [N] the tokens that they predict. None
+        stands for all places of a batch of :attr:`all_up_to` or less, where -100 is no target.
         """
         self._labelled = positions, targets
         try:
@@ -65,14 +75,22 @@ class LossHead(GivesLoss, nn.Linear):
         assert isinstance(layer, LossHead)
         return layer
 
+    @property
+    def all_up_to(self) -> int:
+        """See :attr:`GivesLoss.all_up_to`."""
+        return 0 if isinstance(self.weight, DTensor) else _SMALL // self.weight.shape[0]
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`loss_of`."""
         if self._labelled is None:
             return super().forward(input)
         positions, targets = self._labelled
         if isinstance(input, DTensor):
+            assert positions is not None
             return self._loss_in_parts(input, positions, targets)
-        hidden = input.flatten(0, -2).index_select(0, positions)
+        hidden = input.flatten(0, -2)
+        if positions is not None:
+            hidden = hidden.index_select(0, positions)
         return linear_cross_entropy(hidden, self.weight, self.bias, targets)
 
     def _loss_in_parts(self, input: DTensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -108,6 +126,7 @@ class ModuleLossHead(GivesLoss):
         if self._labelled is None:
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
         positions, targets = self._labelled
+        assert positions is not None
 
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(layer.forward(hidden, *args, **options).float(), labels, reduction="sum")

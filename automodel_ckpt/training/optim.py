@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.errors import RecipeError
 
@@ -41,22 +42,95 @@ def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
 
 class FusedAdamW(torch.optim.AdamW):
     """torch's, its loops in C++ (five times faster than the others on a CPU); it can scale gradients as it reads them,
-    which saves a pass over them."""
+    which saves a pass over them.
+
+    On a CPU the C++ is called at once, on this rank's parts: what torch does around it for other devices and options
+    costs more than the update of a small model.
+    """
 
     grad_scale: torch.Tensor | None = None
     """What torch's fused step divides gradients by."""
 
     def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
         super().__init__(params, **{"fused": True, **settings})
-        self.register_step_post_hook(_forget_scale)
 
     def divide_in_step(self, divisor: float) -> None:
         """Let the next step divide all gradients by *divisor*."""
         self.grad_scale = torch.tensor(divisor, dtype=torch.float32)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or with *set_to_none* false make them zero."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
-def _forget_scale(optimizer: Any, *_: Any) -> None:
-    optimizer.grad_scale = None
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients. Returns what a *closure* returns, which computes them."""
+        parts = [self._parts_of(group) for group in self.param_groups]
+        known = [each for each in parts if each is not None]
+        if closure is not None or len(known) < len(parts):
+            return self._step_of_torch(closure)
+        for group, part in zip(self.param_groups, known, strict=True):
+            self._update(group, part)
+        self.grad_scale = None
+        return None
+
+    def _step_of_torch(self, closure: Callable[[], float] | None) -> float | None:
+        """Without the hooks, which are called around ours."""
+        if self.grad_scale is not None:  # it is no DTensor, as the gradients may be
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_div_(_here(gradients), self.grad_scale.item())
+            self.grad_scale = None
+        return _STEP_OF_TORCH(self, closure)  # type: ignore[no-any-return]
+
+    def _parts_of(self, group: dict[str, Any]) -> list[list[torch.Tensor]] | None:
+        """This rank's parts of what has a gradient in *group*: parameters, gradients, averages, averages of squares,
+        and the numbers of their steps. None for what only torch knows to do, off the CPU above all."""
+        if not group["fused"] or group["amsgrad"] or group["maximize"]:
+            return None
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in trained]
+        if not all(states):
+            self._init_group(group, *([] for _ in range(6)))  # type: ignore[no-untyped-call]
+        values = [trained, [parameter.grad for parameter in trained]]
+        values += [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        if any(isinstance(parameter, DTensor) for parameter in trained):
+            if not all(_alike(*tensors) for tensors in zip(*values, strict=True)):
+                return None
+            values = [_here(tensors) for tensors in values]
+        if not all(tensor.is_cpu and tensor.is_contiguous() for tensors in values for tensor in tensors):
+            return None
+        return [*values, [state["step"] for state in states]]
+
+    def _update(self, group: dict[str, Any], parts: list[list[torch.Tensor]]) -> None:
+        parameters, gradients, averages, squares, steps = parts
+        if not steps:
+            return
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            parameters, gradients, averages, squares, [], steps,
+            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+            amsgrad=False, maximize=False, grad_scale=self.grad_scale,
+        )  # fmt: skip
+
+
+_STEP_OF_TORCH: Any = inspect.unwrap(torch.optim.AdamW.step)
+
+
+def _here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _alike(*tensors: torch.Tensor) -> bool:
+    """Whether all are cut in the same way among the same ranks, or none is."""
+    layouts = [(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors]
+    return all(layout == layouts[0] for layout in layouts)
 
 
 def adamw(

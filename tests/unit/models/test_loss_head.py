@@ -81,13 +81,15 @@ def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Mon
     assert 0 < max(sizes) < 100_000  # the logits of all positions would be 2,000,000 bytes
 
 
-def gradients(model: Any, batch: dict[str, torch.Tensor], head: GivesLoss | None) -> tuple[float, list[torch.Tensor]]:
+def gradients(
+    model: Any, batch: dict[str, torch.Tensor], head: GivesLoss | None, all_up_to: int = 0
+) -> tuple[float, list[torch.Tensor]]:
     model.zero_grad()
     rest = {name: tensor for name, tensor in batch.items() if name != "labels"} | OPTIONS
     if head is None:
         loss = next_token_loss(model(**rest).logits, batch["labels"])
     else:
-        with head.loss_of(*labelled_positions(batch["labels"])):
+        with head.loss_of(*labelled_positions(batch["labels"], all_up_to=all_up_to)):
             loss = model(**rest).logits
     loss.backward()
     return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
@@ -111,10 +113,11 @@ def test_a_model_with_a_loss_head_learns_the_same(model_type: str, frozen_head: 
     assert head is model.get_output_embeddings()
     assert dict(model.named_parameters()).keys() == names
     assert model.state_dict().keys() == state.keys()
-    loss, ours = gradients(model, batch(), head)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for all_up_to in (0, head.all_up_to):
+        loss, ours = gradients(model, batch(), head, all_up_to)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert model(input_ids=batch()["input_ids"], **OPTIONS).logits.shape == (3, 9, 97)
 
 

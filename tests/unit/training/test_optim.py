@@ -1,9 +1,10 @@
-"""The default optimizer scales gradients as it reads them."""
+"""The default optimizer does what torch's does, and scales gradients as it reads them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +51,57 @@ def test_only_the_next_step_divides() -> None:
     plain.step()
     states = [each.state[each.param_groups[0]["params"][0]]["exp_avg"] for each in (optimizer, plain)]
     assert torch.equal(*states)
+
+
+def trained(optimizer_class: type[torch.optim.AdamW], seed: int, **settings: Any) -> tuple[list[torch.Tensor], Any]:
+    """Three parameters in two groups after four steps, in the second of which one has no gradient; and the state."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,), (0, 2)]]
+    parameters[0].data = parameters[0].data if settings.pop("whole", True) else parameters[0].data.t()
+    groups = [{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:], "betas": (0.5, 0.6)}]
+    optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.1, fused=True, **settings)
+    for step in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameters[1].grad = None if step == 1 else parameters[1].grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in parameters], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"maximize": True}, {"whole": False}], ids=str)
+def test_parameters_and_state_are_those_of_torch(settings: dict[str, Any]) -> None:
+    (ours, our_state), (theirs, their_state) = (
+        trained(each, 3, **settings) for each in (FusedAdamW, torch.optim.AdamW)
+    )
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert our_state["param_groups"] == their_state["param_groups"]
+    for number, state in their_state["state"].items():
+        assert our_state["state"][number].keys() == state.keys()
+        assert all(torch.equal(our_state["state"][number][name], state[name]) for name in state)
+
+
+def test_a_step_without_gradients_changes_nothing_and_hooks_are_called_once() -> None:
+    optimizer, calls = made(), []
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.step(lambda: 7.0)
+    assert calls == ["after"] * 3
+    assert all(torch.equal(*pair) for pair in zip(before, optimizer.param_groups[0]["params"], strict=True))
+    optimizer.param_groups[0]["params"][1].grad = torch.ones(5)
+    optimizer.zero_grad(set_to_none=False)
+    assert not optimizer.param_groups[0]["params"][1].grad.any()
+
+
+def test_a_scale_is_kept_for_what_torch_does_itself() -> None:
+    ours, plain = made(), made()
+    for optimizer, divisor in ((ours, 4.0), (plain, None)):
+        optimizer.param_groups[0]["amsgrad"] = True
+        if divisor:
+            optimizer.divide_in_step(divisor)
+        optimizer.step()
+    moments = [each.state[each.param_groups[0]["params"][0]]["exp_avg"] for each in (ours, plain)]
+    torch.testing.assert_close(4 * moments[0], moments[1])
