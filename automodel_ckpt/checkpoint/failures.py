@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.own_code import place_in_own_code
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -24,4 +25,8 @@ def as_failure(error: Exception, doing: str, where: Path, kind: type[AutomodelEr
         remedy = _NAME_ANOTHER if kind is RecipeError else _EXPORT_AGAIN if kind is ExportFailed else RETRY
         return kind.all_of([os_problem(error, f"{doing} failed", remedy=remedy)])
     log.debug("unexpected", exc_info=error)
+    place = place_in_own_code(error)
+    if place is not None:
+        said, remedy = f"{type(error).__name__}: {error}", "correct that code, then run the same command"
+        return kind(f"{doing} failed in code that the recipe names", where=place, value=said, remedy=remedy)
     return kind(f"{doing} failed", where=str(where), value=repr(error), remedy=_DEFECT)

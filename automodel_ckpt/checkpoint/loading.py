@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +26,7 @@ from automodel_ckpt.checkpoint.trees import (
     whole_state,
 )
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+from automodel_ckpt.own_code import place_in_own_code
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -39,6 +42,7 @@ class Loader:
 
     def __init__(self, path: Path, manifest: Manifest, ranks: layout.RankLayout, allow_missing: frozenset[str]) -> None:
         self._path, self._manifest, self._ranks, self._allow_missing = path, manifest, ranks, allow_missing
+        self._absent: dict[str, str] = {}
 
     def load(self, items: list[Item]) -> None:
         """Random number generators come last: loading must not advance what was restored."""
@@ -74,6 +78,9 @@ class Loader:
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
         """{name here: (name saved, record)}; raises with the names of what is on one side only."""
         matched, lines = self._matched(items)
+        kinds = {name: r.kind for name, r in self._manifest.state.items()} | {item.name: item.kind for item in items}
+        both = {name for item in items if item.name in matched for name in (item.name, matched[item.name][0])}
+        self._absent = {name: kind for name, kind in kinds.items() if name not in both}
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
             self._refuse(
@@ -86,10 +93,17 @@ class Loader:
     def _matched(self, items: list[Item]) -> tuple[dict[str, tuple[str, StateRecord]], list[str]]:
         saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
         by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
-        matched = {i.name: by_name[n] for i in items for n in (i.name, *i.aliases) if n in by_name}
-        missing = [i.name for i in items if i.name not in matched]
-        unexpected = sorted(saved.keys() - {name for name, _ in matched.values()})
-        lines = [f"+ {n}: here, but not saved" for n in missing if n not in self._allow_missing]
+        matched: dict[str, tuple[str, StateRecord]] = {}
+        lines, taken = list[str](), set[str]()
+        for item in items:
+            found = next((by_name[n] for n in (item.name, *item.aliases) if n in by_name), None)
+            taken |= {found[0]} if found is not None else set()
+            if found is not None and found[1].kind == item.kind:
+                matched[item.name] = found
+            elif item.name not in self._allow_missing:
+                other = "here, but not saved" if found is None else f"saved as {found[1].kind}, here {item.kind}"
+                lines.append(f"{'+' if found is None else '~'} {item.name}: {other}")
+        unexpected = sorted(saved.keys() - taken)
         lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
         return matched, lines
 
@@ -103,17 +117,27 @@ class Loader:
 
     def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]) -> None:
         """*state* is what the optimizer has, to be read into."""
-        for fqn in self._without_state(item.name, tree):
-            state[item.name]["state"].pop(fqn, None)
-        self._refuse_differences(item, _without_others(item, tree, owners), flatten_state_dict(state)[0])
+        groups, mine = self._groups(item.name, tree), state[item.name]
+        absent = {name: kind for name, kind in self._absent.items() if name in self._allow_missing}
+        leave = _Leave(item.name, absent, groups, [group["params"] for group in mine["param_groups"]])
+        new = {fqn for fqn in mine["state"] if leave.drops(f"{item.name}.state.{fqn}.")}
+        for fqn in self._without_state(item.name, tree, groups) | new:
+            mine["state"].pop(fqn, None)
+        flat = flatten_state_dict(state)[0]
+        stored = {*tree.tensors, *tree.objects}
+        tree = _only(tree, lambda name: leave.takes(name, both=name in flat))
+        here = {name: value for name, value in flat.items() if leave.takes(name, both=name in stored)}
+        self._refuse_differences(item, _without_others(item, tree, owners), here, leave.regrouped)
         read_tree(self._path, tree, state, nested=True)
         owners.set_optimizer_state(item, state[item.name])
         for scheduler in items:
             if scheduler.owner == item.name and scheduler.name in state:
                 scheduler.value.load_state_dict(state[scheduler.name][0])
 
-    def _refuse_differences(self, item: Item, tree: Tree, state: Mapping[str, Any]) -> None:
-        if lines := differences(tree, state):
+    def _refuse_differences(
+        self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
+    ) -> None:
+        if lines := [*differences(tree, state), *further]:
             self._refuse(
                 f"the checkpoint's {item.name!r} is not the one of this recipe",
                 lines,
@@ -121,10 +145,14 @@ class Loader:
                 "or start anew in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling makes one)",
             )
 
-    def _without_state(self, name: str, tree: Tree) -> set[str]:
+    def _groups(self, name: str, tree: Tree) -> list[list[str]]:
+        """The parameters of each group that the optimizer *name* had, by FQN."""
+        keys = [key for key in tree.objects if key.startswith(f"{name}.param_groups.") and key.endswith(".params")]
+        return [read_object(self._path, tree, key) for key in sorted(keys, key=lambda key: int(key.split(".")[-2]))]
+
+    def _without_state(self, name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
         """What the optimizer *name* was to train and never had updated: parameters that took no part, or not yet."""
-        groups = [key for key in tree.objects if key.startswith(f"{name}.param_groups.") and key.endswith(".params")]
-        trained = {fqn for key in groups for fqn in read_object(self._path, tree, key)}
+        trained = {fqn for group in groups for fqn in group}
         prefix = f"{name}.state."
         entries = [key.removeprefix(prefix) for key in (*tree.tensors, *tree.objects) if key.startswith(prefix)]
         return trained - {entry[:end] for entry in entries for end, letter in enumerate(entry) if letter == "."}
@@ -147,7 +175,7 @@ class Loader:
             log.debug("unexpected", exc_info=True)
             self._refuse(
                 f"{item.name!r} does not take the state that was saved",
-                [repr(error)],
+                [repr(error), *([f"in {place}"] if (place := place_in_own_code(error)) else [])],
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
             )
 
@@ -180,6 +208,42 @@ class Loader:
         return record.files[0] if alike and scope != "rank_rng" else None
 
 
+class _Leave:
+    """What an optimizer has of attributes that are *absent* (name: kind) on one side, with leave: its state of modules,
+    groups of nothing else, and the options that a schedule adds. *saved* and *here* are the parameters of its groups.
+    """
+
+    def __init__(
+        self, name: str, absent: Mapping[str, str], saved: Iterable[list[str]], here: Iterable[list[str]]
+    ) -> None:
+        modules = tuple(f"{module.replace('.', '%')}." for module in absent)
+        sides = [[frozenset(f for f in group if not f.startswith(modules)) for group in side] for side in (saved, here)]
+        pairs = list(itertools.zip_longest(*sides, fillvalue=frozenset()))
+        groups = [f"{name}.param_groups.{index}" for index in range(len(pairs))]
+        emptied = [group for group, (one, other) in zip(groups, pairs, strict=True) if absent and not one | other]
+        self._dropped = (*(f"{name}.state.{module}" for module in modules), *(f"{group}." for group in emptied))
+        self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
+        self._options = tuple(f"{group}." for group in groups) if self._schedules else ()
+        moved = [group for group, (one, other) in zip(groups, pairs, strict=True) if one != other]
+        # Without absent ones groups are found by what they hold, whatever their order.
+        in_order = not absent and Counter(sides[0]) == Counter(sides[1])
+        self.regrouped = [] if in_order else [f"~ {group}: saved with other parameters" for group in moved]
+
+    def drops(self, name: str) -> bool:
+        """Whether a name of the (flat) tree belongs to what is absent."""
+        return name.startswith(self._dropped)
+
+    def takes(self, name: str, *, both: bool) -> bool:
+        """Whether a name is to be compared and read: it is on *both* sides, or should be."""
+        return not self.drops(name) and (both or not (name in self._schedules or name.startswith(self._options)))
+
+
+def _only(tree: Tree, holds: Callable[[str], bool]) -> Tree:
+    """The entries of a tree for whose names something holds."""
+    tensors = {name: tensor for name, tensor in tree.tensors.items() if holds(name)}
+    return replace(tree, tensors=tensors, objects={name: blob for name, blob in tree.objects.items() if holds(name)})
+
+
 def _without_others(item: Item, tree: Tree, owners: Owners) -> Tree:
     """An optimizer's tree without the state of parameters that only other ranks train."""
     trained = trained_by_all(item.value)
@@ -191,8 +255,7 @@ def _without_others(item: Item, tree: Tree, owners: Owners) -> Tree:
     def is_here(name: str) -> bool:
         return not name.startswith(prefix) or name.removeprefix(prefix).rpartition(".")[0] not in others
 
-    tensors = {name: tensor for name, tensor in tree.tensors.items() if is_here(name)}
-    return replace(tree, tensors=tensors, objects={name: blob for name, blob in tree.objects.items() if is_here(name)})
+    return _only(tree, is_here)
 
 
 def _saved_name(record: StateRecord) -> str:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "models": {"errors"},
     "data": {"errors", "own_code"},
     "training": {"errors"},
-    "checkpoint": {"errors", "distributed.agree"},
+    "checkpoint": {"errors", "own_code", "distributed.agree"},
     "report": {"errors", "checkpoint"},
     "consolidate": {"errors", "checkpoint", "cli.terminal"},
     "recipes": {"errors", "config", "distributed", "models", "data", "training", "checkpoint"},

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from automodel_ckpt import own_code
 from automodel_ckpt.checkpoint import discover, storable
 from automodel_ckpt.checkpoint.formats import plain
 from automodel_ckpt.checkpoint.formats.plain_writing import saved
 from automodel_ckpt.checkpoint.storable import refuse_unsafe
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
 
 
@@ -210,3 +211,112 @@ def test_a_conjugate_buffer_is_read_back(tmp_path: Path) -> None:
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, other)
     assert other.model.turned.tolist() == [1 - 2j]
+
+
+# ---------------------------------------------------------------- attributes that come and go
+
+
+def with_head(seed: int = 0, *, own_group: bool = False, name: str = "value_head") -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    head = torch.nn.Linear(2, 1)
+    setattr(made, name, head)
+    mine = made.optimizer.param_groups[0]["params"]
+    groups = [{"params": mine}, {"params": head.parameters(), "lr": 0.5}] if own_group else [*mine, *head.parameters()]
+    made.optimizer = torch.optim.AdamW(groups, lr=0.1)
+    del made.lr_scheduler
+    return made
+
+
+def step(made: SimpleNamespace) -> SimpleNamespace:
+    for group in made.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    made.optimizer.step()
+    return made
+
+
+def without_schedule(seed: int = 0) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    made.optimizer = torch.optim.AdamW(made.optimizer.param_groups[0]["params"], lr=0.1)
+    del made.lr_scheduler
+    return made
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["in a group with others", "in a group of its own"])
+def test_a_module_that_is_new_with_leave_is_new_to_its_optimizer_too(tmp_path: Path, own_group: bool) -> None:
+    tiny.save(tmp_path, saved_one := step(without_schedule()))
+    made = with_head(1, own_group=own_group)
+    fresh = made.value_head.weight.clone()
+    with pytest.raises(CheckpointUnusable, match=r"\+ value_head: here, but not saved"):
+        tiny.load(tmp_path, made)
+    tiny.load(tmp_path, made, allow_missing_state=["value_head"])
+    assert torch.equal(made.value_head.weight, fresh) and made.value_head.weight not in made.optimizer.state
+    assert torch.equal(made.optimizer.state[made.model.one_row]["exp_avg"],
+                       saved_one.optimizer.state[saved_one.model.one_row]["exp_avg"])  # fmt: skip
+    assert [group["lr"] for group in made.optimizer.param_groups] == ([0.1, 0.5] if own_group else [0.1])
+    step(made)
+    assert made.optimizer.state[made.value_head.weight]["step"] == 1
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["in a group with others", "in a group of its own"])
+def test_a_module_that_is_gone_or_renamed_with_leave_takes_its_state_along(tmp_path: Path, own_group: bool) -> None:
+    tiny.save(tmp_path, step(with_head(own_group=own_group)))
+    for made in (without_schedule(1), with_head(1, own_group=own_group, name="head")):
+        tiny.load(tmp_path, made, allow_missing_state=["value_head", "head"])
+        assert made.optimizer.state[made.model.one_row]["step"] == 1
+        step(made)
+
+
+def test_groups_that_were_cut_otherwise_are_refused_and_those_in_another_order_are_not(tmp_path: Path) -> None:
+    def grouped(*groups: list[int]) -> SimpleNamespace:
+        made = without_schedule()
+        every = made.optimizer.param_groups[0]["params"]
+        made.optimizer = torch.optim.AdamW(
+            [{"params": [every[i] for i in group], "lr": 0.1 + group[0]} for group in groups]
+        )
+        return made
+
+    tiny.save(tmp_path, step(grouped([0, 1], [2, 3])))
+    with pytest.raises(CheckpointUnusable, match=r"param_groups\.0: saved with other parameters"):
+        tiny.load(tmp_path, grouped([0], [1, 2, 3]))
+    made = grouped([3, 2], [1, 0])
+    tiny.load(tmp_path, made)
+    assert [group["lr"] for group in made.optimizer.param_groups] == [2.1, 0.1]
+
+
+def test_a_schedule_comes_and_goes_with_leave(tmp_path: Path) -> None:
+    made = without_schedule()
+    tiny.save(tmp_path / "a", made)
+    other = tiny.recipe(1)
+    with pytest.raises(CheckpointUnusable, match="lr_scheduler: here"):
+        tiny.load(tmp_path / "a", other)
+    tiny.load(tmp_path / "a", other, allow_missing_state=["lr_scheduler"])
+    tiny.train(other)
+    tiny.save(tmp_path / "b", other)
+    tiny.load(tmp_path / "b", made, allow_missing_state=["lr_scheduler"])
+    assert made.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
+
+
+def test_an_attribute_that_became_something_else_is_named(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
+    made = tiny.recipe(thing=torch.nn.Linear(1, 1))
+    with pytest.raises(CheckpointUnusable, match=r"~ thing: saved as object, here module(.|\n)*allow_missing_state"):
+        tiny.load(tmp_path, made)
+    tiny.load(tmp_path, made, allow_missing_state=["thing"])
+
+
+class Own(tiny.Counter):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("mine")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("mine")
+
+
+def test_a_mistake_in_the_recipes_own_code_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_code, "_own_modules", {__name__})
+    with pytest.raises(SaveFailed, match=r"in code that the recipe names(.|\n)*test_storable.py:\d+ in state_dict"):
+        tiny.save(tmp_path, tiny.recipe(thing=Own()))
+    tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
+    with pytest.raises(CheckpointUnusable, match=r"does not take(.|\n)*test_storable.py:\d+ in load_state_dict"):
+        tiny.load(tmp_path, tiny.recipe(thing=Own()))
