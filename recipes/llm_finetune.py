@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import first_line
+from automodel_ckpt.models.documents import attend_by_document, attend_by_mask
 from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
 from automodel_ckpt.recipes.base import FinetuneRecipe, Rows
 
@@ -111,6 +112,21 @@ class LLMFinetune(FinetuneRecipe):
                 )
             log.info("samples are padded to the longest: this model does not keep those apart that share a row")
             return None
-        log.info("samples share rows without padding, kept apart by their position ids (%s attention)", attention)
+        by_document = self.attends_by_document(asked)
+        log.info("samples share rows without padding, kept apart by their position ids (%s attention%s)",
+                 attention, ", of each sample by itself" if by_document else "")  # fmt: skip
         hidden_size = getattr(self.model_config and self.model_config.get_text_config(), "hidden_size", 1024)
-        return RowLayout(hidden_size, one_row, self.row_multiple)
+        return RowLayout(hidden_size, one_row or by_document, self.row_multiple)
+
+    def attends_by_document(self, asked: nn.Module) -> bool:
+        """Make attention look at no pairs of tokens of different samples, where that is left to this program."""
+        section = self.config.model
+        left_to_us = isinstance(section, ModelConfig) and section.attn_implementation is None
+        # Compiled layers would be compiled anew for each row; cut rows have an attention of their own.
+        if not left_to_us or self.config.compile.enabled or self.layout.sizes.cp > 1:
+            return False
+        able = attend_by_document(asked, self.forward_options, self.row_multiple, self.layout.device)
+        if not self.on_all_ranks(able):
+            attend_by_mask(asked)
+            return False
+        return True

@@ -93,7 +93,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = "float32"
     """Type of the parameters; auto takes what the model's files say."""
     attn_implementation: str | None = None
-    """Attention of transformers: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
+    """Attention of transformers: eager, sdpa, flash_attention_2, ...; null: its choice, on CPUs sample by sample."""
     freeze: list[str] = field(default_factory=list)
     """Parameters that are not trained: vision_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     activation_checkpointing: bool = False

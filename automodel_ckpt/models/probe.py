@@ -49,7 +49,7 @@ def keeps_samples_apart(
     """
     if "position_ids" not in forward_parameters(model):
         return False
-    rest = [0] * (-len(_FIRST + _SECOND) % multiple)  # samples of one token
+    rest = _rest(multiple)
     rows = [row + rest for row in (_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST)]
     restarted, continued = [*range(3), *range(4), *rest], [*range(7), *rest]
     positions = [restarted, restarted, continued, [*range(4), *range(3), *rest]]
@@ -65,6 +65,19 @@ def keeps_samples_apart(
     except Exception as error:
         log.debug("the model cannot be asked about samples that share a row: %s: %s", type(error).__name__, error)
         return False
+
+
+def rows_to_ask(multiple: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [1, T] of a few samples, a number divisible by *multiple*; their positions, and those of one sample."""
+    rest = _rest(multiple)
+    rows = [[*_FIRST, *_SECOND, *rest], [*range(3), *range(4), *rest], [*range(7 + len(rest))]]
+    tokens, restarted, continued = torch.split(torch.tensor(rows, device=device), 1)
+    return tokens, restarted, continued
+
+
+def _rest(multiple: int) -> list[int]:
+    """Samples of one token that round a row up."""
+    return [0] * (-len(_FIRST + _SECOND) % multiple)
 
 
 def _logits(model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]) -> torch.Tensor:

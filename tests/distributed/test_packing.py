@@ -24,13 +24,20 @@ def losses_of(directory: Path) -> list[float]:
     return [record["loss"] for record in lines_of_steps(directory / "training.jsonl")]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "told"),
+    [
+        ("null", "sdpa attention, of each sample by itself"),
+        ("sdpa", "sdpa attention"),
+        ("eager", "eager attention"),
+    ],
+)
 def test_sharing_rows_gives_the_training_of_padded_samples(
-    tmp_path: Path, attention: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, attention: str, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (*DATA, f"--model.attn_implementation={attention}", "--step_scheduler.local_batch_size=4")
     run(tmp_path, *overrides, name="shared", text=TEXT)
-    assert f"kept apart by their position ids ({attention} attention)" in capfd.readouterr().err
+    assert f"kept apart by their position ids ({told})" in capfd.readouterr().err
     run(tmp_path, *overrides, "--dataloader.padding_free=false", name="padded", text=TEXT)
     shared, padded = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("shared", "padded"))
     assert [r["loss"] for r in shared] == pytest.approx([r["loss"] for r in padded], rel=1e-4)
