@@ -28,7 +28,7 @@ MADE = {"AutomodelError", "RecipeError", "CheckpointUnusable", "SaveFailed", "Ex
 NAMES = MADE | {"os_problem", "as_failure"}
 NOT_READ = {
     "NotImplementedError", "AttributeError", "IndexError", "StopIteration", "SystemExit",
-    "Cancelled", "StoppedWaiting", "_Stopped", "RunFailed", "NotInParts",
+    "Cancelled", "StoppedWaiting", "StoppedMeeting", "_Stopped", "RunFailed", "NotInParts",
 }  # fmt: skip
 """Raised for the interpreter's or a subclass's sake, or to go another way: never to be read as an error."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli import foreign
-from automodel_ckpt.cli.places import NAME_ONE, nothing, run_directory, runs_below, whole_checkpoint
+from automodel_ckpt.cli.places import run_directory, runs_below, whole_checkpoint
 from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 
@@ -86,8 +86,6 @@ def ls(arguments: argparse.Namespace) -> int:
 def _alone(path: Path) -> Row:
     """One checkpoint, with what its run says of it."""
     checkpoint = whole_checkpoint(path)
-    if not _looks_like_checkpoint(checkpoint):
-        raise nothing("there are no checkpoints here", path, "nothing in it is of a known form", NAME_ONE)
     run = checkpoint.parent if run_directory(checkpoint.parent) == checkpoint.parent else None
     return row_of(checkpoint, _pointers(run) if run else {}, _notes(run) if run else {})
 

@@ -125,7 +125,7 @@ def _endpoint(text: str) -> str:
     bare = host.strip("[]")
     if not bare or (":" in bare) != host.startswith("[") or not (port.isdecimal() and 0 < int(port) < 65536):
         raise RecipeError(
-            "this is no place to meet",
+            "this is not a place to meet",
             where="--rdzv-endpoint",
             value=text,
             remedy="give HOST:PORT, such as node0:29400 or [fd00::1]:29400",

@@ -46,7 +46,7 @@ def refuse_unknown_ids(batches: Iterable[Mapping[str, torch.Tensor]], size: int 
             unknown = ids[(ids != ignored) & ((ids < 0) | (ids >= (size or math.inf)))]
             if len(unknown):
                 raise RecipeError(
-                    f"a sample has {name} that are no tokens of the model",
+                    f"a sample has {name} that are not tokens of the model",
                     where=where,
                     value=f"{int(unknown[0])}; the model has tokens from 0 to {size - 1 if size else '?'}",
                     remedy="prepare the data with the model's own tokenizer, or set model.vocab_size",

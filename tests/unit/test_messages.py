@@ -32,6 +32,7 @@ from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.sampler import accumulation_steps
 from automodel_ckpt.data.source import Source, _named_once
+from automodel_ckpt.distributed import rendezvous
 from automodel_ckpt.distributed.mesh import _device
 from automodel_ckpt.distributed.tensor_parallel import _tie
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
@@ -95,6 +96,12 @@ def test_ranks_that_the_gpus_of_a_machine_do_not_suffice_for(monkeypatch: Patch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     refused(lambda: _device(None, 1), "more ranks on this machine than it has GPUs")
+
+
+def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.0)
+    with pytest.raises(TimeoutError, match="nobody answers within 0 seconds"):
+        rendezvous.wait_for(lambda: rendezvous.can_be_reached("127.0.0.1", 1), "nobody answers")
 
 
 def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:
