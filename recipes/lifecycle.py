@@ -161,9 +161,11 @@ class Lifecycle:
         self._say_what_is_left_out()
         checkpointer.check(state)
         recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
+        recipe_options = self._optimizer_options()
         self.resumed = checkpointer.load(state)
         self.place_logs(checkpointer.directory)
         if self.resumed is not None:
+            self._say_kept_options(recipe_options)
             self._say_changed_rates(recipe_rates)
         self.make_sure_of_space(checkpointer, state)
         if not self.step_scheduler.is_finished():
@@ -223,6 +225,20 @@ class Lifecycle:
             checkpointer.refuse_too_little_space(state)
         except SaveFailed as failure:
             self.note_failure(failure)
+
+    def _optimizer_options(self) -> list[dict[str, list[float]]]:
+        """The numbers among the options of each parameter group; the learning rate only where no schedule moves it."""
+        moved = () if self.lr_scheduler is None else ("lr", "initial_lr")
+        return [{name: numbers for name, value in group.items() if name not in moved and (numbers := _numbers(value))}
+                for group in self.optimizer.param_groups]  # fmt: skip
+
+    def _say_kept_options(self, recipe: list[dict[str, list[float]]]) -> None:
+        """An optimizer's options are state: say which go on otherwise than the recipe has them."""
+        for number, (new, kept) in enumerate(zip(recipe, self._optimizer_options(), strict=False)):
+            where = f" of parameter group {number}" if len(recipe) > 1 else ""
+            for name in (name for name in new if name in kept and new[name] != kept[name]):
+                log.warning("the optimizer's %s%s goes on as saved, %s; the recipe's %s is for new runs", name, where,
+                            _shown(kept[name]), _shown(new[name]))  # fmt: skip
 
     def _say_changed_rates(self, recipe_rates: list[Any]) -> None:
         """The loaded state holds the learning rates of the run that saved it: say so, and follow a changed schedule."""
@@ -532,3 +548,14 @@ def saved_line(report: SaveReport) -> str:
     pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
     export = f"; to export it: {report.export_command}" if report.export_command and not report.export else ""
     return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"
+
+
+def _numbers(value: Any) -> list[float]:
+    """A number, or several, as a list; empty for anything else, and for switches."""
+    values = value if isinstance(value, tuple | list) else [value]
+    numbers = [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+    return numbers if len(numbers) == len(values) else []
+
+
+def _shown(numbers: list[float]) -> str:
+    return str(numbers[0] if len(numbers) == 1 else numbers)

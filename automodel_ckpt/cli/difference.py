@@ -20,13 +20,14 @@ Find = Callable[[Path], Path]
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # Of the recipe, what a resume takes from the checkpoint whatever the recipe says.
 _KEPT = {"seed": "seed", "shuffle": "dataloader.shuffle"}
+_NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_")
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Side:
     """One of the two: what its manifest says (nothing of another program's), its recipe by dotted keys, its tensors by
-    tree, and the state of its step scheduler and data loader where that is plain."""
+    tree, the state of its step scheduler and data loader where that is plain, and the names of all its state."""
 
     path: Path
     general: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Side:
     trees: Mapping[str, Held] = field(default_factory=dict)
     steps: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
+    state: frozenset[str] = frozenset()
 
     @property
     def is_foreign(self) -> bool:
@@ -88,6 +90,7 @@ def _side(path: Path) -> Side:
         {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()},
         first_state(path, files.get("step_scheduler", ())),
         first_state(path, files.get("dataloader", ())),
+        frozenset(name for name, record in manifest.state.items() if record.scope != "not saved"),
     )
 
 
@@ -139,9 +142,18 @@ def resume_lines(a: Side, b: Side) -> Iterator[str]:
     if a.is_foreign or not a.recipe or not b.recipe:
         return
     step, changed = int(a.general["step"]), {k for k in {*a.recipe, *b.recipe} if a.recipe.get(k) != b.recipe.get(k)}
+    yield from _refusals(a, b)
     yield from _schedule(a, b, step)
-    yield from _rates(a, b, step, changed)
+    if ("lr_scheduler" in a.state) == ("lr_scheduler" in b.state):
+        yield from _rates(a, b, step, changed)
     yield from _data(a, b, changed)
+
+
+def _refusals(a: Side, b: Side) -> Iterator[str]:
+    for one, other, how in ((a, b, "saved in the first, and not part of the second"),
+                            (b, a, "part of the second, and not saved in the first")):  # fmt: skip
+        if names := ", ".join(sorted(one.state - other.state)):
+            yield f"the resume is refused without --checkpoint.allow_missing_state '[{names}]': {how}"
 
 
 def _schedule(a: Side, b: Side, step: int) -> Iterator[str]:
@@ -155,6 +167,9 @@ def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
     peak, others = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
     if peak != others:
         yield f"the peak learning rate stays {peak}, as saved: the recipe's {others} is for new runs"
+    for key in sorted(key for key in changed if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS):
+        kept, new = (side.recipe.get(key, "default") for side in (a, b))
+        yield f"{key} stays {kept}, as saved: the recipe's {new} is for new runs"
     planned = a.steps.get("planned_steps") != b.steps.get("planned_steps")
     if not planned and not any(key.startswith("lr_scheduler") for key in changed):
         return

@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint import box_reader
 from automodel_ckpt.checkpoint.box_reader import boxes
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.difference import Side, resume_lines
 from tests.support import tiny
 from tests.support.shards import cut, write_checkpoint
 from tests.support.training import RECIPE, train, write_recipe
@@ -136,6 +137,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     found = []
     for number, changes in enumerate(
         ((), ("--step_scheduler.max_steps", "6", "--optimizer.lr", "5e-3", "--seed", "8",
+              "--optimizer.weight_decay", "0.5",
               "--dataset.max_samples", "40", "--step_scheduler.global_batch_size", "4"))
     ):  # fmt: skip
         directory = tmp_path_factory.mktemp(f"run{number}")
@@ -151,6 +153,7 @@ def test_what_a_resume_would_change_is_said(runs: Sequence[Path], capsys: Captur
     assert document["recipe"]["optimizer.lr"] == ["0.01", "0.005"]
     said = "\n".join(document["resume"])
     assert "planned for 6 steps, not 12: 1 left after step 5" in said
+    assert "optimizer.weight_decay stays 0.01, as saved: the recipe's 0.5 is for new runs" in said
     assert "peak learning rate stays 0.01" in said and "learning rate of step 6 is" in said
     assert (
         "the data set has 40 samples, the run had 44" in said and "order of samples goes on as saved (seed 7)" in said
@@ -167,3 +170,16 @@ def test_the_rate_said_is_the_schedules_own(runs: Sequence[Path], capsys: Captur
 
 def test_equal_recipes_change_nothing(runs: Sequence[Path], capsys: Capture) -> None:
     assert shown(capsys, runs[0], runs[0])["resume"] == []
+
+
+def test_state_that_only_one_has_stops_a_resume_and_no_rate_is_told() -> None:
+    recipes = {"optimizer.lr": "0.1", "lr_scheduler.name": "cosine"}, {"optimizer.lr": "0.1", "lr_scheduler": "null"}
+    states = frozenset({"model", "lr_scheduler"}), frozenset({"model"})
+    a, b = (
+        Side(Path(), {"step": 8}, recipe=recipe, state=state)
+        for recipe, state in zip(recipes, states, strict=True)
+    )  # fmt: skip
+    (said,) = resume_lines(a, b)
+    assert said.startswith("the resume is refused without --checkpoint.allow_missing_state '[lr_scheduler]': saved in")
+    (said,) = resume_lines(b, a)
+    assert said.endswith("part of the second, and not saved in the first")
