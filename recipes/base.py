@@ -156,6 +156,17 @@ class FinetuneRecipe(Lifecycle):
         """Make the attributes that training needs, alike on all ranks. Each recipe defines it."""
         raise NotImplementedError
 
+    def build_training(self) -> None:
+        """The attributes that training needs, from the recipe's sections; :attr:`preprocessor` is there already."""
+        self.model_config = self.check_model_config()
+        self.dataloader = self.build_dataloader(self.config.dataset)
+        self.validation_batches = self.build_validation()
+        self.step_scheduler = self.build_step_scheduler()
+        self.model = self.build_model()
+        self.optimizer = self.build_optimizer()
+        self.lr_scheduler = self.build_lr_scheduler()
+        self.loss_fn = self.build_loss_fn()
+
     # ---------------------------------------------------------------- parts
 
     @property

@@ -36,14 +36,7 @@ class LLMFinetune(FinetuneRecipe):
     def build(self) -> None:
         """The tokenizer, the data, the model, and what updates it."""
         self.tokenizer = self.preprocessor = self.build_tokenizer()
-        self.model_config = self.check_model_config()
-        self.dataloader = self.build_dataloader(self.config.dataset)
-        self.validation_batches = self.build_validation()
-        self.step_scheduler = self.build_step_scheduler()
-        self.model = self.build_model()
-        self.optimizer = self.build_optimizer()
-        self.lr_scheduler = self.build_lr_scheduler()
-        self.loss_fn = self.build_loss_fn()
+        self.build_training()
 
     def build_tokenizer(self) -> Any:
         """The ``tokenizer`` section, else the pretrained model's own; None where there is neither."""

@@ -33,14 +33,7 @@ class VLMFinetune(FinetuneRecipe):
         """The processor, the data, the model, and what updates it."""
         self.refuse_sections_for_text()
         self.processor = self.preprocessor = self.build_processor()
-        self.model_config = self.check_model_config()
-        self.dataloader = self.build_dataloader(self.config.dataset)
-        self.validation_batches = self.build_validation()
-        self.step_scheduler = self.build_step_scheduler()
-        self.model = self.build_model()
-        self.optimizer = self.build_optimizer()
-        self.lr_scheduler = self.build_lr_scheduler()
-        self.loss_fn = self.build_loss_fn()
+        self.build_training()
         self._checked_gradients = False
 
     def refuse_sections_for_text(self) -> None:

@@ -22,7 +22,7 @@ from automodel_ckpt.cli import (
     upkeep,
 )
 from automodel_ckpt.cli.places import find_checkpoint, run_around, run_directory, whole_checkpoint
-from automodel_ckpt.cli.terminal import leave_reader, print_error, problem_json
+from automodel_ckpt.cli.terminal import leave_reader, occupy_standard_streams, print_error, problem_json
 from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt``; returns its exit code."""
+    occupy_standard_streams()
     words = sys.argv[1:] if argv is None else [*argv]
     arguments = argparse.Namespace(command="", json="--json" in words)
     try:

@@ -52,7 +52,7 @@ from automodel_ckpt.cli.topology import (
 from automodel_ckpt.cli.wire import Wire
 from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, joined_rank, launched_rank, run_rank, say
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_loopback
+from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_known, is_loopback
 from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, describe
 
@@ -147,11 +147,18 @@ def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
 def _serve_store() -> Any:
     """Under srun rank 0 serves the ranks' store, as torchrun's agent does; None elsewhere."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if not is_known(os.environ["MASTER_ADDR"]):
+        raise RecipeError(
+            "the name of the machine of rank 0 leads nowhere",
+            where="MASTER_ADDR",
+            value=os.environ["MASTER_ADDR"],
+            remedy="give --master-addr a name or an address that all machines of the job know",
+        )
     if os.environ["RANK"] != "0":
         return None
     distributed = importlib.import_module("torch.distributed")
-    port = int(os.environ["MASTER_PORT"])
-    return distributed.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
 def claim_last_word() -> bool:

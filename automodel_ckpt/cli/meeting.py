@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from automodel_ckpt.cli.failure import Board
 from automodel_ckpt.cli.topology import Rendezvous
+from automodel_ckpt.distributed.network import is_known
 
 WORD_SECONDS = 15.0
 """After so long a wait for other machines is told."""
@@ -42,7 +43,7 @@ class Meetings:
         if self._meet.max_nodes == 1:
             yield
             return
-        word = threading.Timer(WORD_SECONDS, self._tell)
+        word = threading.Timer(WORD_SECONDS, self.tell)
         word.daemon = True
         word.start()
         try:
@@ -66,9 +67,13 @@ class Meetings:
         if self.board is not None:
             self.board.note_newcomers()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Say what is waited for."""
         least, most = self._meet.min_nodes, self._meet.max_nodes
         machines = str(most) if least == most else f"{least} to {most}"
         name = "" if self._meet.run_id == "none" else f" (run {self._meet.run_id})"
-        text = f"waiting for the other machines at {self._meet.rdzv_endpoint}{name}: there have to be {machines}\n"
+        host = self._meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
+        unknown = "" if is_known(host) else f"; the name {host} leads nowhere so far"
+        place = f"{self._meet.rdzv_endpoint}{name}"
+        text = f"waiting for the other machines at {place}: there have to be {machines}{unknown}\n"
         os.write(2, text.encode())  # no lock of a stream, which a fork would copy

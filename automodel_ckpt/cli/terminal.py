@@ -17,11 +17,23 @@ if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem
 
 __all__ = [
-    "age_text", "can_print", "coloured", "json_text", "leave_reader", "print_error", "print_path", "printable",
-    "printable_lines", "problem_json", "size_text", "table",
+    "age_text", "can_print", "coloured", "json_text", "leave_reader", "occupy_standard_streams", "print_error",
+    "print_path", "printable", "printable_lines", "problem_json", "size_text", "table",
 ]  # fmt: skip
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+
+
+def occupy_standard_streams() -> None:
+    """Put /dev/null where standard input, output or error is closed: else the next file that is opened, perhaps one of
+    a checkpoint, takes its number, and what a library prints."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def printable(text: str) -> str:

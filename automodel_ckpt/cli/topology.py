@@ -38,16 +38,38 @@ def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
     in_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
     if "SLURM_PROCID" in environment and in_step and not asked and _slurm_tasks(environment) > 1:
         return "srun"
+    _refuse_mpi(environment, asked=asked)
     return "nobody"
+
+
+def _refuse_mpi(environment: Mapping[str, str], *, asked: bool) -> None:
+    """Each process would train alone. With flags that ask for ranks it is a launcher, one per machine."""
+    size = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE") or "1"
+    if size != "1" and not asked:
+        raise RecipeError(
+            "this process is one of several that mpirun started, whose variables are not read",
+            where="OMPI_COMM_WORLD_SIZE, PMI_SIZE",
+            value=size,
+            remedy="set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or start one process per "
+            "machine with --nproc-per-node, --nnodes and --rdzv-endpoint",
+        )
 
 
 def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str, str]:
     """The variables that torchrun would have set, from srun's; given ones stay.
 
     MASTER_ADDR is the step's first node (this machine where there is one node); the port follows from job and step.
+    Raises :class:`RecipeError` where nothing tells it.
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
     single = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or "1") == 1
+    if not (single or nodes or flags.master_addr or "MASTER_ADDR" in environment):
+        raise RecipeError(
+            "srun does not tell which machines the step has",
+            where="SLURM_STEP_NODELIST, SLURM_JOB_NODELIST",
+            value="",
+            remedy="give --master-addr HOST, the machine of task 0",
+        )
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
     port = 20000 + (int(job) * 31 + int(step)) % 10000
     ranks = {

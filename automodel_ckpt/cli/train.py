@@ -12,7 +12,7 @@ from shutil import get_terminal_size
 
 import automodel_ckpt
 from automodel_ckpt.cli.selftest import refuse_stray_modes, selftest
-from automodel_ckpt.cli.terminal import coloured, leave_reader, print_error, table
+from automodel_ckpt.cli.terminal import coloured, leave_reader, occupy_standard_streams, print_error, table
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -28,6 +28,7 @@ ONLY_SHOW = {"help", "version", "list", "print_config", "dry_run"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt-train``; returns its exit code. Without arguments it is the command: its process may end here."""
+    occupy_standard_streams()
     line = parse(sys.argv[1:] if argv is None else argv)
     try:
         code = run(line)

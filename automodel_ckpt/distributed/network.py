@@ -25,6 +25,11 @@ def is_own_address(host: str) -> bool:
     return False
 
 
+def is_known(host: str) -> bool:
+    """Whether a name leads to an address."""
+    return bool(_resolved(host))
+
+
 def hosts_unknowingly(endpoint: str) -> bool:
     """Whether this machine has to serve the rendezvous at HOST:PORT and torch would not see it: the address is its own,
     but its name leads to loopback only; and nobody serves there yet (of several launchers on it, one does)."""

@@ -451,6 +451,12 @@ def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
     ]
 
 
+def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: Start) -> None:
+    step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "nowhere.invalid,other"}
+    done = start("ok", ranks=0, **step, SLURM_PROCID="0").wait(30)
+    assert (done.code, done.err.splitlines()[0]) == (2, "error: the name of the machine of rank 0 leads nowhere")
+
+
 def test_under_srun_a_failure_has_its_own_code_and_is_said_once(start: Start) -> None:
     commands = [command.wait() for command in start.srun("save_fails_on_all")]
     assert [command.code for command in commands] == [4, 4]

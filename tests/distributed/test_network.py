@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
+from automodel_ckpt.cli.topology import Rendezvous
 from automodel_ckpt.distributed.network import (
     address_towards,
     interface_of,
@@ -90,6 +92,19 @@ def test_machines_that_know_themselves_as_localhost_train_together(
     ended = [machine.communicate(timeout=90) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
     assert sorted(out for out, _ in ended) == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+    meetings = Meetings(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
+    meetings.tell()
+    assert capfd.readouterr().err == (
+        "waiting for the other machines at nowhere.invalid:29400 (run x): there have to be 2 to 3; "
+        "the name nowhere.invalid leads nowhere so far\n"
+    )
+    with pytest.raises(StoppedMeeting), meetings.waiting():
+        meetings.stop(15)
+    with pytest.raises(StoppedMeeting), meetings.meeting():
+        pytest.fail("a later meeting does not begin")
 
 
 def test_addresses_and_interfaces_are_told() -> None:

@@ -162,3 +162,21 @@ def test_threads_are_shared_unless_set() -> None:
     crowded: dict[str, str] = {}
     set_threads(crowded, 100 * CORES)
     assert crowded == {"OMP_NUM_THREADS": "1"}
+
+
+def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> None:
+    for environment in ({"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}):
+        with pytest.raises(RecipeError, match="mpirun"):
+            started_by(environment, LaunchFlags())
+    assert started_by({"OMPI_COMM_WORLD_SIZE": "2"}, LaunchFlags(nproc_per_node="8", nnodes="2")) == "nobody"
+    assert started_by({"OMPI_COMM_WORLD_SIZE": "1"}, LaunchFlags()) == "nobody"
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head"}
+    assert started_by({"OMPI_COMM_WORLD_SIZE": "2", **ranks}, LaunchFlags()) == "torchrun"
+
+
+def test_a_step_of_several_machines_without_their_names_needs_the_first_ones() -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(RecipeError, match="which machines"):
+        slurm_ranks(step, LaunchFlags())
+    assert slurm_ranks(step, LaunchFlags(master_addr="head"))["MASTER_ADDR"] == "head"
+    assert slurm_ranks(step | {"MASTER_ADDR": "there"}, LaunchFlags())["MASTER_ADDR"] == "there"
