@@ -71,7 +71,7 @@ def _write(runs: list[History], file: Path) -> None:
     elif file.suffix in (".html", ".htm"):
         from automodel_ckpt.report.page import page
 
-        file.write_text(page(runs))
+        file.write_bytes(page(runs).encode("utf-8", "backslashreplace"))  # a name may be no Unicode
     else:
         raise RecipeError(
             "the file's ending does not say what to draw", where="--output", value=str(file),

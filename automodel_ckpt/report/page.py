@@ -24,7 +24,7 @@ _MOST_HEADS = 2
 
 def page(runs: Sequence[History]) -> str:
     """The whole document."""
-    style, script = (resources.files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
+    style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     charts = [chart for chart in charts_of(runs) if not chart.is_empty]
     title = " · ".join(run.name for run in runs)
     heads = _heads(runs) if len(runs) <= _MOST_HEADS else _head_table(runs)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -128,6 +131,15 @@ def test_without_a_file_small_curves_go_to_the_terminal(run: Path, capsys: pytes
     assert head.startswith("first: steps 8, training loss 2.0337, lowest validation loss")
     assert head.endswith("resumed once")
     assert re.fullmatch(r"  loss        [▁-█]{8}  4\.676 \.\. 2\.034", loss)
+
+
+def test_a_page_is_utf_8_whatever_the_locale_and_the_name(run: Path, tmp_path: Path) -> None:
+    odd = run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "plot", os.fsencode(odd), "-o", "page.html"]
+    subprocess.run(command, check=True, env=env, cwd=tmp_path, capture_output=True)
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert "▲ checkpoint" in text and "odd\\udcff" in text
 
 
 def test_small_curves_fit_the_terminal_and_its_encoding(
