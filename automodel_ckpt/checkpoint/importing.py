@@ -200,7 +200,7 @@ def _refuse_taken(target: Path) -> None:
 
 def _refuse_overtaking(run: Path, name: layout.CheckpointName) -> None:
     """A run of training resumes from its newest checkpoint: weights alone may not become that."""
-    newest = next(records(run, ""), None)
+    newest = next(records(run, ""), None) if run.is_dir() else None
     if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
         return
     raise CheckpointUnusable(

@@ -116,8 +116,8 @@ MISTAKES = {
         (f"--model={{_target_: transformers.GPT2ForSequenceClassification, config: {SMALL_GPT2}}}",),
         r"no logits for each token[\s\S]*shape \[2, 2\] for \[2, \d+\] tokens",
     ),
-    "tokens of another tokenizer": rows("input_ids", r"input_ids that are no tokens[\s\S]*9999; [\s\S]*from 0 to \d"),
-    "labels of another tokenizer": rows("labels", r"labels that are no tokens[\s\S]*-7; the model"),
+    "tokens of another tokenizer": rows("input_ids", r"input_ids that are not tokens[\s\S]*9999; [\s\S]*from 0 to \d"),
+    "labels of another tokenizer": rows("labels", r"labels that are not tokens[\s\S]*-7; the model"),
     "padded samples": rows("attention_mask", r"padded already[\s\S]*1 of 4 tokens"),
     "padded samples to be packed": rows("attention_mask", r"padded already", "--packed_sequence.size=16"),
     "a dictionary of data sets": Mistake(

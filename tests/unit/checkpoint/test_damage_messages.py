@@ -97,12 +97,12 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: Patch) -> pytest.Log
 
 
 def test_a_pointer_that_cannot_be_moved_is_a_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "LATEST").mkdir()
+    (tmp_path / "LATEST.txt").mkdir()
     recipe = tiny.recipe()
     tiny.train(recipe)
     tiny.save(tmp_path, recipe)
     assert "could not point to the new checkpoint" in warnings.text
-    assert f"-> {tmp_path / 'LATEST'}" in warnings.text and "EISDIR" in warnings.text
+    assert f"{tmp_path / 'LATEST.txt'}" in warnings.text and "EISDIR" in warnings.text
 
 
 def test_checkpoints_to_remove_that_cannot_be_looked_for_are_a_warning(
