@@ -408,6 +408,21 @@ def test_machines_that_contradict_each_other_are_refused(
         assert waiting.err == "stopped by SIGTERM while waiting for the other machines\n"
 
 
+def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
+    meet = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--last-call", "3"]
+    first = start("train_until_stopped", *meet, ranks=1).wait_for("training_0")
+    second = start("train_until_stopped", *meet, ranks=1).wait_for("training_1")
+    starts = len(first.note("training_0"))
+    second.process.kill()
+    wait_until(lambda: len(first.note("training_0")) > starts, 60)
+    first.process.terminate()
+    done = first.wait(30)
+    assert done.code == 75
+    said = done.err.splitlines()
+    assert said[0] == "machines came, or came back: started again with 2 ranks"
+    assert said[-3:] == ["restart 1 of 3", "stopped by SIGTERM", "  remedy: run it again"]
+
+
 def test_a_port_that_is_taken_is_an_error_with_its_address(start: Start) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
