@@ -186,11 +186,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
 def test_documents_say_what_the_mask_says(lengths: list[int], kind: str, width: int) -> None:
     wanted = asked_for(kind, lengths, width)
     found = documents_of(**wanted)
-    if found is None:
-        # A chunk cuts a document into two, which is neither of the kinds that are known.
-        assert kind == "chunk"
-        assert max(lengths) > width
-        return
+    assert found is not None
     assert sum(found.sizes) == sum(lengths)
     assert torch.equal(found.mask, the_mask(**wanted))
 
@@ -211,6 +207,13 @@ def test_blocks_that_look_ahead_are_masks() -> None:
 def test_patterns_of_a_models_own_are_masks(more: dict[str, Any]) -> None:
     assert documents_of(**asked_for("causal", [3, 2], 4)) is not None
     assert documents_of(**asked_for("causal", [3, 2], 4, **more)) is None
+
+
+def test_a_narrower_mask_than_is_told_of_is_a_mask() -> None:
+    wanted = asked_for("window", [5, 3], 2)
+    assert documents_of(**wanted) is not None
+    assert documents_of(**wanted | {"local_size": None}) is None
+    assert documents_of(**wanted | {"local_size": 3}) is None
 
 
 @pytest.mark.parametrize(
