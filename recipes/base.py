@@ -54,6 +54,8 @@ from automodel_ckpt.models.build import (
     checkpoint_activations,
     freeze,
     load_model_config,
+    refuse_attention,
+    refuse_other_task,
     require_local,
 )
 from automodel_ckpt.models.compiling import compile_layers
@@ -92,7 +94,7 @@ from automodel_ckpt.training.loss import (
     refuse_unfit,
 )
 from automodel_ckpt.training.lr import build_schedule, current_rate
-from automodel_ckpt.training.optim import adamw, refuse_unsteppable, trainable
+from automodel_ckpt.training.optim import adamw, refuse_unsharded, refuse_unsteppable, trainable
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import Cadence, Due, StepScheduler, total_steps
 
@@ -206,6 +208,7 @@ class FinetuneRecipe(Lifecycle):
             from_pretrained=model.from_pretrained, from_config=model.from_config,
             tokenizer=tokenizer, processor=self.preprocessor,
         )  # fmt: skip
+        refuse_other_task(found, self.auto_class)
         size = wanted_size(model.vocab_size, tokenizer)
         if size is not None and model.from_config is not None:
             set_size(found, size)
@@ -294,6 +297,7 @@ class FinetuneRecipe(Lifecycle):
             check_context_parallel(model)
         if self.only_planned:
             return model
+        refuse_attention(model, self.layout.device)
         shared = self.parallelize(model, blueprint.materialise)
         # These run the model on a few tokens, which all its ranks do together.
         self.row_layout = self.choose_row_layout(model)
@@ -604,7 +608,7 @@ class FinetuneRecipe(Lifecycle):
                 self.settle()
             if control.stop or batch is None:
                 self.stop()
-            with self.blaming_ids_of(batch):
+            with self.explaining(batch):
                 due = self.step(batch, control)
             if due.stop:
                 self.stop()
@@ -614,14 +618,16 @@ class FinetuneRecipe(Lifecycle):
                 return
 
     @contextmanager
-    def blaming_ids_of(self, batch: GlobalBatch) -> Iterator[None]:
-        """Inside, a failure becomes a :class:`RecipeError` where *batch* has tokens that the model does not have.
+    def explaining(self, batch: GlobalBatch) -> Iterator[None]:
+        """Inside, a failure becomes a :class:`RecipeError` where *batch* has tokens that the model does not have, or
+        the optimizer cannot take sharded parameters.
 
         torch says only that an index is out of range, on a GPU not even that. Looked for afterwards, so at no cost.
         """
         try:
             yield
-        except (IndexError, RuntimeError):
+        except (IndexError, RuntimeError) as error:
+            refuse_unsharded(self.optimizer, error)
             where = f"the global batch of samples {batch.sample_ids[:16]}"
             refuse_unknown_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
             raise
@@ -831,7 +837,7 @@ class FinetuneRecipe(Lifecycle):
             if sums[2] > 0:
                 return None
             loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
-            with self.blaming_ids_of(batch or _END):
+            with self.explaining(batch or _END):
                 mine = self.validation_sums(batch or _END)
         return loss, num_label_tokens
 

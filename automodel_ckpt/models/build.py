@@ -29,6 +29,7 @@ from transformers.utils.hub import cached_file
 
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.keys import Verdict
+from automodel_ckpt.models.probe import attention_of
 from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
 
 log = logging.getLogger(__name__)
@@ -154,6 +155,32 @@ def _refuse_unknown(settings: Mapping[str, Any], default: PreTrainedConfig) -> N
                 )
                 for name in unknown
             ]
+        )
+
+
+def refuse_other_task(config: PreTrainedConfig, auto_class: Any) -> None:
+    """:class:`RecipeError` for a model that *auto_class* of transformers, the recipe's, does not make."""
+    made_by = getattr(auto_class, "_model_mapping", None)  # one class of models has none
+    if made_by is None or type(config) in made_by or auto_class.__name__ in (getattr(config, "auto_map", None) or {}):
+        return
+    made = ", ".join(getattr(config, "architectures", None) or ()) or "no class named in its config"
+    raise RecipeError(
+        "this recipe trains another kind of models",
+        where="model",
+        value=f"a {config.model_type} model ({made}), of which {auto_class.__name__} makes none",
+        remedy="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
+        "encoder-decoders need a recipe of your own",
+    )
+
+
+def refuse_attention(model: nn.Module, device: torch.device) -> None:
+    """:class:`RecipeError` where the model's attention cannot be trained on *device*."""
+    if device.type == "cpu" and attention_of(model) == "flex_attention":
+        raise RecipeError(
+            "torch's flex_attention has no backward pass on the CPU",
+            where="model.attn_implementation",
+            value="flex_attention",
+            remedy="set it to sdpa or eager, or train on a GPU",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,6 +39,20 @@ def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
             value=f"{type(optimizer).__name__}.step({', '.join(needed)})",
             remedy="use another optimizer, or override train_step in a recipe of your own",
         )
+
+
+def refuse_unsharded(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """:class:`RecipeError` where *error* came out of the optimizer's step and tells of an operation on sharded tensors
+    that torch does not have."""
+    inside = any(frame.f_locals.get("self") is optimizer for frame, _ in traceback.walk_tb(error.__traceback__))
+    if inside and ("aten." in str(error) or "DTensor" in str(error)):
+        raise RecipeError(
+            "the optimizer cannot update sharded parameters",
+            where="optimizer",
+            value=f"{type(optimizer).__name__}: {str(error).splitlines()[0][:160]}",
+            remedy="use another one, such as torch.optim.AdamW or SGD, or distributed.strategy ddp, where parameters "
+            "are whole",
+        ) from error
 
 
 class FusedAdamW(torch.optim.AdamW):

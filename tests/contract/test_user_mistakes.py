@@ -107,6 +107,17 @@ MISTAKES = {
     "an optimizer that computes the loss itself": Mistake(
         ("--optimizer={_target_: torch.optim.LBFGS}",), r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)"
     ),
+    "an optimizer for whole parameters": Mistake(
+        ("--optimizer={_target_: torch.optim.Adafactor}", "--distributed.strategy=fsdp2"),
+        r"cannot update sharded parameters[\s\S]*Adafactor: aten",
+    ),
+    "an attention without a backward pass": Mistake(
+        ("--model.attn_implementation=flex_attention",), r"no backward pass on the CPU[\s\S]*sdpa"
+    ),
+    "an encoder and a decoder": pretrained(
+        r"trains another kind of models[\s\S]*a t5 model \(T5Model\), of which AutoModelForCausalLM",
+        **{"config.json": '{"model_type": "t5", "architectures": ["T5Model"]}'},
+    ),
     "no optimizer": Mistake(("--optimizer={_target_: torch.nn.ReLU}",), "is not a torch.optim.Optimizer"),
     "no model": Mistake(("--model={_target_: transformers.LlamaConfig}",), "is not a torch.nn.Module"),
     "a model without values": Mistake(
