@@ -30,7 +30,7 @@ _SEQUENCES = frozenset({list, tuple, set})
 # Of containers in containers; the reader takes no more (tuples are hashed as keys, level by level).
 _MAX_DEPTH = 25
 # Of values that are met again because what holds them is held twice; the reader takes no more than twice as many.
-_MAX_REPEATED = 2_000_000
+_MAX_REPEATED = 1_000_000
 _CLONE = "keep a clone() of it"
 
 

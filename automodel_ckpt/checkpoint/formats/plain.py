@@ -25,7 +25,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 MAX_DEPTH = 200
 MAX_TUPLES = 30
 # Twice what storable.py lets through: it counts a mapping's keys and values as one.
-_MAX_REPEATED = 5_000_000
+_MAX_REPEATED = 2_200_000
 # What a tensor may have more than its storage (a view with stride 0).
 _FREE_BYTES = 64 << 20
 _OPCODES = [
