@@ -118,9 +118,10 @@ def _lengths(dataset: Any) -> _Lengths:
 class RowLayout:
     """How a micro-batch of samples becomes the rows of one forward pass, for a model that keeps samples apart.
 
-    *one_row*: all samples in one row, as flash attention wants them. Otherwise the cheapest is taken: a row each, the
-    longest sample's length shared by several, or one row, by the products that a layer of *hidden_size* computes (24
-    hidden_size**2 per token, 4 hidden_size per token and row position). *multiple* rounds lengths up.
+    *one_row*: all samples in one row, as flash attention wants them, unless none is padded. Otherwise the cheapest is
+    taken: a row each, the longest sample's length shared by several, or one row, by the products that a layer of
+    *hidden_size* computes (24 hidden_size**2 per token, 4 hidden_size per token and row position). *multiple* rounds
+    lengths up.
     """
 
     hidden_size: int
@@ -138,10 +139,12 @@ class RowLayout:
         if "position_ids" in batch and not self.one_row:
             return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
-        if not self.one_row and sum(lengths) == batch["labels"].numel():
-            # A mask that hides nothing costs the model a look at it in each pass.
+        width = batch["labels"].shape[1]
+        fits = not self.one_row or ("position_ids" not in batch and width % self.multiple == 0)
+        if fits and sum(lengths) == batch["labels"].numel():
+            # A mask that hides nothing costs the model a look at it in each pass, and one row the search for its parts.
             return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
-        rows, length = self._cheapest(lengths, batch["labels"].shape[1])
+        rows, length = self._cheapest(lengths, width)
         return dict(batch) if rows is None else _laid_out(batch, rows, length)
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:

@@ -101,8 +101,9 @@ def test_samples_share_the_cheapest_rows(layout: RowLayout, shape: tuple[int, in
 
 
 def test_a_batch_without_padding_but_for_its_mask_or_with_other_tensors_stays_as_it_is() -> None:
-    for batch in (collated(5, 5), collated(6), collated(6, 2) | {"pixel_values": torch.zeros(2, 3)}):
-        after = RowLayout(SMALL)(batch)
+    batches = (collated(5, 5), collated(6), collated(6, 2) | {"pixel_values": torch.zeros(2, 3)})
+    for batch, one_row in itertools.product(batches, (False, True)):
+        after = RowLayout(SMALL, one_row=one_row)(batch)
         hides = bool((batch["attention_mask"] == 0).any())
         assert after.keys() == batch.keys() - (set() if hides else {"attention_mask"})
         assert all(after[name] is batch[name] for name in after)
