@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint import Manifest, commit, upkeep
 from automodel_ckpt.checkpoint.lease import Lease
@@ -192,3 +194,12 @@ def test_verify_finds_every_kind_of_damage(run: Path, damage: str, capsys: pytes
             shard.symlink_to(run / "epoch_0_step_40" / shard.relative_to(path))
     assert main(["verify", str(path), "--deep"]) == 3
     assert "shard-0000" in capsys.readouterr().out
+
+
+def test_only_checkpoints_of_a_run_can_be_pinned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, export / "model.safetensors")
+    assert main(["pin", str(export)]) == 3
+    assert "not a checkpoint of a run" in capsys.readouterr().err
