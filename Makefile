@@ -48,7 +48,7 @@ bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolid
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
 
-bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: a quarter of an hour
+bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: under half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loop --docs $(BENCH_ARGS)
 
 bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: three minutes

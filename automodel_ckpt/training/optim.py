@@ -59,8 +59,8 @@ class FusedAdamW(torch.optim.AdamW):
     """torch's, its loops in C++ (five times faster than the others on a CPU); it can scale gradients as it reads them,
     which saves a pass over them.
 
-    On a CPU the C++ is called at once, on this rank's parts: what torch does around it for other devices and options
-    costs more than the update of a small model.
+    On a CPU the C++ is called at once, on this rank's parts, without the dispatch of each sharded tensor; and shards
+    are scaled in the step too.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -117,9 +117,9 @@ class FusedAdamW(torch.optim.AdamW):
             if not all(_alike(*tensors) for tensors in zip(*values, strict=True)):
                 return None
             values = [_here(tensors) for tensors in values]
-        if not all(tensor.is_cpu and tensor.is_contiguous() for tensors in values for tensor in tensors):
-            return None
-        return [*values, [state["step"] for state in states]]
+        values.append([state["step"] for state in states])
+        plain = all(tensor.is_cpu and tensor.is_contiguous() for tensors in values for tensor in tensors)
+        return values if plain else None
 
     def _update(self, group: dict[str, Any], parts: list[list[torch.Tensor]]) -> None:
         parameters, gradients, averages, squares, steps = parts
