@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,25 @@ def test_what_had_returned_is_there_after_a_power_cut(file_system: str) -> None:
         pytest.skip(reason)
     done = power.run(OURS[:1], (file_system,), points=8, seed=int(time.time()), seconds=8)
     assert done.failures == [] and done.points
+
+
+@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
+def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_one(file_system: str) -> None:
+    if reason := power.unsupported(file_system):
+        pytest.skip(reason)
+    with power.Disk(file_system) as disk:
+        with open(disk.mount_point / "kept", "wb", buffering=0) as file:
+            file.write(b"on disk")
+            os.fsync(file.fileno())
+        elsewhere = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo made; read end"], text=True,
+                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        with elsewhere:
+            assert elsewhere.stdout and elsewhere.stdout.readline() == "made\n"
+            disk.cut()
+            assert disk.unmount()
+            disk.mount_again()
+            assert (disk.mount_point / "kept").read_text() == "on disk"
+            elsewhere.communicate("\n")
 
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:

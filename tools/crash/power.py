@@ -30,6 +30,7 @@ _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
 """EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN are the same request."""
 _MEGABYTES = {"ext4": 64, "xfs": 320}
 _MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+_OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
 KEEP_LAST = 3
 _LONGEST_SECONDS = 0.4
 _GOES_ON = {"the last that returned", "one begun, then finished", "nothing had returned"}
@@ -55,18 +56,27 @@ class Disk:
         self._directory = Path(tempfile.mkdtemp(prefix="power-", dir="/dev/shm"))
         self.mount_point = self._directory / "mnt"
         self._image = self._directory / "image"
+        self._options = _OPTIONS[file_system]
         self.mount_point.mkdir()
         try:
             with open(self._image, "wb") as file:
                 file.truncate(_MEGABYTES[file_system] << 20)
             _command([*_MKFS[file_system], str(self._image)])
-            self.mount()
+            self._mount()
         except BaseException:
             shutil.rmtree(self._directory)
             raise
 
-    def mount(self) -> None:
-        _command(["mount", "-o", "loop", str(self._image), str(self.mount_point)])
+    def _mount(self) -> None:
+        _command(["mount", "-o", self._options, str(self._image), str(self.mount_point)])
+
+    def mount_again(self) -> None:
+        """Power on: what the image holds, on a device of its own. A mount namespace that another process made meanwhile
+        keeps the old mount, and mounting the same image again would give that one, shut down for good."""
+        copy = self._directory / "copy"
+        _command(["cp", "--sparse=always", str(self._image), str(copy)])
+        copy.rename(self._image)
+        self._mount()
 
     def cut(self) -> None:
         """Power off: nothing more reaches the image."""
@@ -135,7 +145,7 @@ class Cycle:
         if not self._pair.alive or self.disagreement or not self._disk.unmount(seconds=0.1):
             self.replace_ranks()
             self._disk.unmount()
-        self._disk.mount()
+        self._disk.mount_again()
 
     def replace_ranks(self) -> None:
         """Other processes, where the old ones died or still hold a file of the disk that went."""
