@@ -346,11 +346,18 @@ class Lifecycle:
     def make_up_validation(self) -> None:
         """The validation that a signal cut off before the present start; a resumed step has its checkpoint already.
 
-        Afterwards the best value so far is what it is in a run without signals.
+        Afterwards the best value so far, and which checkpoint has it, are what they are in a run without signals.
         """
-        if self.step_scheduler.validation_is_missing:
-            log.info("validating step %d, which a signal had prevented", self.step_scheduler.step)
-            self.validate_and_save(validate=True, save=False)
+        scheduler = self.step_scheduler
+        if not scheduler.validation_is_missing:
+            return
+        log.info("validating step %d, which a signal had prevented", scheduler.step)
+        validation = self._validated()
+        if validation is None:
+            self.stop()
+        if (self._is_best(validation) or scheduler.save_was_due) and self.checkpointer is not None and self.resumed:
+            measured = {key: value for key, value in self.losses(validation).items() if value is not None}
+            self.checkpointer.note_validation(self.resumed, measured)
 
     def losses(self, validation: Validation | None) -> dict[str, Any]:
         """What losses.json holds of the present step; null where nothing was measured at this very step."""

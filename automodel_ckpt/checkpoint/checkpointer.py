@@ -34,7 +34,7 @@ from automodel_ckpt.checkpoint.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.loading import Loader, shown
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.planner import ModelFormat, ModelLayout, Planner, Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.planner import ModelFormat, ModelLayout, Planner, Proposal, Save, SaveReport, plain
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
 from automodel_ckpt.checkpoint.side_files import Assets
@@ -329,6 +329,11 @@ class Checkpointer:
         no trace of it.
         """
         return self._async is not None and self._async.settle()
+
+    def note_validation(self, resumed: Resumed, losses: Mapping[str, Any]) -> None:
+        """Let a checkpoint of this run, published without its validation, be ranked by what was measured since."""
+        if self.is_leader and resumed.path.parent == self._run.root:
+            self._run.note_validation(resumed.path.name, resumed.manifest.digest, plain(losses))
 
     # ---------------------------------------------------------------- exports
 

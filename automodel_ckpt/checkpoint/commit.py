@@ -261,5 +261,5 @@ def recover(root: Path) -> list[str]:
 
 def _is_leftover(name: str) -> bool:
     stem, _, unique = name[1:].rpartition(".") if name.startswith(".") else ("", "", "")
-    temporary = len(unique) == 32 and stem in {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS)}
-    return layout.is_staging(name) or layout.is_trash(name) or temporary
+    ours = {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS), layout.LATE_VALIDATIONS}
+    return layout.is_staging(name) or layout.is_trash(name) or (len(unique) == 32 and stem in ours)

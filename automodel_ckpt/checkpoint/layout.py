@@ -25,6 +25,7 @@ AUTOMODEL_PEFT_CONFIG = "automodel_peft_config.json"
 DCP_METADATA = ".metadata"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
 POINTERS = (LATEST, LOWEST_VAL)
+LATE_VALIDATIONS = "late_validations.json"
 
 Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 

@@ -110,6 +110,7 @@ class Summary:
     validated: bool
     lineage: Mapping[str, Any]
     has_optimizer: bool
+    digest: str
 
     @classmethod
     def read(cls, checkpoint: Path) -> Summary:
@@ -128,6 +129,7 @@ class Summary:
                 has_optimizer=any(
                     r["kind"] == "optimizer" and r["scope"] != "not saved" for r in raw["state"].values()
                 ),
+                digest=_text(raw["digest"]),
             )
 
 

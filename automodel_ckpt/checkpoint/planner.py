@@ -255,7 +255,7 @@ class Planner:
         """The recipe, the losses, and what exporting each module needs, entered into *part*. Raises OSError."""
         for file, data in (
             (layout.CONFIG, save.config_yaml.encode()),
-            (layout.LOSSES, (json.dumps(_plain(save.losses), indent=2) + "\n").encode()),
+            (layout.LOSSES, (json.dumps(plain(save.losses), indent=2) + "\n").encode()),
         ):
             part.files[file] = commit.write_file(save.staging / file, data)
         placements = save.snapshot.placements
@@ -281,7 +281,7 @@ class Planner:
         manifest = Manifest(
             step=save.name.step, epoch=save.name.epoch, created=0.0,
             world_size=self.ranks.world_size, dp_size=self.ranks.dp_size,
-            progress=save.progress, losses=_plain(save.losses), validated=save.validated,
+            progress=save.progress, losses=plain(save.losses), validated=save.validated,
             environment=environment(), lineage=self._lineage(), state=save.records, trees={}, files={},
         )  # fmt: skip
         return Draft(manifest, self._formats(save), save.snapshot.tied)
@@ -299,7 +299,7 @@ class Planner:
     def publish(self, save: Save, nbytes: int) -> SaveReport:
         """Give a sealed checkpoint of so many bytes its name, swap the pointers, and remove what the keep policy lets
         go. Raises OSError where it has not got its name."""
-        self.run.publish(save.staging, save.name, _plain(save.losses) if save.validated else {})
+        self.run.publish(save.staging, save.name, plain(save.losses) if save.validated else {})
         return replace(self.report(save), nbytes=nbytes, pruned=self.run.prune(str(save.name)))
 
     # ---------------------------------------------------------------- what is said of it
@@ -336,6 +336,6 @@ def _export_when(save_consolidated: bool | str | None, model_format: str, model_
     return {"true": "every", "false": "never"}.get(save_consolidated, save_consolidated)
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values for JSON, which has no NaN and no infinities: those become text."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

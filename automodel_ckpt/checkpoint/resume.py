@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint import commit, late_validations, layout, policy
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
@@ -61,7 +61,9 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
         now = stamp(root / name)
         if parsed is not None and (name not in known or known[name][0] != now):
             summary = Summary.read(root / name)
-            metric = policy.metric_of(summary.losses, metric_key) if summary.validated else None
+            late = late_validations.recall(root / name, summary.digest)
+            ranks = summary.validated or bool(late)
+            metric = policy.metric_of({**summary.losses, **late}, metric_key) if ranks else None
             known[name] = now, policy.Record(name, parsed.step, parsed.epoch, metric)
         return known[name][1] if parsed is not None else None
     return None

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout, policy, resume
+from automodel_ckpt.checkpoint import commit, late_validations, layout, policy, resume
 from automodel_ckpt.checkpoint.failures import RETRY
 from automodel_ckpt.checkpoint.lease import Lease
 from automodel_ckpt.errors import os_problem
 
 log = logging.getLogger("automodel_ckpt")
+
+_NOT_RANKED = "LOWEST_VAL never names this checkpoint unless it is validated again"
 
 
 class RunDirectory:
@@ -31,6 +33,7 @@ class RunDirectory:
         self._made = False
         self._removals: list[threading.Thread] = []
         self._known: resume.Known = {}
+        self._pointers_are_behind = False
         self.went_back_to: int | None = None
         """The step of the checkpoint that the run went on from, until its next one is published."""
 
@@ -102,9 +105,11 @@ class RunDirectory:
 
     def _point(self, newest: str) -> None:
         """Swap LATEST, and LOWEST_VAL where another checkpoint is the best of those validated at their own step."""
+        behind, self._pointers_are_behind = self._pointers_are_behind, True
         try:
             commit.point(self.root, layout.LATEST, newest)
-            self._point_to_best(newest)
+            self._point_to_best(None if behind else newest)
+            self._pointers_are_behind = False
         except OSError as error:
             # The checkpoint itself is safe, and the next start mends the pointers.
             log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=RETRY))
@@ -114,16 +119,27 @@ class RunDirectory:
         newest = next(self._records(), None)
         if newest is None:
             return
-        if commit.pointed(self.root, layout.LATEST) != newest.name:
+        is_behind = commit.pointed(self.root, layout.LATEST) != newest.name
+        if is_behind:
             commit.point(self.root, layout.LATEST, newest.name)
-        self._point_to_best(newest.name)
+        self._point_to_best(None if is_behind else newest.name)
 
-    def _point_to_best(self, newest: str) -> None:
-        """Mend LOWEST_VAL. Only the newest can have overtaken a best that stands; else all are asked."""
+    def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
+        """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards."""
+        try:
+            late_validations.note(self.root / name, digest, losses)
+            self._known.pop(name, None)
+            self._point_to_best(name)
+        except OSError as error:
+            log.warning("%s", os_problem(error, f"could not note the validation of {name}", remedy=_NOT_RANKED))
+
+    def _point_to_best(self, changed: str | None) -> None:
+        """Mend LOWEST_VAL. Only the one that has *changed* can have overtaken a best that stands; where that is not
+        known (None), or none stands, all are asked."""
         before, mode = self.best(), self._keep.mode
-        standing = self._metric_of(before)
-        if standing is not None and policy.is_better(self._metric_of(newest), standing, mode):
-            best: str | None = newest
+        standing = self._metric_of(before) if changed is not None else None
+        if standing is not None and policy.is_better(self._metric_of(changed), standing, mode):
+            best = changed
         elif standing is not None:
             best = before
         else:

@@ -132,6 +132,7 @@ def _looks_like_checkpoint(path: Path) -> bool:
 def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str, Note]) -> Row:
     """What is known of the checkpoint directory *path*: *pointers* to, and *notes* on, each name of its run."""
     from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.late_validations import recall
     from automodel_ckpt.checkpoint.manifest import Summary
 
     name = layout.parse_checkpoint_name(layout.staged_name(path.name) or path.name)
@@ -154,7 +155,8 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
         "superseded: the run went back and on from an earlier step" if layout.is_superseded(path.name) else "",
         "" if summary.has_optimizer else "weights only",
     )
-    train_loss, val_loss = (_number(summary.losses.get(key)) for key in ("train_loss", "val_loss"))
+    losses = {**summary.losses, **recall(path, summary.digest)}
+    train_loss, val_loss = (_number(losses.get(key)) for key in ("train_loss", "val_loss"))
     return Row(
         path.name, True, summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, summary.created, here,
         next(filter(None, reasons), ""), verified=note.time if note else None, damaged=damaged,

@@ -52,6 +52,8 @@ def show(arguments: argparse.Namespace, find: Find) -> int:
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
+    from automodel_ckpt.checkpoint.late_validations import recall
+
     if stats:
         _refuse_damaged(path, manifest)
     data = manifest.state.get("dataloader")
@@ -59,7 +61,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "path": str(path), "step": manifest.step, "epoch": manifest.epoch, "created": manifest.created,
         "world_size": manifest.world_size, "dp_size": manifest.dp_size, "nbytes": manifest.nbytes,
         "progress": dict(manifest.progress), "data_position": first_state(path, data.files) if data else {},
-        "losses": dict(manifest.losses), "config": recipe_leaves(path / "config.yaml"),
+        "losses": {**manifest.losses, **recall(path, manifest.digest)}, "config": recipe_leaves(path / "config.yaml"),
         "environment": dict(manifest.environment), "lineage": dict(manifest.lineage),
         "state": {name: asdict(record) for name, record in manifest.state.items()},
         "files": {name: record.size for name, record in manifest.files.items()},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout, resume
+from automodel_ckpt.checkpoint import commit, late_validations, layout, resume
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -153,5 +153,6 @@ def _checkpoints(root: Path) -> Iterator[Checkpoint]:
         except CheckpointUnusable:
             continue
         pointers = tuple(pointer for pointer, target in pointed.items() if target == str(name))
-        losses = [_number(summary.losses.get(key)) for key in ("train_loss", "val_loss")]
+        measured = {**summary.losses, **late_validations.recall(root / str(name), summary.digest)}
+        losses = [_number(measured.get(key)) for key in ("train_loss", "val_loss")]
         yield Checkpoint(str(name), summary.step, summary.epoch, losses[0], losses[1], summary.nbytes, pointers)

@@ -100,6 +100,7 @@ class StepScheduler:
         self.ended_early = False
         self.ran_out_of_time = False
         self.validation_is_due = False
+        self.save_was_due = False
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -163,7 +164,7 @@ class StepScheduler:
             save_is_wanted=save_is_wanted,
             time_is_up=time_is_up,
         )
-        self.validation_is_due = due.validate
+        self.validation_is_due, self.save_was_due = due.validate, due.save
         return due
 
     def is_beyond_last_epoch(self, epoch: int) -> bool:
@@ -231,6 +232,7 @@ class StepScheduler:
             "planned_steps": self.planned_steps,
             "best": self.best,
             "validation_is_due": self.validation_is_due,
+            "save_was_due": self.save_was_due,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -243,6 +245,8 @@ class StepScheduler:
         self.consumed_tokens = state["consumed_tokens"]
         self.elapsed_seconds = state["elapsed_seconds"]
         self.best = state["best"]
-        self.validation_is_due = state.get("validation_is_due", False)  # not in checkpoints of before 2026-11-21
+        # Neither is in checkpoints of before 2026-11-21.
+        self.validation_is_due = state.get("validation_is_due", False)
+        self.save_was_due = state.get("save_was_due", self.validation_is_due)
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
         self._saved_step = self.step

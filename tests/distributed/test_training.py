@@ -197,6 +197,8 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for_once(tmp_path: Path) 
     values = [[(record["step"], record["val_loss"]) for record in lines(tmp_path / name / "validation.jsonl")]
               for name in ("whole", "run")]  # fmt: skip
     assert values[0] == values[1] and len(values[0]) == 6
+    best = {os.readlink(tmp_path / name / "LOWEST_VAL") for name in ("whole", "run")}
+    assert len(best) == 1 and not (tmp_path / "run/late_validations.json").exists(), "only the signal saved step 3"
 
 
 @pytest.mark.parametrize("recipe_class", [SignalledInStep, SignalledInValidation])
@@ -209,6 +211,7 @@ def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_
     run(tmp_path, *last, text=RECIPE + VALIDATION)
     assert (tmp_path / "run/epoch_0_step_5/model/consolidated/config.json").is_file()
     assert [record["step"] for record in lines(tmp_path / "run/validation.jsonl")] == [5]
+    assert os.readlink(tmp_path / "run/LOWEST_VAL") == "epoch_0_step_5"
     assert "already complete at step 5" in capfd.readouterr().err
 
 

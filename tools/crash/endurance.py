@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint import Manifest, layout
 from tools.crash import inspect
 from tools.crash.record import Record
 
@@ -104,7 +104,8 @@ def result_of(directory: Path, steps: int) -> dict[str, Any]:
         if file.endswith(".pt")
     }
     logs = {"log": log_of(directory / "training.jsonl"), "validations": log_of(directory / "validation.jsonl")}
-    return {"tensors": tensors, "values": blobs, "state": _flat(states), **logs}
+    pointers = {name: inspect.target(directory / name) for name in layout.POINTERS}
+    return {"tensors": tensors, "values": blobs, "state": _flat(states), "pointers": pointers, **logs}
 
 
 def _plain_state(value: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from automodel_ckpt.checkpoint import Manifest, layout
+from automodel_ckpt.checkpoint.late_validations import recall
 from automodel_ckpt.checkpoint.lease import LOCK_FILE
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.errors import CheckpointUnusable
@@ -61,7 +62,7 @@ def damage(root: Path) -> list[str]:
 
 def leftovers(root: Path, *, running: bool) -> list[str]:
     """Entries that neither a checkpoint, nor a pointer, nor (while *running*) the lock of the run account for."""
-    known = {*layout.POINTERS, *([LOCK_FILE] if running else [])}
+    known = {*layout.POINTERS, layout.LATE_VALIDATIONS, *([LOCK_FILE] if running else [])}
     return sorted(
         f"left over: {e.name}"
         for e in (os.scandir(root) if root.is_dir() else ())
@@ -71,14 +72,15 @@ def leftovers(root: Path, *, running: bool) -> list[str]:
 
 def wrong_pointers(root: Path) -> list[str]:
     """LATEST must name the newest checkpoint, LOWEST_VAL the best validated one; without one, neither may be there."""
-    losses = {str(name): manifest.losses["val_loss"] for name in checkpoints(root) if (manifest := _read(root, name))}
-    latest = next(iter(losses), None)
+    manifests = {str(name): manifest for name in checkpoints(root) if (manifest := _read(root, name))}
+    latest = next(iter(manifests), None)
+    losses = {name: {**m.losses, **recall(root / name, m.digest)}["val_loss"] for name, m in manifests.items()}
     validated = {name: loss for name, loss in losses.items() if loss is not None}
     lowest = min(validated, key=lambda name: validated[name]) if validated else None
     return [
-        f"{pointer} is {_target(root / pointer)}, not {right}"
+        f"{pointer} is {target(root / pointer)}, not {right}"
         for pointer, right in ((layout.LATEST, latest), (layout.LOWEST_VAL, lowest))
-        if _target(root / pointer) != right
+        if target(root / pointer) != right
     ]
 
 
@@ -89,5 +91,6 @@ def _read(root: Path, name: layout.CheckpointName) -> Manifest | None:
         return None
 
 
-def _target(link: Path) -> str | None:
+def target(link: Path) -> str | None:
+    """The name that a pointer holds."""
     return os.readlink(link) if link.is_symlink() else None

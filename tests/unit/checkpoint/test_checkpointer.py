@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from automodel_ckpt.checkpoint import Manifest, commit, discover, durable
 from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.listing import rows_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
 
@@ -349,8 +352,9 @@ def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: 
     staging = commit.reserve(tmp_path, "epoch_0_step_60")
     (staging / "model").mkdir()
     (tmp_path / ".staging-notes").write_text("the user's own")
+    (half := tmp_path / f".late_validations.json.{'0' * 32}").touch()
     tiny.load(tmp_path, tiny.recipe())
-    assert not staging.exists() and (tmp_path / ".staging-notes").exists()
+    assert not staging.exists() and not half.exists() and (tmp_path / ".staging-notes").exists()
     assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
 
 
@@ -498,6 +502,88 @@ def test_a_start_mends_lowest_val_whatever_latest_says(tmp_path: Path, wrong: st
         commit.point(tmp_path, "LOWEST_VAL", wrong)
     tiny.load(tmp_path, tiny.recipe())
     assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_3"
+
+
+def test_a_checkpoint_that_is_validated_later_ranks_from_then_on_here_and_in_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, copied = tmp_path / "run", tmp_path / "copied"
+    validated(run, s10=2.0)
+    tiny.save(run, tiny.recipe(), step=20)
+    whole = {path: path.read_bytes() for path in run.glob("epoch*/**/*") if path.is_file()}
+    later(run, val_loss=1.0)
+    assert commit.pointed(run, "LOWEST_VAL") == "epoch_0_step_20"
+    assert {path: path.read_bytes() for path in run.glob("epoch*/**/*") if path.is_file()} == whole
+    validated(run, s30=1.5)
+    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("L*"))
+    for root in (run, copied):
+        tiny.load(root, tiny.recipe())
+        assert commit.pointed(root, "LOWEST_VAL") == "epoch_0_step_20"
+        assert {row.step: row.val_loss for row in rows_of(root)} == {10: 2.0, 20: 1.0, 30: 1.5}
+        assert main(["show", str(root / "epoch_0_step_20"), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["losses"]["val_loss"] == 1.0
+
+
+def later(run: Path, **losses: float) -> None:
+    """The newest checkpoint's validation, made by the start after it."""
+    loader, made = tiny.checkpointer(run), tiny.recipe()
+    resumed = loader.load(discover(made))
+    assert resumed is not None
+    loader.note_validation(resumed, losses)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{" * 9999, '{"epoch_0_step_20": 3}', '{"epoch_0_step_20": {"losses": 0}}']
+)
+def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can_be_read(
+    tmp_path: Path, content: str
+) -> None:
+    validated(tmp_path, s10=2.0)
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    later(tmp_path, val_loss=1.0)
+    shutil.rmtree(tmp_path / "epoch_0_step_20")
+    tiny.save(tmp_path, tiny.recipe(1), step=20)
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10", "the name is another checkpoint's now"
+    (tmp_path / "late_validations.json").write_text(content)
+    tiny.load(tmp_path, tiny.recipe())
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10"
+    later(tmp_path, val_loss=0.5)
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
+
+
+def test_a_later_validation_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    monkeypatch.setattr(commit, "replace_file", full_disk)
+    later(tmp_path, val_loss=0.5)
+    assert "could not note the validation of epoch_0_step_20" in caplog.text and "No space left" in caplog.text
+
+
+def full_disk(path: Path, data: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_best_checkpoint_that_could_not_be_pointed_to_is_pointed_to_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: Path, pointer: str, name: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(root / pointer))
+
+    saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
+    for step, value in enumerate([3.0, 1.0, 2.0], start=1):
+        with monkeypatch.context() as patched:
+            if step == 2:
+                patched.setattr(commit, "point", refuse)
+            losses = {"val_loss": value}
+            saver.save(discover(made), step=step, epoch=0, config_yaml="", losses=losses, progress={}, validated=True)
+    saver.close()
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2"
+    commit.point(tmp_path, "LATEST", "epoch_0_step_1")
+    commit.point(tmp_path, "LOWEST_VAL", "epoch_0_step_1")
+    tiny.load(tmp_path, tiny.recipe())
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2", "a session that ended before it could"
 
 
 def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
