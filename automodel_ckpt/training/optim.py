@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from automodel_ckpt.errors import RecipeError
 
@@ -60,7 +61,7 @@ class FusedAdamW(torch.optim.AdamW):
     which saves a pass over them.
 
     On a CPU the C++ is called at once, on this rank's parts, without the dispatch of each sharded tensor; and shards
-    are scaled in the step too.
+    are scaled in the step too. Hooks and profilers get torch's own step.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -82,20 +83,38 @@ class FusedAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns what a *closure* returns, which computes them."""
+        if closure is None and not self._is_watched() and self._update_all():
+            return None
+        return self._step_of_torch(closure)
+
+    # Else torch would wrap it in what calls hooks and names it to a profiler: a seventh of a small model's update.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _is_watched(self) -> bool:
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        )
+
+    @torch.no_grad()
+    def _update_all(self) -> bool:
+        """False, with nothing done, where only torch knows how."""
         parts = [self._parts_of(group) for group in self.param_groups]
         known = [each for each in parts if each is not None]
-        if closure is not None or len(known) < len(parts):
-            return self._step_of_torch(closure)
+        if len(known) < len(parts):
+            return False
         for group, part in zip(self.param_groups, known, strict=True):
             self._update(group, part)
         self.grad_scale = None
-        return None
+        return True
 
+    @torch.no_grad()
     def _step_of_torch(self, closure: Callable[[], float] | None) -> float | None:
-        """Without the hooks, which are called around ours."""
         if self.grad_scale is not None:  # it is no DTensor, as the gradients may be
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_div_(_here(gradients), self.grad_scale.item())
@@ -134,7 +153,7 @@ class FusedAdamW(torch.optim.AdamW):
         )  # fmt: skip
 
 
-_STEP_OF_TORCH: Any = inspect.unwrap(torch.optim.AdamW.step)
+_STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(inspect.unwrap(torch.optim.AdamW.step))
 
 
 def _here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from automodel_ckpt.distributed.parallelize import clip_gradients
 from automodel_ckpt.training.optim import FusedAdamW, adamw
@@ -94,6 +96,19 @@ def test_a_step_without_gradients_changes_nothing_and_hooks_are_called_once() ->
     optimizer.param_groups[0]["params"][1].grad = torch.ones(5)
     optimizer.zero_grad(set_to_none=False)
     assert not optimizer.param_groups[0]["params"][1].grad.any()
+
+
+def test_a_profiler_and_hooks_of_all_optimizers_see_each_step_and_without_them_torch_calls_nothing() -> None:
+    optimizer, calls = made(), []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.step()
+    handle.remove()
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    assert calls == ["before"]
+    assert [event.count for event in profiler.key_averages() if event.key.startswith("Optimizer.step#Fused")] == [1]
+    with mock.patch.object(torch.autograd.profiler, "record_function", side_effect=AssertionError):
+        optimizer.step()
 
 
 def test_a_scale_is_kept_for_what_torch_does_itself() -> None:
