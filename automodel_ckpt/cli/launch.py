@@ -43,6 +43,7 @@ from automodel_ckpt.cli.topology import (
     Rendezvous,
     cores,
     count_ranks,
+    forget_ranks,
     rendezvous,
     set_threads,
     slurm_ranks,
@@ -78,6 +79,8 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
             os.environ.update(slurm_ranks(os.environ, flags))
         if started != "nobody":
             return _join(loaded, prepare, serve=started == "srun")
+        if found := forget_ranks(os.environ):
+            say(f"{' and '.join(found)} in the environment: without MASTER_ADDR they make no rank, and are ignored")
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
             return _run_here(loaded, prepare)
         return _run_forked(loaded, flags, prepare)

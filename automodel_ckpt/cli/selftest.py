@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.cli.compare import Comparison, Step, StepSummary, compare_exactly, compare_loosely
+from automodel_ckpt.cli.topology import num_joined
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, Override, parse
@@ -59,7 +60,7 @@ def plan_of(line: CommandLine) -> Plan:
         _refuse("a resume needs at least two steps", "--selftest-steps", steps, "give 2 or more")
     if not ranks.isdecimal() or int(ranks) < 1:
         _refuse("not a number of ranks", "--selftest-nproc", ranks, "give 1 or more")
-    if line.flags.nnodes != "1" or "WORLD_SIZE" in os.environ:
+    if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
         _refuse("the selftest starts its ranks itself, on one machine", "--selftest-resume", line.flags.nnodes,
                 "leave --nnodes, torchrun and srun out")  # fmt: skip
     flags = dataclasses.replace(line.flags, max_restarts=0)

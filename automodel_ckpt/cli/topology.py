@@ -17,22 +17,26 @@ RDZV_PORT = 29400
 LOCAL = "local"
 STATIC = "static"
 C10D = "c10d"
+LEFT_OVER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
     """Who started this process as one rank of several: "torchrun", "srun" or "nobody".
 
     A batch script of Slurm's carries SLURM_PROCID and SLURM_NTASKS too, but no step; flags that ask for ranks mean that
-    srun started one launcher per machine. Raises :class:`RecipeError` for such flags under torchrun.
+    srun started one launcher per machine. Raises :class:`RecipeError` for such flags under torchrun, and for variables
+    that make no rank.
     """
     asked = flags.nproc_per_node != "1" or flags.nnodes != "1" or bool(flags.max_restarts)
     if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        _refuse_garbled(environment)
         if asked:
             raise RecipeError(
                 "this process is already a rank, started by torchrun or alike",
                 where="--nproc-per-node, --nnodes, --max-restarts",
                 value=f"RANK={environment['RANK']} WORLD_SIZE={environment['WORLD_SIZE']}",
-                remedy="give these flags to torchrun only, or run ckpt-train by itself",
+                remedy="give these flags to torchrun only, or run ckpt-train by itself: "
+                "unset RANK where a shell has it left over",
             )
         return "torchrun"
     in_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
@@ -40,6 +44,37 @@ def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
         return "srun"
     _refuse_mpi(environment, asked=asked)
     return "nobody"
+
+
+def num_joined(environment: Mapping[str, str], flags: LaunchFlags) -> int | None:
+    """How many ranks there are where somebody else started them; None where nobody did. Raises as
+    :func:`started_by`."""
+    started = started_by(environment, flags)
+    if started == "nobody":
+        return None
+    return int(environment["WORLD_SIZE"]) if started == "torchrun" else _slurm_tasks(environment)
+
+
+def forget_ranks(environment: MutableMapping[str, str]) -> list[str]:
+    """Take out what a shell has left over from other programs' ranks, where nobody started this process as one; the
+    names of those that made it look like one."""
+    found = [name for name in LEFT_OVER if environment.pop(name, None) is not None]
+    return [name for name in found if name in ("RANK", "WORLD_SIZE")]
+
+
+def _refuse_garbled(environment: Mapping[str, str]) -> None:
+    numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    local = environment.get("LOCAL_RANK", "0")
+    if all(text.isdecimal() for text in (*numbers.values(), local)) and int(numbers["RANK"]) < int(
+        numbers["WORLD_SIZE"]
+    ):
+        return
+    raise RecipeError(
+        "these variables make no rank",
+        where="environment",
+        value=" ".join(f"{name}={text}" for name, text in (numbers | {"LOCAL_RANK": local}).items()),
+        remedy="correct them where ranks are started by hand; else unset RANK, which a shell has left over",
+    )
 
 
 def _refuse_mpi(environment: Mapping[str, str], *, asked: bool) -> None:
@@ -56,9 +91,10 @@ def _refuse_mpi(environment: Mapping[str, str], *, asked: bool) -> None:
 
 
 def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str, str]:
-    """The variables that torchrun would have set, from srun's; given ones stay.
+    """The variables that torchrun would have set, from srun's; a given address, port and number of threads stay.
 
     MASTER_ADDR is the step's first node (this machine where there is one node); the port follows from job and step.
+    A task that was given the only GPU that it sees has that one, whatever its number.
     Raises :class:`RecipeError` where nothing tells it.
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
@@ -72,16 +108,18 @@ def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str,
         )
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
     port = 20000 + (int(job) * 31 + int(step)) % 10000
+    has_its_own = environment.get("SLURM_GPUS_PER_TASK") == "1" and visible_gpus(environment) == 1
     ranks = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(_slurm_tasks(environment)),
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "LOCAL_RANK": "0" if has_its_own else environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
         "MASTER_ADDR": flags.master_addr or ("127.0.0.1" if single or not nodes else first_host(nodes)),
         "MASTER_PORT": str(flags.master_port or port),
     }
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
         ranks["OMP_NUM_THREADS"] = cores
-    return ranks | {name: environment[name] for name in ranks if name in environment}
+    kept = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return ranks | {name: environment[name] for name in kept if name in environment}
 
 
 def first_host(nodes: str) -> str:

@@ -13,6 +13,7 @@ from shutil import get_terminal_size
 import automodel_ckpt
 from automodel_ckpt.cli.selftest import refuse_stray_modes, selftest
 from automodel_ckpt.cli.terminal import coloured, leave_reader, occupy_standard_streams, print_error, table
+from automodel_ckpt.cli.topology import num_joined
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -134,15 +135,13 @@ def _recipe_path(line: CommandLine) -> str:
 
 def _speaks() -> bool:
     """Whether this process may print an error that its siblings on this machine have too."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    return os.environ.get("LOCAL_RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_LOCALID", "0") == "0"
 
 
 def known_ranks(flags: LaunchFlags) -> int | None:
     """The number of ranks where the command line or the environment tells it, else None."""
-    if joined := os.environ.get(
-        "WORLD_SIZE", os.environ.get("SLURM_NTASKS" if "SLURM_PROCID" in os.environ else "", "")
-    ):
-        return int(joined) if joined.isdecimal() else None
+    if joined := num_joined(os.environ, flags):
+        return joined
     if flags.nproc_per_node.isdecimal() and flags.nnodes.isdecimal():
         return int(flags.nproc_per_node) * int(flags.nnodes)
     return None

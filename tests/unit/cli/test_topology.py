@@ -10,6 +10,8 @@ from automodel_ckpt.cli.topology import (
     LOCAL,
     count_ranks,
     first_host,
+    forget_ranks,
+    num_joined,
     rendezvous,
     set_threads,
     slurm_ranks,
@@ -20,7 +22,7 @@ from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,33 @@ def test_a_batch_script_is_no_task_of_srun() -> None:
 def test_flags_that_ask_for_ranks_are_refused_under_torchrun() -> None:
     with pytest.raises(RecipeError, match="already a rank"):
         started_by(TORCHRUN, LaunchFlags(nproc_per_node="2"))
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "2"}, {"RANK": "a"}, {"MASTER_PORT": ""}, {"LOCAL_RANK": "x"}])
+def test_variables_that_make_no_rank_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(RecipeError, match="these variables make no rank"):
+        started_by(TORCHRUN | wrong, LaunchFlags())
+
+
+def test_the_number_of_ranks_is_that_of_whoever_started_them() -> None:
+    script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "WORLD_SIZE": "9"}
+    joined = [num_joined(environment, LaunchFlags()) for environment in (TORCHRUN, STEP, script)]
+    assert joined == [2, 4, None]
+
+
+def test_what_a_shell_has_left_over_of_a_rank_is_forgotten_and_what_looks_like_one_told() -> None:
+    shell = {"RANK": "3", "LOCAL_RANK": "3", "HOME": "/root"}
+    assert (forget_ranks(shell), shell) == (["RANK"], {"HOME": "/root"})
+    assert forget_ranks({"LOCAL_RANK": "3"}) == []
+
+
+def test_a_task_of_srun_that_sees_its_own_gpu_alone_takes_that() -> None:
+    own = {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    devices = [
+        slurm_ranks(STEP | gpu, LaunchFlags())["LOCAL_RANK"] for gpu in (own, own | {"CUDA_VISIBLE_DEVICES": "0,1"})
+    ]
+    assert devices == ["0", "1"]
+    assert slurm_ranks(STEP | {"RANK": "0", "WORLD_SIZE": "1"}, LaunchFlags())["RANK"] == "3", "a stale one"
 
 
 def test_sruns_variables_become_torchs() -> None:
@@ -170,7 +199,7 @@ def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> No
             started_by(environment, LaunchFlags())
     assert started_by({"OMPI_COMM_WORLD_SIZE": "2"}, LaunchFlags(nproc_per_node="8", nnodes="2")) == "nobody"
     assert started_by({"OMPI_COMM_WORLD_SIZE": "1"}, LaunchFlags()) == "nobody"
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head"}
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
     assert started_by({"OMPI_COMM_WORLD_SIZE": "2", **ranks}, LaunchFlags()) == "torchrun"
 
 
