@@ -6,10 +6,10 @@ rendering the conversation up to each assistant turn, with and without it.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -17,22 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data.encode import Truncation, needed, require_choice
 from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.turns import Unlearnable, as_rendered, is_learnt, plain, turns_of
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+_Span = tuple[int, int]
+"""The first character, and the one after the last."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def messages(
     tokenizer: PreTrainedTokenizerBase,
-    path: str,
+    path: str | list[str],
     seq_length: int = 2048,
     messages_field: str = "messages",
     tools_field: str = "tools",
@@ -50,7 +54,9 @@ def messages(
 
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
     as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are, but for
-    contents that are lists of text parts: a template that knows texts only gets their text.
+    contents that are lists of text parts: a template that knows texts only gets their text. What the assistant says in
+    a message with ``"weight": 0`` is not learnt (with ``1``, or without a weight, it is). ShareGPT's messages,
+    ``{"from", "value"}``, are read too, mostly in a field ``conversations``.
     *chat_template* is one, or the path of a file with one; without it the tokenizer's. *template_kwargs* are its
     further variables, such as ``enable_thinking``. *learn* ``last`` takes the assistant's last turn only. Conversations
     of more than *seq_length* tokens are refused with their place, or with *truncation* ``right`` cut, or left out where
@@ -61,29 +67,19 @@ def messages(
     does not show which tokens are the assistant's, and for a conversation without any token to learn.
     """
     require_choice("learn", learn, ("all", "last"))
-    policy, source = Truncation(truncation, seq_length), Source(path, name, split)
+    policy, source = Truncation(truncation, seq_length), Source.of(path, name, split)
     template = ChatTemplate(
-        tokenizer, _template(tokenizer, chat_template), dict(template_kwargs or {}), learn == "last"
+        tokenizer, template_of(tokenizer, chat_template), dict(template_kwargs or {}), learn == "last"
     )
-    log.info("%s: the assistant's tokens are found by %s", path, template.method)
+    log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
-        (conversations,) = rows.columns([messages_field])
-        tools = rows.columns([tools_field])[0] if rows.has_field(tools_field) else [None] * len(conversations)
-        return [_located(template, rows, row, *each) for row, each in enumerate(zip(conversations, tools, strict=True))]
+        return conversations(template, rows, [messages_field], tools_field, turns_of)
 
     return samples_of(
         source, tokenizer, encode, policy, key=("messages", messages_field, tools_field, *template.key),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
-
-
-class Unlearnable(Exception):
-    """Why a conversation makes no sample, and what to do; the caller knows which one it is."""
-
-    def __init__(self, what: str, value: object, remedy: str) -> None:
-        super().__init__(what)
-        self.what, self.value, self.remedy = what, value, remedy
 
 
 @dataclass(frozen=True)
@@ -110,20 +106,14 @@ class ChatTemplate:
         """All that the samples depend on beside the tokenizer."""
         return self.template, sorted(self.variables.items()), self.last_only
 
-    def sample(self, conversation: Any, tools: Any) -> TokenizedSample:
-        """The tokens of the whole conversation, those of the assistant labelled."""
-        turns, offered = self._as_taken(turns_of(conversation)), _plain(tools) or None
+    def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """The tokens of the whole conversation (of :func:`turns_of`), those of the assistant labelled."""
+        turns, offered = self._as_taken(conversation), plain(tools) or None
         self._refuse_lost_calls(turns, offered)
         sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
         labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
         if not any(labelled[1:]):
-            answered = any(turn["role"] == "assistant" for turn in turns)
-            raise Unlearnable(
-                "nothing in this conversation is said by the assistant: it has no token to learn",
-                ", ".join(str(turn["role"]) for turn in turns),
-                "correct the template's generation markers, or the template: it shows no token of the assistant"
-                if answered else "leave it out, or give those who answer the role assistant",
-            )  # fmt: skip
+            raise _nothing_learnt(turns)
         return TokenizedSample(sample.tokens, labelled)
 
     @cached_property
@@ -155,8 +145,46 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
-        encoded = self._apply(turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return TokenizedSample(list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]])
+        text, learnt = self._marks(turns, tools)
+        try:
+            encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except NotImplementedError as error:
+            raise Unlearnable(
+                "the chat template marks characters, and the tokenizer does not tell which ones a token stands for",
+                type(self.tokenizer).__name__,
+                "use a fast tokenizer, or give dataset.chat_template without generation markers",
+            ) from error
+        places = [(start, end) for start, end in encoded["offset_mapping"]]
+        return TokenizedSample(list(encoded["input_ids"]), _within(places, learnt))
+
+    def _marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
+        """The text of a conversation, and what the markers enclose of the turns that are learnt."""
+        text, spans = self._with_marks(turns, tools)
+        if all(is_learnt(turn) for turn in turns if turn["role"] == "assistant"):
+            return text, spans
+        learnt, num_before = [], 0
+        for number in [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]:
+            _, so_far = self._with_marks(turns[: number + 1], tools)
+            if so_far != spans[: len(so_far)]:
+                raise Unlearnable(
+                    "the chat template marks other words of the assistant when more messages follow, so that it does "
+                    "not show which ones have weight 0",
+                    f"{len(so_far)} marks in the first {number + 1} messages, {len(spans)} in all",
+                    "leave out the weights, or give dataset.chat_template one that writes each message alike",
+                )
+            learnt += so_far[num_before:] if is_learnt(turns[number]) else []
+            num_before = len(so_far)
+        return text, learnt
+
+    def _with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
+        """The text of a conversation, and all that the template's markers enclose."""
+        render: Any = render_jinja_template
+        with self._telling():
+            texts, marks = render(
+                conversations=[[as_rendered(turn) for turn in turns]], tools=tools, chat_template=self.template,
+                return_assistant_tokens_mask=True, **{**self._special_tokens, **self.variables},
+            )  # fmt: skip
+        return texts[0], [(start, end) for start, end in marks[0]]
 
     def _compared(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         whole = self._apply(turns, tools, tokenize=False)
@@ -169,7 +197,7 @@ class ChatTemplate:
         return TokenizedSample(tokens, labelled)
 
     def _learnt_turns(self, turns: list[dict[str, Any]]) -> list[int]:
-        numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        numbers = [number for number, turn in enumerate(turns) if is_learnt(turn)]
         return numbers[-1:] if self.last_only else numbers
 
     def _prefixes(self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str) -> tuple[str, str]:
@@ -193,10 +221,21 @@ class ChatTemplate:
                 )
         return before, after
 
+    @property
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(self.tokenizer.special_tokens_map)
+
     def _apply(self, turns: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         apply: Any = self.tokenizer.apply_chat_template
+        rendered = [as_rendered(turn) for turn in turns]
+        with self._telling():
+            return apply(rendered, tools=tools, chat_template=self.template, **options, **self.variables)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What the template raises as :class:`Unlearnable`."""
         try:
-            return apply(turns, tools=tools, chat_template=self.template, **options, **self.variables)
+            yield
         except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
             remedy = "correct the conversation, the template, or dataset.template_kwargs"
@@ -206,7 +245,21 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
+def _nothing_learnt(turns: list[dict[str, Any]]) -> Unlearnable:
+    remedy = "leave it out, or give those who answer the role assistant"
+    if any(turn["role"] == "assistant" for turn in turns):
+        remedy = "leave it out: all that the assistant says in it has weight 0"
+    if any(map(is_learnt, turns)):
+        remedy = "correct the template's generation markers, or the template: it shows no token of the assistant"
+    roles = ", ".join(str(turn["role"]) for turn in turns)
+    return Unlearnable("nothing in this conversation is said by the assistant: it has no token to learn", roles, remedy)
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
+    """The chat template that *given* says (see :func:`read_template`), or the tokenizer's own.
+
+    :class:`RecipeError` where there is neither.
+    """
     if given is None:
         try:
             return str(needed(tokenizer).get_chat_template())
@@ -233,29 +286,27 @@ def read_template(given: str) -> str:
         raise RecipeError(what, where="dataset.chat_template", value=value, remedy=remedy) from error
 
 
-def _located(template: ChatTemplate, source: Rows, row: int, conversation: Any, tools: Any) -> TokenizedSample:
-    try:
-        return template.sample(conversation, tools)
-    except Unlearnable as error:
-        where = f"sample {row} ({source.place(row)})"
-        raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+def conversations(
+    template: ChatTemplate,
+    rows: Rows,
+    fields: Sequence[str],
+    tools_field: str,
+    turns: Callable[..., list[dict[str, Any]]],
+) -> list[TokenizedSample]:
+    """A sample of each row: *turns* makes a conversation of what the row has in *fields*.
 
-
-def turns_of(conversation: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, or of its JSON text; :class:`Unlearnable` when it is none."""
-    turns = _plain(conversation)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        raise Unlearnable(
-            "this is not a conversation",
-            repr(conversation)[:80],
-            'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-        )
-    empty = next((turn for turn in turns if turn.keys() <= {"role", "name"}), None)
-    if empty is not None:  # templates write nothing for it, or the word None, to be learnt
-        raise Unlearnable(
-            "a message has no content", repr(empty)[:80], "give it a content, or tool_calls, or leave it out"
-        )
-    return turns
+    Raises :class:`RecipeError` with the row's place.
+    """
+    columns = rows.columns(fields)
+    tools = rows.values(tools_field) if rows.has_field(tools_field) else [None] * len(columns[0])
+    samples = []
+    for row, (values, offered) in enumerate(zip(zip(*columns, strict=True), tools, strict=True)):
+        try:
+            samples.append(template.sample(turns(*values), offered))
+        except Unlearnable as error:
+            where = f"sample {row} ({rows.place(row)})"
+            raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+    return samples
 
 
 def _text_of(content: Any) -> Any:
@@ -273,20 +324,15 @@ def _text_of(content: Any) -> Any:
     return "".join(texts)
 
 
-def _plain(value: Any) -> Any:
-    """JSON text read, and the nulls left out with which a table fills the keys that only other rows have."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise Unlearnable("this is not JSON", value[:80], "correct this sample") from error
-    return _without_nulls(value)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _within(places: Sequence[_Span], spans: Sequence[_Span]) -> list[bool]:
+    """For each place whether it has characters in common with one of *spans*; both in the order of the text."""
+    rest = list(reversed(spans))
+    found = []
+    for start, end in places:
+        while rest and rest[-1][1] <= start:
+            rest.pop()
+        found.append(bool(rest) and max(start, rest[-1][0]) < min(end, rest[-1][1]))
+    return found
 
 
 def _num_equal(prefix: Sequence[object], whole: Sequence[object]) -> int:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from transformers import LlavaProcessor
 
-from automodel_ckpt.data.chat import Unlearnable
 from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import pillow
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.turns import Unlearnable
 from automodel_ckpt.data.vlm import ImageChatTemplate, ImageText, image_text
 from automodel_ckpt.errors import RecipeError
 

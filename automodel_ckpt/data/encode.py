@@ -157,6 +157,11 @@ def prepared(
     return TokenizedDataset.load(cached(name, whole_key, save))
 
 
+def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest that changes with the samples: with *key*, all that they depend on but the tokenizer, and with that."""
+    return hashlib.blake2b(repr((key, _fingerprint(tokenizer))).encode(), digest_size=12).hexdigest()
+
+
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

@@ -16,7 +16,7 @@ from automodel_ckpt.errors import RecipeError
 
 def hellaswag(
     tokenizer: PreTrainedTokenizerBase,
-    path: str = "Rowan/hellaswag",
+    path: str | list[str] = "Rowan/hellaswag",
     seq_length: int = 512,
     split: str = "train",
     truncation: str = "error",
@@ -40,7 +40,7 @@ def hellaswag(
         return encoder.pairs([text.strip() for text in beginnings], [f" {ending}" for ending in chosen])
 
     return samples_of(
-        Source(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=("hellaswag",),
+        Source.of(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=("hellaswag",),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.data.chat import Unlearnable
+from automodel_ckpt.data.turns import Unlearnable
 from automodel_ckpt.errors import RecipeError
 
 _REMEDY = "give the path of an image file, relative to the data file or absolute, or leave this sample out"

@@ -138,14 +138,15 @@ class GlobalBatchLoader:
             "num_samples": self.num_samples,
             "global_batch_size": self.sizes.global_batch_size,
         }
-        return state if self._source_state is None else {**state, "source": self._source_state}
+        known = {"data": self._identity, "source": self._source_state}
+        return state | {name: value for name, value in known.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position, on any number of ranks.
 
-        The saved order (seed, shuffle) goes on even where the recipe says another, and the log says so; so does a
-        changed global batch size. Raises :class:`RecipeError` when the data set has another length, and
-        :class:`CheckpointUnusable` when *state* is not a loader's.
+        The saved order (seed, shuffle) goes on even where the recipe says another, and the log says so; it also tells
+        of a changed global batch size, and of data that is as long but changed. Raises :class:`RecipeError` when the
+        data set has another length, and :class:`CheckpointUnusable` when *state* is not a loader's.
         """
         if missing := sorted(_STATE_KEYS - state.keys()):
             raise CheckpointUnusable(
@@ -155,6 +156,7 @@ class GlobalBatchLoader:
                 remedy="resume from another checkpoint (checkpoint.restore_from)",
             )
         self._require_same_data(state["num_samples"])
+        self._tell_other_data(state)
         self._tell_differences(state)
         self.epoch, self.consumed_samples = state["epoch"], state["consumed_samples"]
         self.seed, self.shuffle = state["seed"], state["shuffle"]
@@ -244,6 +246,19 @@ class GlobalBatchLoader:
             remedy="give the same data set to resume; for other data start a new run in another checkpoint_dir, "
             "from the exported model",
         )
+
+    @property
+    def _identity(self) -> str | None:
+        known = getattr(self.dataset, "identity", None)
+        return known if isinstance(known, str) else None
+
+    def _tell_other_data(self, state: Mapping[str, Any]) -> None:
+        if None not in (here := self._identity, there := state.get("data")) and here != there:
+            self._say(
+                "the data is not the one this checkpoint was saved with, though as long: its files, seq_length, "
+                "truncation, tokenizer or chat template changed. Training goes on with what is there now, after sample "
+                f"{state['consumed_samples']} of epoch {state['epoch']}"
+            )
 
     def _tell_differences(self, state: Mapping[str, Any]) -> None:
         has_own_order = self.num_samples is None and not shuffles(self.dataset)

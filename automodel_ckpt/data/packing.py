@@ -69,6 +69,7 @@ class PackedDataset:
 
     def __init__(self, dataset: Any, size: int) -> None:
         self.dataset = dataset
+        self.identity = getattr(dataset, "identity", None)
         self.size = size
         lengths = _lengths(dataset)
         if len(lengths) and lengths.max() > size:

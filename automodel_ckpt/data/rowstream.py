@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,7 +15,7 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.encode import Truncation
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.sampler import derive_seed, permutation
-from automodel_ckpt.data.source import OneRow, Rows, Source, unreadable
+from automodel_ckpt.data.source import OneRow, Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -44,11 +42,16 @@ class RowStream(IterableDataset[Row]):
     needs it calls it, so that ranks tokenize their own part of the stream only.
     """
 
-    def __init__(self, rows: Any, encode: Encode, policy: Truncation, path: str, block: int = DEFAULT_BLOCK) -> None:
+    identity: str | None = None
+    """Changes with the samples, as far as that shows without reading; None where it is not known."""
+
+    def __init__(
+        self, rows: Any, encode: Encode, policy: Truncation, source: Source, block: int = DEFAULT_BLOCK
+    ) -> None:
         if block < 1:
             remedy = "give 1 for no shuffling, or more"
             raise RecipeError("a block has no rows", where="dataset.shuffle_block", value=block, remedy=remedy)
-        self.rows, self.encode, self.policy, self.path, self.block = rows, encode, policy, path, block
+        self.rows, self.encode, self.policy, self.source, self.block = rows, encode, policy, source, block
         self._start = self._block_start = rows.state_dict()
         self._first, self._given, self._block_size = 0, 0, block
         self.set_order(0, 0, shuffle=False)
@@ -75,14 +78,13 @@ class RowStream(IterableDataset[Row]):
         try:
             return list(islice(rows, self._block_size))
         except (ValueError, RuntimeError) as error:
-            file = Path(self.path).expanduser()
-            if not os.path.isfile(file):
+            if not self.source.is_file:
                 raise
-            raise unreadable(file, error) from error
+            raise self.source.unreadable(error) from error
 
     def prepare(self, row: Row) -> dict[str, list[int]]:
         """The sample of a row, cut where it is too long; without any label where none was left of it."""
-        table = OneRow(self.path, row.number, row.content)
+        table = OneRow(self.source.path, row.number, row.content)
         (whole,) = self.encode(table)
         kept = self.policy.apply(whole, lambda: table.place(0))
         tokens = kept.tokens if kept else whole.tokens[: self.policy.seq_length]
@@ -96,7 +98,7 @@ class RowStream(IterableDataset[Row]):
         if policy.num_cut or policy.num_left_out:
             log.warning(
                 "%s: of the samples that this rank prepared, %d were cut to seq_length %d, %d more kept no label",
-                *(self.path, policy.num_cut, policy.seq_length, policy.num_left_out),
+                *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
             )
         policy.num_cut = policy.num_left_out = 0
 
@@ -127,4 +129,4 @@ def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int
         rows = rows.take(at_most(max_samples, max_samples))
     does = "refused" if policy.policy == "error" else "cut"
     log.info("%s is read as a stream: samples of more than %d tokens are %s", source.path, policy.seq_length, does)
-    return RowStream(rows, encode, policy, source.path, block)
+    return RowStream(rows, encode, policy, source, block)

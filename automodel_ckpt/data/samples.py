@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Truncation, prepared
+from automodel_ckpt.data.encode import Truncation, identity, prepared
 from automodel_ckpt.data.rowstream import Encode, RowStream, row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset
@@ -27,13 +27,18 @@ def samples_of(
     *streaming* nothing is kept: rows are read and tokenized while they are used, in the order of the source, or
     (``dataloader.shuffle``) shuffled within blocks of *shuffle_block* rows.
     """
+    policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
-        return row_stream(source, encode, policy, block=shuffle_block, max_samples=max_samples)
+        stream = row_stream(source, encode, policy, block=shuffle_block, max_samples=max_samples)
+        stream.identity = identity((source.outline(), *policy_key), tokenizer)
+        return stream
 
     def build() -> TokenizedDataset:
         return policy.apply_to_all(encode(source), source.place)
 
-    whole_key = (source.fingerprint(), *key, policy.seq_length, policy.policy)
+    whole_key = (source.fingerprint(), *policy_key)
     dataset = prepared(str(key[0]), whole_key, tokenizer, build)
     dataset.tell_truncation(source.path, policy.policy, policy.seq_length)
-    return dataset.first(max_samples)
+    dataset = dataset.first(max_samples)
+    dataset.identity = identity(whole_key, tokenizer)
+    return dataset

@@ -1,29 +1,35 @@
-"""Rows of a local data file, of a directory of them, or of a data set of the Hugging Face Hub.
+"""Rows of local data files, of a directory of them, or of a data set of the Hugging Face Hub.
 
-Read by the ``datasets`` library. A file is ``.jsonl``, ``.json``, ``.parquet``, ``.csv`` (whose values are texts all),
-or ``.txt`` with a document on each line; behind ``.gz`` it is compressed.
+Read by the ``datasets`` library. The kinds of files: see :mod:`.files`.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import hashlib
-import io
-import json
+import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import Any
 
-from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.data.files import (
+    LOADERS,
+    as_texts,
+    bad_line,
+    digest,
+    files_of,
+    holds_anything,
+    is_pattern,
+    kind_of,
+    lines_of,
+)
+from automodel_ckpt.errors import RecipeError
 
-_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -63,7 +69,8 @@ class Rows:
                 f"the data has no field {', '.join(missing)}",
                 where=self.path,
                 value=f"its fields are {', '.join(self.fields)}",
-                remedy="name the fields to use in the dataset section, or rename those of the data",
+                remedy=_known_form(self.fields)
+                or "name the fields to use in the dataset section, or rename those of the data",
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
@@ -72,6 +79,10 @@ class Rows:
         for field, values in zip(fields, columns, strict=True):
             self._require_texts(field, values)
         return columns
+
+    def hold_lists(self, fields: Sequence[str]) -> bool:
+        """Whether one of these fields has lists rather than texts; :class:`RecipeError` as of :meth:`columns`."""
+        return any(isinstance(next(filter(None, values), None), list) for values in self.columns(fields))
 
     def has_field(self, field: str) -> bool:
         """Whether the rows have this field."""
@@ -112,26 +123,66 @@ class OneRow(Rows):
 class Source(Rows):
     """Where rows come from: *path* is a file, a directory, or a Hub name; *name* the subset of the latter two.
 
-    *split* is as ``datasets`` has it, ``train[:90%]`` included. The rows of a file are its split ``train``.
+    *split* is as ``datasets`` has it, ``train[:90%]`` included. The rows of files are their split ``train``. Where
+    there may be several files, use :meth:`of`.
     """
 
     path: str
     name: str | None = None
     split: str = "train"
+    several: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, path: str | Sequence[str], name: str | None = None, split: str = "train") -> Source:
+        """Of a path, a pattern as ``data/*.jsonl``, or a list of both: then the rows of all files in their order."""
+        if isinstance(path, str):
+            return cls(path, name, split, (path,) if is_pattern(path) else ())
+        if not path:
+            remedy = "name at least one file"
+            raise RecipeError("the list of data files is empty", where="dataset.path", value="[]", remedy=remedy)
+        shown = ", ".join(path) if len(path) < 3 else f"{path[0]} and {len(path) - 1} more"
+        return cls(shown, name, split, tuple(path))
 
     @property
     def is_file(self) -> bool:
-        """Whether *path* means one local file, there or not; a directory or Hub name otherwise."""
+        """Whether *path* means local files, there or not; a directory or Hub name otherwise."""
         path = Path(self.path).expanduser()
         is_named = os.path.isdir(path) or _HUB_NAME.fullmatch(self.path)
-        return _kind(path) in _LOADERS or os.path.isfile(path) or not is_named
+        return bool(self.several) or kind_of(path) in LOADERS or os.path.isfile(path) or not is_named
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files that are meant where :attr:`is_file`; :class:`RecipeError` where they cannot be read."""
+        if self.name is not None:
+            remedy = "leave name out: it chooses a subset of a directory or of a data set of the Hub"
+            raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
+        return files_of(self.several or [self.path])
+
+    @property
+    def folder(self) -> Path:
+        """The directory that relative paths in the data start from; :class:`RecipeError` where there are several."""
+        if not self.is_file:
+            return Path(self.path).expanduser()
+        folders = sorted({file.parent for file in self.files})
+        if len(folders) > 1:
+            raise RecipeError(
+                "data files that name others by relative paths lie in several directories",
+                where="dataset.path",
+                value=", ".join(map(str, folders[:3])),
+                remedy="put them into one directory",
+            )
+        return folders[0]
 
     def fingerprint(self) -> str:
         """Changes with the rows. :class:`RecipeError` when they cannot be had."""
         if not self.is_file:
             return f"{self.path} {self.name} {self.split} {self._table._fingerprint}"
-        self._refuse_subset_of_file()
-        return f"{_digest(self._file)} {self.split}"
+        return f"{' '.join(map(digest, self.files))} {self.split}"
+
+    def outline(self) -> str:
+        """As :meth:`fingerprint`, of what is known without reading: it changes when files come, go, grow or shrink."""
+        sizes = [f"{file.name} {file.stat().st_size}" for file in self.files] if self.is_file else [self.path]
+        return f"{', '.join(sizes)} {self.name} {self.split}"
 
     def stream(self) -> Any:
         """The rows as an iterable data set of ``datasets``, read while they are used; :class:`RecipeError` likewise."""
@@ -143,10 +194,10 @@ class Source(Rows):
         try:
             if not self.is_file:
                 return datasets.load_dataset(self._named, self.name, split=self.split, streaming=True)
-            if not self._holds_anything():
+            if not self._filled:
                 raise _empty(self.path)
             with _quiet(datasets):
-                return datasets.load_dataset(**self._of_file(datasets), split=self.split, streaming=True)
+                return datasets.load_dataset(**self._of_files(datasets), split=self.split, streaming=True)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._bad_line() or self._refused(error) from error
 
@@ -162,7 +213,7 @@ class Source(Rows):
         try:
             return list(self._table[field])
         except UnicodeDecodeError as error:  # the reader of JSON takes any bytes for UTF-8
-            raise unreadable(self._file, error) from error
+            raise self.unreadable(error) from error
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row; its images are decoded only now. :class:`RecipeError` where they cannot be."""
@@ -176,27 +227,25 @@ class Source(Rows):
 
     def place(self, row: int) -> str:
         """File and line of a row where rows are lines, else its number from 0."""
-        if self.is_file and _kind(self._file) == ".jsonl" and self.split == "train":
-            for index, (number, _) in enumerate(_lines(self._file)):
-                if index == row:
-                    return f"{self.path}:{number}"
+        if self.is_file and kind_of(self.files[0]) == ".jsonl" and self.split == "train":
+            lines = ((file, number) for file in self.files for number, _ in lines_of(file))
+            for file, number in islice(lines, row, row + 1):
+                return f"{file}:{number}"
         split = "" if self.split == "train" else f" {self.split}"
         return f"{self.path}{split}, row {row}"
 
-    def _holds_anything(self) -> bool:
-        """Whether there is more than blank lines in the file; :class:`RecipeError` where that cannot be seen."""
-        self._refuse_subset_of_file()
-        file = _require_readable(self._file)
-        return not _is_table_without_rows(file) and next(_lines(file), None) is not None
+    def unreadable(self, error: Exception) -> RecipeError:
+        """What is wrong with the data, found by reading it again; otherwise the reader's own words."""
+        if (line := self._bad_line()) is not None:
+            return line
+        remedy = "repair the file; every row must have the same fields with values of the same types"
+        reason = str(error.__cause__ or error).strip()
+        return RecipeError("the data file cannot be read", where=self.path, value=reason, remedy=remedy)
 
-    def _refuse_subset_of_file(self) -> None:
-        if self.name is not None:
-            remedy = "leave name out: it chooses a subset of a directory or of a data set of the Hub"
-            raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
-
-    @property
-    def _file(self) -> Path:
-        return Path(self.path).expanduser()
+    @cached_property
+    def _filled(self) -> list[str]:
+        """The files that hold something: readers stumble over empty ones, which writers of parts may leave."""
+        return [str(file) for file in self.files if holds_anything(file)]
 
     @property
     def _named(self) -> str:
@@ -210,32 +259,34 @@ class Source(Rows):
         import datasets
 
         with _quiet(datasets):
-            return self._read_file(datasets) if self.is_file else self._read_named(datasets)
+            return self._read_files(datasets) if self.is_file else self._read_named(datasets)
 
-    def _read_file(self, datasets: Any) -> Any:
+    def _read_files(self, datasets: Any) -> Any:
         from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
 
-        if not self._holds_anything():
+        if not self._filled:
             return datasets.Dataset.from_dict({})
         with TemporaryDirectory() as scratch:
             try:
                 return datasets.load_dataset(
-                    **self._of_file(datasets), split=self.split, cache_dir=scratch, keep_in_memory=True
+                    **self._of_files(datasets), split=self.split, cache_dir=scratch, keep_in_memory=True
                 )
             except (datasets.exceptions.DatasetGenerationError, ArrowInvalid) as error:
-                raise unreadable(self._file, error) from error
+                raise self.unreadable(error) from error
             except ValueError as error:
                 raise self._bad_line() or self._refused(error) from error
 
-    def _of_file(self, datasets: Any) -> dict[str, Any]:
-        """What ``load_dataset`` is given to read the file."""
-        options = {"path": _LOADERS[_kind(self._file)], "data_files": str(self._file)}
-        return options | _as_texts(self._file, datasets) if _kind(self._file) == ".csv" else options
+    def _of_files(self, datasets: Any) -> dict[str, Any]:
+        """What ``load_dataset`` is given to read the files."""
+        kind = kind_of(self.files[0])
+        # Or it would take a name with brackets for a pattern.
+        options = {"path": LOADERS[kind], "data_files": [glob.escape(file) for file in self._filled]}
+        return options | as_texts(Path(self._filled[0]), datasets) if LOADERS[kind] == "csv" else options
 
     def _bad_line(self) -> RecipeError | None:
-        """What is wrong with a line of the file, or of the files of a directory; None where that is not it."""
-        path = self._file
-        files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+        """What is wrong with a line of a file, or of the files of a directory; None where that is not it."""
+        folder = Path(self.path).expanduser()
+        files = self.files if self.is_file else sorted(each for each in folder.rglob("*") if each.is_file())
         return next(filter(None, map(bad_line, files)), None)
 
     def _read_named(self, datasets: Any) -> Any:
@@ -256,66 +307,6 @@ class Source(Rows):
         )
 
 
-def _digest(path: Path) -> str:
-    """Of the content; :class:`RecipeError` when there is no such file or it is of no known kind."""
-    with _require_readable(path).open("rb") as file:
-        return _kind(path) + hashlib.file_digest(file, "blake2b").hexdigest()
-
-
-def _kind(path: Path) -> str:
-    """The suffix that says how a file is read: in small letters, of a compressed file the one before ``.gz``."""
-    return (path.with_suffix("") if _is_compressed(path) else path).suffix.lower()
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
-
-
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if _is_compressed(path) else path.open("rb")  # type: ignore[return-value]
-
-
-def _is_table_without_rows(path: Path) -> bool:
-    if _kind(path) != ".parquet":
-        return False
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
-
-    try:
-        return bool(ParquetFile(path).metadata.num_rows == 0)
-    except ArrowInvalid:  # the reader will say why
-        return False
-
-
-def _as_texts(path: Path, datasets: Any) -> dict[str, Any]:
-    """Options for a table in which ``3`` and ``NA`` are texts as well, and only an empty place is none."""
-    options = {"keep_default_na": False, "na_values": [""]}
-    try:
-        with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
-            names = next(filter(None, csv.reader(text)), [])
-    except (UnicodeDecodeError, csv.Error):  # told by the reader
-        return options
-    if len(set(names)) < len(names) or "" in names:  # which pandas would rename
-        return options
-    return options | {"features": datasets.Features({name: datasets.Value("string") for name in names})}
-
-
-def _require_readable(path: Path) -> Path:
-    if _kind(path) not in _LOADERS:
-        remedy = f"use a file named {', '.join('*' + known for known in _LOADERS)}, a directory or a Hub name"
-        raise RecipeError("the kind of a data file is not known", where="dataset.path", value=path, remedy=remedy)
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        remedy = f"check dataset.path; a relative one starts from the working directory, {Path.cwd()}"
-        if re.match(r"\w+:/", str(path)):
-            remedy = "copy the file here: only files of this machine and data sets of the Hub are read"
-        elif set("*?[") & set(str(path)):
-            remedy = "name one file, or a directory for all files in it: patterns are not followed"
-        raise RecipeError.all_of([os_problem(error, "a data file cannot be read", remedy=remedy)]) from error
-    return path
-
-
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
     """Without progress bars, and without log lines of what is told by an exception as well."""
@@ -330,56 +321,18 @@ def _quiet(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def _known_form(fields: Sequence[str]) -> str:
+    """Which builder reads data of these fields; empty where that is not known."""
+    forms = (
+        (["messages"], "automodel_ckpt.data.chat.messages"),
+        (["conversations"], "automodel_ckpt.data.chat.messages, with messages_field: conversations"),
+        (["prompt", "completion"], "automodel_ckpt.data.text.prompt_completion"),
+        (["text"], "automodel_ckpt.data.text.text"),
+    )
+    fitting = next((builder for needed, builder in forms if set(needed) <= set(fields)), "")
+    return f"say in the dataset section which fields to use; these are for _target_: {fitting}" if fitting else ""
+
+
 def _empty(path: str) -> RecipeError:
     remedy = "give a file with at least one sample"
     return RecipeError("the data file is empty", where=path, value="0 samples", remedy=remedy)
-
-
-def unreadable(path: Path, error: Exception) -> RecipeError:
-    """The line that cannot be read, found by reading again; otherwise the reader's own words."""
-    remedy = "repair the file; every row must have the same fields with values of the same types"
-    reason = str(error.__cause__ or error).strip()
-    return bad_line(path) or RecipeError("the data file cannot be read", where=str(path), value=reason, remedy=remedy)
-
-
-def bad_line(path: Path) -> RecipeError | None:
-    """The first line of a file that is no text, or of JSONL no object; None where there is none."""
-    if _kind(path) not in _LOADERS or _kind(path) == ".parquet":
-        return None
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
-        try:
-            text = line.decode("utf-8-sig")
-        except UnicodeDecodeError as fault:
-            value = f"byte {line[fault.start]:#04x} at {fault.start} of the line"
-            remedy = "save the file as UTF-8"
-            return RecipeError("a line is not UTF-8 text", where=where, value=value, remedy=remedy)
-        if _kind(path) == ".jsonl" and (fault_of_json := _fault(text)):
-            remedy = "correct or leave out this line"
-            return RecipeError("a line is not JSON", where=where, value=fault_of_json, remedy=remedy)
-    return None
-
-
-def _fault(text: str) -> str:
-    """Why a line is no JSON object that readers take; empty where it is one."""
-    try:
-        row = json.loads(text.rstrip(), object_pairs_hook=_named_once)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "half of a surrogate pair, as \\ud800 is"
-    except (ValueError, RecursionError) as fault:
-        return str(fault)
-    return "" if isinstance(row, dict | None) else f"no object with fields, but {text.strip()[:40]}"
-
-
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError(f"a field stands there twice, among {', '.join(name for name, _ in pairs)}")
-    return row
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that hold something, numbered from 1."""
-    with _open(path) as file:
-        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())

@@ -16,7 +16,7 @@ from automodel_ckpt.errors import RecipeError
 
 def squad(
     tokenizer: PreTrainedTokenizerBase,
-    path: str = "rajpurkar/squad",
+    path: str | list[str] = "rajpurkar/squad",
     seq_length: int = 1024,
     split: str = "train",
     no_answer: str | None = None,
@@ -43,7 +43,7 @@ def squad(
 
     key = ("squad", repr(no_answer))
     return samples_of(
-        Source(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=key,
+        Source.of(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=key,
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
 

@@ -6,18 +6,23 @@ with ``streaming`` while they are used (see :func:`~automodel_ckpt.data.samples.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.chat import ChatTemplate, conversations, template_of
 from automodel_ckpt.data.encode import Encoder, Truncation
 from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.turns import prompt_and_completion
+from automodel_ckpt.errors import RecipeError
 
 
 def text(
     tokenizer: PreTrainedTokenizerBase,
-    path: str,
+    path: str | list[str],
     seq_length: int = 1024,
     field: str = "text",
     truncation: str = "error",
@@ -39,17 +44,19 @@ def text(
         return encoder.documents(documents)
 
     return samples_of(
-        Source(path, name, split), tokenizer, encode, Truncation(truncation, seq_length), key=("text", field),
+        Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length), key=("text", field),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
 
 
 def prompt_completion(
     tokenizer: PreTrainedTokenizerBase,
-    path: str,
+    path: str | list[str],
     seq_length: int = 1024,
     prompt_field: str = "prompt",
     completion_field: str = "completion",
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
     truncation: str = "error",
     max_samples: int | None = None,
     name: str | None = None,
@@ -59,18 +66,37 @@ def prompt_completion(
 ) -> TokenizedDataset | RowStream:
     """A sample per row: the prompt without labels, then the completion and the end token with them.
 
-    Prompt and completion are joined as they are: a space or line break between them belongs to one of the two. A sample
-    of more than *seq_length* tokens is refused with its place; with *truncation* ``right`` it is cut, or left out where
-    the prompt alone is as long, with the counts in the log.
+    Prompt and completion are texts, joined as they are: a space or line break between them belongs to one of the two.
+    Or both are lists of messages (TRL's conversational form), written by *chat_template* with *template_kwargs* as
+    :func:`~automodel_ckpt.data.chat.messages` does, with labels on what the assistant says in the completion; a field
+    ``tools`` is given to the template, too. A sample of more than *seq_length* tokens is refused with its place; with
+    *truncation* ``right`` it is cut, or left out where the prompt alone is as long, with the counts in the log.
     """
     encoder = Encoder(tokenizer)
+    fields = [prompt_field, completion_field]
+    template = ChatTemplate(tokenizer, _template_text(tokenizer, chat_template), dict(template_kwargs or {}), False)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
-        prompts, completions = rows.texts([prompt_field, completion_field])
+        if rows.hold_lists(fields):
+            template_of(tokenizer, chat_template)
+            return conversations(template, rows, fields, "tools", prompt_and_completion)
+        if chat_template is not None or template_kwargs:
+            raise RecipeError(
+                "a chat template is given, and prompts and completions are texts",
+                where="dataset.chat_template, dataset.template_kwargs",
+                value=", ".join(fields),
+                remedy="leave them out, or write prompt and completion as lists of messages",
+            )
+        prompts, completions = rows.texts(fields)
         return encoder.pairs(prompts, completions)
 
-    key = ("prompt_completion", prompt_field, completion_field)
     return samples_of(
-        Source(path, name, split), tokenizer, encode, Truncation(truncation, seq_length), key=key,
+        Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length),
+        key=("prompt_completion", *fields, *template.key),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
+    """The chat template, or an empty text where there is none: texts need none."""
+    return template_of(tokenizer, given) if given is not None or tokenizer.chat_template else ""

@@ -40,6 +40,8 @@ class TokenizedDataset:
     """Map-style: ``dataset[i]`` is ``{"input_ids": list[int], "labels": list[int]}``, with -100 for no label."""
 
     draws_nothing = True
+    identity: str | None = None
+    """Changes with the samples; None where that is not known."""
 
     def __init__(
         self,

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from automodel_ckpt.data.chat import ChatTemplate, Unlearnable, read_template, turns_of
+from automodel_ckpt.data.chat import ChatTemplate, read_template
 from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.turns import Unlearnable, turns_of
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class ImageText:
 
 def conversations(
     processor: Any,
-    path: str,
+    path: str | list[str],
     seq_length: int = 2048,
     messages_field: str = "messages",
     images_field: str = "images",
@@ -74,7 +73,7 @@ def conversations(
     )
     log.info("%s: what the assistant says is found by %s", path, template.method)
     return ImageConversations(
-        Source(path, name, split), template, messages_field, images_field, seq_length, truncation, max_samples
+        Source.of(path, name, split), template, messages_field, images_field, seq_length, truncation, max_samples
     )
 
 
@@ -97,7 +96,7 @@ class ImageConversations:
         self.images_field = images_field if source.has_field(images_field) else None
         self.seq_length, self.truncation = seq_length, truncation
         self.num_samples = at_most(max_samples, source.num_rows)
-        self.folder = Path(source.path).expanduser().parent if source.is_file else Path(source.path).expanduser()
+        self.folder = source.folder
 
     def __len__(self) -> int:
         return self.num_samples
@@ -149,20 +148,16 @@ class ImageChatTemplate(ChatTemplate):
     def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the (start, end) characters of what the assistant says in it."""
         if self.has_markers:
-            return self._marked_text(turns)
+            text, marked = self._marks(turns, None)
+            return text, marked[-1:] if self.last_only else marked
         whole = self._apply(turns, None, tokenize=False)
         learnt = [self._prefixes(turns, None, number, whole) for number in self._learnt_turns(turns)]
         return whole, [(len(before), len(after)) for before, after in learnt]
 
-    def _marked_text(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        self._apply(turns, None, tokenize=False)  # raises what cannot be rendered
+    @property
+    def _special_tokens(self) -> dict[str, Any]:
         processor: Any = self.tokenizer
-        variables = {**processor.tokenizer.special_tokens_map, **self.variables}
-        rendered: Any = render_jinja_template(
-            conversations=[turns], chat_template=self.template, return_assistant_tokens_mask=True, **variables
-        )
-        text, learnt = rendered[0][0], [(start, end) for start, end in rendered[1][0]]
-        return text, learnt[-1:] if self.last_only else learnt
+        return dict(processor.tokenizer.special_tokens_map)
 
 
 def _template(processor: Any, given: str | None) -> str:

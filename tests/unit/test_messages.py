@@ -29,9 +29,10 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.targets import Refused, Trust, prepare, resolve
 from automodel_ckpt.data import digits, images, python_docs
+from automodel_ckpt.data.files import _named_once
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.sampler import accumulation_steps
-from automodel_ckpt.data.source import Source, _named_once
+from automodel_ckpt.data.source import Source
 from automodel_ckpt.distributed import rendezvous
 from automodel_ckpt.distributed.mesh import _device
 from automodel_ckpt.distributed.tensor_parallel import _tie

@@ -243,3 +243,109 @@ def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Pa
     path = write(tmp_path, {"messages": [TALK[1], {"role": "gpt", "content": "four"}]})
     with pytest.raises(RecipeError, match=r"user, gpt\n  remedy: .*the role assistant"):
         messages(tokenizer, path, chat_template=PLAIN)
+
+
+def weighed(*weights: float | None) -> list[dict[str, Any]]:
+    """TALK, its messages with these weights; None for none."""
+    return [turn if weight is None else turn | {"weight": weight} for turn, weight in zip(TALK, weights, strict=True)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, ENDING])
+def test_what_has_weight_0_is_not_learnt_and_the_weight_is_not_rendered(
+    tokenizer: Any, tmp_path: Path, template: str
+) -> None:
+    path = write(
+        tmp_path,
+        {"messages": weighed(0, None, 0, None, 1)},
+        {"messages": weighed(None, 0, 1.0, 0, 0)},
+        {"messages": TALK},
+    )
+    dataset = messages(tokenizer, path, chat_template=template + "{{ messages[0].weight }}")
+    runs = [[text.split("</s>")[0] for text in learnt(tokenizer, dataset[row])] for row in range(3)]
+    assert runs == [["because"], ["four"], ["four", "because"]]
+    assert dataset[0]["input_ids"] == dataset[1]["input_ids"] == dataset[2]["input_ids"]
+    last = messages(
+        tokenizer, write(tmp_path, {"messages": weighed(0, 0, 1, 0, 0)}), chat_template=template, learn="last"
+    )
+    assert [text.split("</s>")[0] for text in learnt(tokenizer, last[0])] == ["four"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "what"),
+    [
+        ((None, None, 0.5, None, 1), r"neither 0 nor 1\n  where:  sample 0 \(.*\n  value:  weight: 0.5\n"),
+        ((None, None, "0", None, None), "neither 0 nor 1[\\s\\S]*weight: '0'"),
+        ((None, 1, None, None, 1), r"has a weight and is not the assistant's[\s\S]*role: user"),
+        ((None, None, 0, None, 0), r"no token to learn[\s\S]*all that the assistant says in it has weight 0"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(tokenizer: Any, tmp_path: Path, weights: Any, what: str) -> None:
+    path = write(tmp_path, {"messages": json.dumps(weighed(*weights))})
+    with pytest.raises(RecipeError, match=what):
+        messages(tokenizer, path, chat_template=PLAIN)
+
+
+def test_marks_that_change_when_more_follows_cannot_be_weighed(tokenizer: Any, tmp_path: Path) -> None:
+    template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+    path = write(tmp_path, {"messages": weighed(None, None, 0, None, 1)})
+    with pytest.raises(RecipeError, match=r"which ones have weight 0[\s\S]*1 marks in the first 3 messages, 1 in all"):
+        messages(tokenizer, path, chat_template=template)
+
+
+def test_marks_need_a_tokenizer_that_knows_its_characters(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, *given: Any, return_offsets_mapping: bool = False, **options: Any) -> Any:
+            if return_offsets_mapping:
+                raise NotImplementedError
+            return super().__call__(*given, **options)
+
+    monkeypatch.setattr(tokenizer, "__class__", Slow)
+    with pytest.raises(RecipeError, match=r"does not tell which ones[\s\S]*Slow"):
+        messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=MARKED)
+
+
+SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four", "weight": 1}]
+
+
+def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"conversations": SHAREGPT})
+    given = messages(tokenizer, path, chat_template=PLAIN, messages_field="conversations")[0]
+    assert given == messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=PLAIN)[0]
+    with pytest.raises(RecipeError, match=r"no field messages[\s\S]*remedy: .*with messages_field: conversations"):
+        messages(tokenizer, write(tmp_path, {"conversations": SHAREGPT}), chat_template=PLAIN)
+    for message, what in (({"from": "bing", "value": "x"}, "not known whose words"), ({"from": "gpt"}, "no content")):
+        with pytest.raises(RecipeError, match=what):
+            messages(tokenizer, write(tmp_path, {"messages": [*SHAREGPT, message]}), chat_template=PLAIN)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, REWRITING])
+def test_prompts_and_completions_may_be_lists_of_messages(tokenizer: Any, tmp_path: Path, template: str) -> None:
+    path = write(tmp_path, {"prompt": TALK[:4], "completion": TALK[4:]})
+    sample = prompt_completion(tokenizer, path, chat_template=template)[0]
+    whole = messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template, learn="last")[0]
+    assert sample == whole
+    (row,) = prompt_completion(
+        tokenizer, write(tmp_path, {"prompt": TALK[:4], "completion": TALK[4:]}), chat_template=template, streaming=True
+    )
+    assert row.content["prompt"] == TALK[:4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "options", "what"),
+    [
+        (TALK[1:2], "four", {}, "the completion is not a list of messages"),
+        ("2 + 2", TALK[2:3], {}, "the prompt is not a list of messages"),
+        (TALK[1:3], TALK[4:], {}, r"goes on with what the assistant says[\s\S]*four"),
+        (TALK[1:2], [], {}, r"no token to learn[\s\S]*value:  user\n"),
+        ("2 + 2", "four", {}, "a chat template is given, and prompts and completions are texts"),
+        (TALK[1:2], TALK[2:3], {"chat_template": None}, "the tokenizer has no chat template"),
+    ],
+)
+def test_pairs_of_messages_that_do_not_fit_are_refused(
+    tokenizer: Any, tmp_path: Path, prompt: Any, completion: Any, options: dict[str, Any], what: str
+) -> None:
+    path = write(tmp_path, {"prompt": prompt, "completion": completion})
+    with pytest.raises(RecipeError, match=what):
+        prompt_completion(tokenizer, path, **({"chat_template": PLAIN} | options))

@@ -132,8 +132,81 @@ def test_the_one_line_that_is_no_json_is_named(directory: Path, line: bytes, fau
 
 
 @pytest.mark.parametrize(
-    ("path", "remedy"), [("s3://bucket/a.jsonl", "copy the file here"), ("data/*.jsonl", "patterns are not followed")]
+    ("path", "said"),
+    [
+        ("s3://bucket/a.jsonl", "copy the file here"),
+        ("s3://bucket/*.jsonl", "copy the file here"),
+        ("none/*.jsonl", r"no data file has such a name[\s\S]*working directory"),
+        ([], "the list of data files is empty"),
+        (["train.jsonl", "no.jsonl"], r"cannot be read[\s\S]*no.jsonl"),
+        (["*.jsonl", "train.jsonl"], r"named twice[\s\S]*train.jsonl"),
+        (["train.jsonl", "a.csv"], r"several kinds[\s\S]*\*.csv, \*.jsonl"),
+        (["train.jsonl", "sub"], "kind of a data file is not known"),
+    ],
 )
-def test_what_is_no_path_of_a_file_is_refused_with_what_to_do(path: str, remedy: str) -> None:
-    with pytest.raises(RecipeError, match=remedy):
-        Source(path).fingerprint()
+def test_what_are_no_files_to_read_is_refused_with_what_to_do(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str], said: str
+) -> None:
+    monkeypatch.chdir(directory)
+    (directory / "a.csv").write_text("text\na\n")
+    (directory / "sub").mkdir()
+    with pytest.raises(RecipeError, match=said):
+        Source.of(path).fingerprint()
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """Five parts of a data set, one of them empty, and a file whose name looks like a pattern."""
+    for number, lines in enumerate(('{"text": "b"}\n\n{"text": "c"}\n', '{"text": "d"}\n', "", '{"text": "e"}\n')):
+        (tmp_path / f"part-{number + 1}.jsonl").write_text(lines)
+    (tmp_path / "part-[0].jsonl").write_text('{"text": "a"}\n')
+    return tmp_path
+
+
+def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None:
+    some = Source.of(f"{parts}/part-[1-4].jsonl")
+    assert some.values("text") == [row["text"] for row in some.stream()] == ["b", "c", "d", "e"]
+    assert [some.place(row) for row in (1, 2, 3)] == [
+        f"{parts}/part-{at}" for at in ("1.jsonl:3", "2.jsonl:1", "4.jsonl:1")
+    ]
+    assert Source.of(f"{parts}/part-[0].jsonl").values("text") == ["a"], "a file of this name is that file"
+    listed = Source.of([f"{parts}/part-4.jsonl", f"{parts}/part-[0].jsonl", f"{parts}/*-1.jsonl"])
+    assert listed.values("text") == ["e", "a", "b", "c"]
+    assert listed.path == f"{parts}/part-4.jsonl and 2 more"
+    every = Source.of(f"{parts}/**/*.jsonl")
+    assert every.values("text") == ["b", "c", "d", "e", "a"]
+    assert len({source.fingerprint() for source in (some, listed, every)}) == 3
+
+
+def test_a_file_more_or_another_content_shows_in_the_outline(parts: Path) -> None:
+    source = Source.of(f"{parts}/*.jsonl")
+    before, rows = source.outline(), source.fingerprint()
+    (parts / "part-9.jsonl").write_text('{"text": "f"}\n')
+    assert Source.of(f"{parts}/*.jsonl").outline() != before
+    (parts / "part-9.jsonl").unlink()
+    assert (Source.of(f"{parts}/*.jsonl").outline(), Source.of(f"{parts}/*.jsonl").fingerprint()) == (before, rows)
+    (parts / "part-2.jsonl").write_text('{"text": "x"}\n')
+    assert Source.of(f"{parts}/*.jsonl").fingerprint() != rows
+
+
+def test_the_line_of_one_of_several_files_that_cannot_be_read_is_named(parts: Path) -> None:
+    (parts / "part-2.jsonl").write_text('{"text": "d"}\n{"text": \n')
+    source = Source.of(f"{parts}/*.jsonl")
+    with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
+        source.texts(["text"])
+    with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
+        list(row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
+
+
+def test_files_in_several_directories_have_no_common_one(parts: Path) -> None:
+    assert Source.of(f"{parts}/*.jsonl").folder == Source.of(str(parts)).folder == parts
+    (parts / "sub").mkdir()
+    (parts / "sub/a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(RecipeError, match="lie in several directories"):
+        _ = Source.of(f"{parts}/**/*.jsonl").folder
+
+
+def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
+    path = tmp_path / "data.tsv"
+    path.write_text("question\tanswer\n1, 2\tNA\n\t3\n")
+    assert Source(str(path)).columns(["question", "answer"]) == [["1, 2", None], ["NA", "3"]]

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
@@ -93,6 +96,29 @@ def test_a_long_sample_is_cut_or_left_out_with_the_counts(
 def test_a_changed_file_is_prepared_anew(tokenizer: Any, tmp_path: Path) -> None:
     first = text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "first"}))[0]
     assert text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "other"}))[0] != first
+
+
+@pytest.mark.parametrize("way", ["plain", "packed", "streamed"])
+def test_data_that_changed_but_is_as_long_is_told_of_at_a_resume(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    def loader() -> GlobalBatchLoader:
+        dataset = text(tokenizer, str(tmp_path / "*.jsonl"), streaming=way == "streamed")
+        return GlobalBatchLoader(
+            PackedDataset(dataset, 64) if way == "packed" else dataset,
+            global_batch_size=1, local_batch_size=1, collate_fn=PadCollator(0),
+        )  # fmt: skip
+
+    jsonl(tmp_path / "a.jsonl", {"text": "first"})
+    jsonl(tmp_path / "b.jsonl", {"text": "second"})
+    saved = loader().state_dict()
+    loader().load_state_dict(saved)
+    loader().load_state_dict({name: value for name, value in saved.items() if name != "data"})  # of an older version
+    assert "was saved with" not in caplog.text
+    (tmp_path / "b.jsonl").unlink()
+    jsonl(tmp_path / "c.jsonl", {"text": "another"})
+    loader().load_state_dict(saved)
+    assert "the data is not the one this checkpoint was saved with, though as long" in caplog.text
 
 
 @pytest.mark.parametrize(

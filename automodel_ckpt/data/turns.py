@@ -1,0 +1,120 @@
+"""The messages of a conversation, from the forms that data has them in: ``{"role", "content", ...}`` each.
+
+An optional ``weight`` is OpenAI's: of a message of the assistant, 0 says that it is not learnt. ``{"from", "value"}``
+is ShareGPT's form of a message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_WEIGHT = "weight"
+_SHAREGPT = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
+}  # fmt: skip
+"""Who speaks, and the role of that."""
+
+
+class Unlearnable(Exception):
+    """Why a conversation makes no sample, and what to do; the caller knows which one it is."""
+
+    def __init__(self, what: str, value: object, remedy: str) -> None:
+        super().__init__(what)
+        self.what, self.value, self.remedy = what, value, remedy
+
+
+def turns_of(conversation: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation, or of its JSON text; :class:`Unlearnable` when it is none."""
+    given = plain(conversation)
+    turns = [_in_roles(turn) for turn in given] if isinstance(given, list) else []
+    if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise Unlearnable(
+            "this is not a conversation",
+            repr(conversation)[:80],
+            'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
+        )
+    for turn in turns:
+        _require_content(turn)
+        _require_weight(turn)
+    return turns
+
+
+def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
+    """One conversation of two lists of messages, of which only the assistant's of *completion* are learnt."""
+    asked, answered = _without_nulls(prompt), _without_nulls(completion)
+    if not isinstance(asked, list) or not isinstance(answered, list):
+        odd = "prompt" if isinstance(answered, list) else "completion"
+        raise Unlearnable(
+            f"the {odd} is not a list of messages, but its counterpart is",
+            repr(prompt if odd == "prompt" else completion)[:80],
+            "give both as lists of messages, or both as texts",
+        )
+    before, after = ([_in_roles(turn) for turn in part] for part in (asked, answered))
+    if [turn.get("role") for turn in (*before[-1:], *after[:1]) if isinstance(turn, dict)] == ["assistant"] * 2:
+        raise Unlearnable(
+            "the completion goes on with what the assistant says in the prompt",
+            repr(before[-1])[:80],
+            "put the whole of this message into the completion",
+        )
+    return turns_of([turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before] + after)
+
+
+def is_learnt(turn: Mapping[str, Any]) -> bool:
+    """Whether a message is the assistant's, and not of weight 0."""
+    return turn["role"] == "assistant" and turn.get(_WEIGHT) != 0
+
+
+def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template gets of a message."""
+    return {key: value for key, value in turn.items() if key != _WEIGHT}
+
+
+def plain(value: Any) -> Any:
+    """JSON text read, and the nulls left out with which a table fills the keys that only other rows have."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Unlearnable("this is not JSON", value[:80], "correct this sample") from error
+    return _without_nulls(value)
+
+
+def _in_roles(turn: Any) -> Any:
+    """A message of ShareGPT's form with role and content; anything else as it is."""
+    if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
+        return turn
+    speaker = turn["from"]
+    if speaker not in _SHAREGPT:
+        raise Unlearnable(
+            "it is not known whose words these are",
+            f"from: {speaker!r}",
+            f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    said = {"content": turn["value"]} if "value" in turn else {}
+    return {"role": _SHAREGPT[speaker], **said, **rest}
+
+
+def _require_content(turn: dict[str, Any]) -> None:
+    if turn.keys() <= {"role", "name", _WEIGHT}:  # templates write nothing for it, or the word None, to be learnt
+        raise Unlearnable(
+            "a message has no content", repr(turn)[:80], "give it a content, or tool_calls, or leave it out"
+        )
+
+
+def _require_weight(turn: dict[str, Any]) -> None:
+    weight = turn.get(_WEIGHT, 0)
+    if weight not in (0, 1):
+        remedy = "use 0 for a message of the assistant that is not learnt, 1 (or no weight) for one that is"
+        raise Unlearnable("a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy)
+    if weight and turn["role"] != "assistant":
+        remedy = "give it weight 0 or none, or the role assistant: only what the assistant says is learnt"
+        raise Unlearnable("a message has a weight and is not the assistant's", f"role: {turn['role']}", remedy)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
