@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.discovery import left_out
 from automodel_ckpt.checkpoint.file_system import size_text
+from automodel_ckpt.checkpoint.resume import checkpoint_names
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
@@ -165,6 +166,7 @@ class Lifecycle:
         self.resumed = checkpointer.load(state)
         self.place_logs(checkpointer.directory)
         if self.resumed is not None:
+            self.progress.note_saved(self.resumed.step, time.time() - self.resumed.manifest.created)
             self._say_kept_options(recipe_options)
             self._say_changed_rates(recipe_rates)
         self.make_sure_of_space(checkpointer, state)
@@ -196,17 +198,18 @@ class Lifecycle:
         """Let the logs end with the step resumed from; without its validation where that is made up for."""
         if scheduler.validation_is_missing:
             self.validation_log.truncate_after(scheduler.step - 1)
-        if scheduler.is_finished():
-            return
-        for jsonl in (self.training_log, self.validation_log):
-            jsonl.truncate_after(scheduler.step)
-        self._log_resume()
+        if not scheduler.is_finished():
+            for jsonl in (self.training_log, self.validation_log):
+                jsonl.truncate_after(scheduler.step)
+            self._log_resume()
         self._follow_logs()
 
     def _follow_logs(self) -> None:
-        trackers = self.config.logging.trackers
+        """Of a finished run too: a kill at its end may have kept its last lines from the trackers."""
+        trackers, run, step = self.config.logging.trackers, self.training_log.path.parent, self.step_scheduler.step
         if trackers:
-            self.tracking = Tracking(self.training_log.path.parent, trackers, self.step_scheduler.step)
+            went_back = any(name.step > step for name in checkpoint_names(run))
+            self.tracking = Tracking(run, trackers, step, went_back=went_back)
 
     def _log_resume(self) -> None:
         """A line in training.jsonl, so that a plot can show where the run went on."""

@@ -21,7 +21,7 @@ from automodel_ckpt.cli import (
     track,
     upkeep,
 )
-from automodel_ckpt.cli.places import find_checkpoint, run_around, run_directory, whole_checkpoint
+from automodel_ckpt.cli.places import WHERE, find_checkpoint, run_around, run_directory, whole_checkpoint
 from automodel_ckpt.cli.terminal import leave_reader, occupy_standard_streams, print_error, problem_json
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -46,23 +46,22 @@ def parser() -> argparse.ArgumentParser:
     result = _Parser(prog="ckpt", description="Look after checkpoints.")
     result.add_argument("--version", action="version", version=f"automodel_ckpt {__version__}")
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    where = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
     consolidate = commands.add_parser(
         "consolidate",
         help="export a checkpoint as Hugging Face files",
         description="Export a checkpoint's model as Hugging Face files, checked against its manifest.",
     )
-    consolidate.add_argument("path", metavar="DIR", help=f"{where}, its model/, or a directory of bare shards")
+    consolidate.add_argument("path", metavar="DIR", help=f"{WHERE}, its model/, or a directory of bare shards")
     consolidate.add_argument("--output", "-o", metavar="OUT", help="default: consolidated/ in the model's directory")
     consolidate.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast ordinary float tensors")
     consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
     consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
     own = (
-        listing.add_parser(commands, where), show.add_parser(commands, where), consolidate,
-        export.add_parser(commands, where), importing.add_parser(commands), difference.add_parser(commands, where),
+        listing.add_parser(commands), show.add_parser(commands), consolidate,
+        export.add_parser(commands), importing.add_parser(commands), difference.add_parser(commands),
     )  # fmt: skip
     curves = (plot.add_parser(commands), track.add_parser(commands))
-    for command in (*own, *upkeep.add_parsers(commands, where), *curves):
+    for command in (*own, *upkeep.add_parsers(commands), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
     completion.add_parser(commands)
     return result

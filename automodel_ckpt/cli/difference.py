@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.places import WHERE
 from automodel_ckpt.cli.terminal import coloured, json_text, printable, table
 from automodel_ckpt.errors import EXIT_DONE
 
@@ -43,15 +44,15 @@ class Side:
         return not self.general
 
 
-def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
         "diff", help="what changed between two checkpoints",
         description="What changed from checkpoint A to B: recipe, environment, ranks, tensors and by how much; and "
         "what a resume of A under B's recipe would change. What digests show to be equal is not read.",
     )  # fmt: skip
     for name in ("a", "b"):
-        command.add_argument(name, metavar=name.upper(), help=f"{where}; or another program's directory")
+        command.add_argument(name, metavar=name.upper(), help=f"{WHERE}; or another program's directory")
     return command
 
 

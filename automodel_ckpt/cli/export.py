@@ -9,21 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.cli.places import WHERE
 from automodel_ckpt.cli.terminal import print_path, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 Find = Callable[[Path], Path]
 
 
-def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
         "export", help="a checkpoint's model for other programs",
         description="Write a checkpoint's model in another program's form: hf (Hugging Face files, as `ckpt "
         "consolidate`), or gguf (one file for llama.cpp; Llama models with byte-level BPE tokenizers).",
     )  # fmt: skip
     command.add_argument(
-        "path", metavar="DIR", help=f"{where}, its model/, bare shards; for gguf also Hugging Face files"
+        "path", metavar="DIR", help=f"{WHERE}, its model/, bare shards; for gguf also Hugging Face files"
     )
     command.add_argument("--to", choices=sorted(_TARGETS), default="hf", help="the form (default: hf)")
     command.add_argument(

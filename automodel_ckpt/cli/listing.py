@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli import foreign
-from automodel_ckpt.cli.places import run_directory, runs_below, whole_checkpoint
-from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
+from automodel_ckpt.cli.places import add_path, run_directory, runs_below, whole_checkpoint
+from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.verified import Note
 
 _TITLES = ("checkpoint", "step", "epoch", "train loss", "val loss", "size", "age", "complete", "verified", "")
+# What a narrow terminal does without, in this order; the name, the step and the last column always stay.
+_DROPPED_FIRST = ("epoch", "verified", "train loss", "size", "age", "complete", "val loss")
 _RUN_TITLES = ("run", "checkpoints", "newest", "train loss", "val loss", "lowest", "size", "age")
+_RUN_DROPPED_FIRST = ("train loss", "size", "val loss", "checkpoints", "age", "lowest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,13 @@ class RunRow:
     created: float | None
 
 
-def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
         "ls", help="list the checkpoints of a run, or runs",
         description="List the checkpoints of a run; of a directory that holds runs, the runs.",
     )  # fmt: skip
-    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
+    add_path(command)
     return command
 
 
@@ -192,7 +195,7 @@ def _run_row(above: Path, run: Path) -> RunRow:
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    head, *lines = table([_TITLES, *map(_cells, rows)], right=range(1, 7))
+    head, *lines = fitted([_TITLES, *map(_cells, rows)], range(1, 7), _DROPPED_FIRST)
     print(coloured(head, "bold", sys.stdout))
     for row, line in zip(rows, lines, strict=True):
         bad = row.damaged or not (row.complete or row.foreign)
@@ -218,12 +221,12 @@ def _print_runs(rows: Sequence[RunRow], as_json: bool) -> int:
         return EXIT_DONE
     cells = [
         (
-            printable(row.run), str(row.num_checkpoints), row.newest or "none",
+            printable(row.run), str(row.num_checkpoints), printable(row.newest or "none"),
             *_losses(row.train_loss, row.val_loss, row.lowest_val_loss), _size(row.nbytes), _age(row.created),
         )
         for row in rows
     ]  # fmt: skip
-    head, *lines = table([_RUN_TITLES, *cells], right=(1, *range(3, 8)))
+    head, *lines = fitted([_RUN_TITLES, *cells], (1, *range(3, 8)), _RUN_DROPPED_FIRST)
     print(coloured(head, "bold", sys.stdout))
     print("\n".join(lines))
     return EXIT_DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,12 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 _MOST_LOOKED_AT = 10_000
 NAME_ONE = "name a run directory, a checkpoint or a pointer"
+WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
+
+
+def add_path(command: argparse.ArgumentParser) -> None:
+    """The argument of a command that looks at what is here where no place is named."""
+    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: here)")
 
 
 def run_directory(path: Path) -> Path | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli import foreign
 from automodel_ckpt.cli.difference import first_state, recipe_leaves
+from automodel_ckpt.cli.places import add_path
 from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
 from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
@@ -23,13 +24,13 @@ Find = Callable[[Path], Path]
 _UNSET = frozenset({"null", "[]", "{}"})
 
 
-def add_parser(commands: Any, where: str) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s; *where* describes what a PATH may be."""
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
         "show", help="what a checkpoint holds",
         description="Show what a checkpoint holds: state, tensors, files, data position, environment.",
     )  # fmt: skip
-    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
+    add_path(command)
     command.add_argument(
         "--stats", action="store_true",
         help="read every tensor: min, max, mean, standard deviation and norm of its finite values; zeros, NaN, inf",

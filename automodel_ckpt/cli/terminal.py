@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
-from unicodedata import combining, east_asian_width
+from unicodedata import category, east_asian_width
 
 from automodel_ckpt.checkpoint.file_system import size_text
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem
 
 __all__ = [
-    "age_text", "can_print", "coloured", "json_text", "leave_reader", "occupy_standard_streams", "print_error",
-    "print_path", "printable", "printable_lines", "problem_json", "size_text", "table",
+    "age_text", "can_print", "coloured", "fitted", "json_text", "leave_reader", "occupy_standard_streams",
+    "print_error", "print_path", "printable", "printable_lines", "problem_json", "size_text", "table",
 ]  # fmt: skip
 
+_JOINS = ("Mn", "Me")  # marks that take no column of their own
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
@@ -91,6 +93,17 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     return ["  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip() for row in rows]
 
 
+def fitted(rows: Sequence[Sequence[str]], right: Collection[int], dropped_first: Sequence[str]) -> list[str]:
+    """As :func:`table`; on a terminal that is too narrow without the columns titled *dropped_first*, as many in this
+    order as it takes."""
+    lines, titles = table(rows, right), rows[0]
+    if not (dropped_first and sys.stdout.isatty()) or max(map(_width, lines)) <= shutil.get_terminal_size().columns:
+        return lines
+    gone = titles.index(dropped_first[0])
+    left = [[*row[:gone], *row[gone + 1 :]] for row in rows]
+    return fitted(left, [n - (n > gone) for n in right if n != gone], dropped_first[1:])
+
+
 def _padded(cell: str, width: int, to_the_right: bool) -> str:
     space = " " * (width - _width(cell))
     return space + cell if to_the_right else cell + space
@@ -100,7 +113,7 @@ def _width(text: str) -> int:
     """Columns of a terminal: two of a wide character, none of one that joins the last."""
     if text.isascii():
         return len(text)
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(0 if category(c) in _JOINS else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def age_text(created: float) -> str:

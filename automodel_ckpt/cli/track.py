@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def track(arguments: argparse.Namespace, run_around: Callable[[Path], Path | None]) -> int:
     """Exit code 1 where the tracker failed."""
-    from automodel_ckpt.report.follow import Follower
+    from automodel_ckpt.report.follow import Follower, holding
     from automodel_ckpt.report.history import read_history
 
     run = run_around(Path(arguments.path)) or Path(arguments.path)
@@ -50,9 +50,14 @@ def track(arguments: argparse.Namespace, run_around: Callable[[Path], Path | Non
             remedy=f"pip install {arguments.to}",
         )  # fmt: skip
     failures: list[str] = []
-    follower = Follower(run, {arguments.to: _options(arguments.option)}, 0 if arguments.again else None,
-                        failures.append)  # fmt: skip
-    follower.close()
+    options, after = _options(arguments.option), 0 if arguments.again else None
+    with holding(run, wait=False) as is_held:
+        if not is_held:
+            raise RecipeError(
+                "another process sends this run's log", where="ckpt track", value=str(run),
+                remedy="wait for it; while the run trains, logging.trackers of its recipe does it",
+            )  # fmt: skip
+        Follower(run, {arguments.to: options}, after, failures.append).close()
     if failures:
         print_error("\n".join(failures))
     elif arguments.json:

@@ -10,19 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.cli.places import add_path
 from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
 
 Find = Callable[[Path], Path]
 
 
-def add_parsers(commands: Any, where: str) -> list[argparse.ArgumentParser]:
-    """Add the commands to ``ckpt``'s; *where* describes what a PATH may be."""
+def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
+    """Add the commands to ``ckpt``'s."""
     verify = commands.add_parser(
         "verify", help="compare files with their digests",
         description="Compare every file of a checkpoint (of a run: of each checkpoint) with its digest.",
     )  # fmt: skip
-    verify.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{where} (default: here)")
+    add_path(verify)
     verify.add_argument("--deep", action="store_true", help="also each slice, exports, and files the manifest lacks")
     verify.add_argument(
         "--num-threads", type=_at_least(1), default=2, metavar="N", help="threads that read (default: 2)"

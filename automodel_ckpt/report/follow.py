@@ -3,12 +3,16 @@
     python -m automodel_ckpt.report.follow RUN     # started by the trainer; reads a job from standard input
 
 The trainer starts it as a process of its own, so that no tracker can slow, hang or crash the training: it only reads
-files. What each tracker has got is noted in ``.trackers.json`` of the run; a run that was resumed from an earlier step
-sends the steps after that again.
+files. What each tracker has got is noted in ``.trackers.json`` of the run. Steps that a resume makes again are sent
+again to a tracker that can forget the first ones; others keep what they have, since those steps come out the same. To
+these a run that went back to an earlier checkpoint, or began anew, is another run; so it is to one whose library may
+have lost something when this process was killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -16,7 +20,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +40,51 @@ _SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes
 Options = Mapping[str, Mapping[str, Any]]
 
 
-class Follower:
-    """Feeds *trackers* (options by name) with what stands in the logs of *run* and comes after step *after*.
+@contextlib.contextmanager
+def holding(run: Path, *, wait: bool) -> Iterator[bool]:
+    """Be the only process that sends this run's log; says whether it is, which without *wait* another may prevent."""
+    with open(run / OUTPUT, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
-    *after* is None where each tracker goes on from what it has got. A tracker that raises is told of once, by
-    *complain*, and gets nothing more.
+
+class Follower:
+    """Feeds *trackers* (options by name) with what stands in the logs of *run* and they do not have.
+
+    *after* is the step that a starting run goes on from, None where none starts; *went_back* says that it left later
+    checkpoints aside. A tracker that raises is told of once, by *complain*, and gets nothing more.
     """
 
     def __init__(
-        self, run: Path, trackers: Options, after: int | None, complain: Callable[[str], None] = log.warning
-    ) -> None:
+        self, run: Path, trackers: Options, after: int | None, complain: Callable[[str], None] = log.warning, *,
+        went_back: bool = False,
+    ) -> None:  # fmt: skip
         self.run = run
         self._complain = complain
         self._memory = _read_memory(run)
         self._trackers: dict[str, Tracker] = {}
-        self._after: dict[str, int] = {}
+        self._sent: dict[str, dict[str, int]] = {}
         self._lines = [_Lines(run / TRAINING), _Lines(run / VALIDATION)]
+        self._waiting = [record for lines in self._lines for record in lines.new()]
         for name, options in trackers.items():
-            self._start(name, options, after)
+            self._guarded(name, partial(self._start, name, options, after, went_back))
+        self._remember()
 
     def feed(self) -> None:
         """Hand on the complete lines that have come since the last time, in the order of their steps."""
-        records = [record for lines in self._lines for record in lines.new()]
+        records = self._waiting + [record for lines in self._lines for record in lines.new()]
+        self._waiting = []
         for record in sorted(records, key=lambda record: record["step"]):
             if values := values_of(record):
                 for name in [*self._trackers]:
                     self._log(name, record["step"], values)
         if records:
+            for name in [*self._trackers]:
+                self._guarded(name, self._trackers[name].flush)
             self._remember()
 
     def close(self) -> None:
@@ -69,23 +92,34 @@ class Follower:
         self.feed()
         for name in [*self._trackers]:
             self._guarded(name, self._trackers[name].close)
+            if name in self._trackers:
+                del self._memory[name]["open"]
         self._remember()
 
-    def _start(self, name: str, options: Mapping[str, Any], after: int | None) -> None:
-        memory = self._memory.setdefault(name, {"step": 0})
-        known = memory["step"] if after is None else min(after, memory["step"])
-        self._after[name] = memory["step"] = known
-
-        def begin() -> None:
-            self._trackers[name] = TRACKERS[name](self.run, memory, known, **options)
-
-        self._guarded(name, begin)
+    def _start(self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool) -> None:
+        kind, memory = TRACKERS[name], self._memory.setdefault(name, {"sent": {}})
+        had, is_torn = bool(memory["sent"]), memory.pop("open", False)
+        is_behind = after is not None and any(step > after for step in memory["sent"].values())
+        others = is_behind and (went_back or after == 0) and not kind.forgets
+        if others or (had and is_torn and not kind.is_durable):
+            memory = self._memory[name] = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
+        had, sent = bool(memory["sent"]), memory["sent"]
+        memory["open"] = True
+        tracker = kind(self.run, memory, **options)
+        if kind.forgets and had:
+            first = min([*_steps_to_send(self._waiting, sent), *([] if after is None else [after + 1])], default=None)
+            if first is not None:
+                sent |= {group: min(step, first - 1) for group, step in sent.items()}
+                self._remember()  # first: a kill after the forgetting would leave a gap
+                tracker.forget(first)
+        self._trackers[name], self._sent[name] = tracker, sent
 
     def _log(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        if step > self._after[name]:
+        group, sent = _group(values), self._sent[name]
+        if step > sent.get(group, 0):
             self._guarded(name, lambda: self._trackers[name].log(step, values))
             if name in self._trackers:
-                self._memory[name]["step"] = max(step, self._memory[name]["step"])
+                sent[group] = step
 
     def _guarded(self, name: str, action: Callable[[], None]) -> None:
         try:
@@ -99,6 +133,17 @@ class Follower:
         staged = self.run / (MEMORY + ".tmp")
         staged.write_text(json.dumps(self._memory))
         staged.replace(self.run / MEMORY)
+
+
+def _steps_to_send(records: Sequence[Mapping[str, Any]], sent: Mapping[str, int]) -> Iterator[int]:
+    for record in records:
+        if (values := values_of(record)) and record["step"] > sent.get(_group(values), 0):
+            yield record["step"]
+
+
+def _group(values: Mapping[str, float]) -> str:
+    """``train``, ``val`` or ``save``: values of one step come in these groups, not all at a time."""
+    return next(iter(values)).partition("/")[0]
 
 
 class _Lines:
@@ -143,9 +188,13 @@ def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
         memory = json.loads((run / MEMORY).read_text())
     except (FileNotFoundError, ValueError):
         return {}
-    good = isinstance(memory, dict) and all(isinstance(m, dict) and isinstance(m.get("step"), int)
-                                            for m in memory.values())  # fmt: skip
+    good = isinstance(memory, dict) and all(_is_memory(entry) for entry in memory.values())
     return memory if good else {}
+
+
+def _is_memory(entry: Any) -> bool:
+    sent = entry.get("sent") if isinstance(entry, dict) else None
+    return isinstance(sent, dict) and all(isinstance(step, int) for step in sent.values())
 
 
 def main(run: Path) -> None:
@@ -154,11 +203,12 @@ def main(run: Path) -> None:
         signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; the trainer's end is what counts
     complain = _redirected(run)
     job = json.loads(sys.stdin.readline())
-    follower = Follower(run, job["trackers"], job["after"], complain)
-    while not _ended(sys.stdin.fileno()):
-        follower.feed()
-    signal.alarm(LAST_SECONDS)
-    follower.close()
+    with holding(run, wait=True):  # one of the life before may still be sending
+        follower = Follower(run, job["trackers"], job["after"], complain, went_back=job["went_back"])
+        while not _ended(sys.stdin.fileno()):
+            follower.feed()
+        signal.alarm(LAST_SECONDS)
+        follower.close()
 
 
 def _ended(descriptor: int) -> bool:

@@ -1,7 +1,8 @@
 """Experiment trackers behind one small protocol. Each imports its own library, none of which this package needs.
 
 A tracker is made with the run's directory, a *memory* (a mapping that is kept in the run's directory from one start to
-the next), the step after which values will come, and the options of the recipe, which go to the library as they are.
+the next; ``attempt`` in it counts the runs that it has been to the tracker) and the options of the recipe, which go to
+the library as they are.
 """
 
 from __future__ import annotations
@@ -10,36 +11,53 @@ import importlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Tracker(Protocol):
     """Takes values; whatever it raises ends it, and nothing else."""
 
+    forgets: ClassVar[bool] = False
+    """Whether it can :meth:`forget`. One that cannot gets no value twice."""
+    is_durable: ClassVar[bool] = False
+    """Whether what was logged and flushed is kept when every process is killed."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Values of a step, by names such as ``train/loss``. Steps do not fall, and come again for other names."""
+        """Values of a step, by names such as ``train/loss``. Each name's steps rise; those of a save may come late."""
+
+    def forget(self, step: int) -> None:
+        """Drop the values of *step* and all later ones: they will come again."""
+
+    def flush(self) -> None:
+        """Hand over what is still held back, where the library can be told to."""
 
     def close(self) -> None:
         """Send what is still held back."""
 
 
-class TensorBoard:
-    """Event files in ``tensorboard/`` of the run (option ``log_dir``: elsewhere). A run that went back has TensorBoard
-    forget the later steps (its session log does that; source: tensorboard's event.proto)."""
+class TensorBoard(Tracker):
+    """Event files in ``tensorboard/`` of the run (option ``log_dir``: elsewhere). A session log in them has TensorBoard
+    forget (source: tensorboard's event.proto)."""
 
-    def __init__(self, run: Path, memory: dict[str, Any], after: int, *, log_dir: str | None = None) -> None:
+    forgets = True
+    is_durable = True
+
+    def __init__(self, run: Path, memory: dict[str, Any], *, log_dir: str | None = None) -> None:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._writer = writer.EventFileWriter(log_dir or str(run / "tensorboard"))
-        if after:
-            session = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._write(after + 1, session_log=session)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
         summary = self._summaries.Summary(value=[value(tag=k, simple_value=v) for k, v in values.items()])
         self._write(step, summary=summary)
+
+    def forget(self, step: int) -> None:
+        self._write(step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -48,52 +66,66 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
 
 
-class WeightsAndBiases:
-    """A run of Weights & Biases, found again by its id; the options are those of ``wandb.init``."""
+class WeightsAndBiases(Tracker):
+    """A run of Weights & Biases, found again by its id; the options are those of ``wandb.init``. Its own steps never
+    fall, so that the value ``step`` is the axis of all others."""
 
-    def __init__(self, run: Path, memory: dict[str, Any], after: int, **options: Any) -> None:
+    def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         wandb = importlib.import_module("wandb")
         known = {"id": memory["id"], "resume": "allow"} if "id" in memory else {}
-        self._run = wandb.init(**({"dir": str(run), "name": run.name} | known | options))
+        self._run = wandb.init(**({"dir": str(run), "name": _name(run, memory)} | known | options))
         memory["id"] = self._run.id
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._last = 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._last = max(step, self._last)
+        self._run.log({**values, "step": step}, step=self._last)
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of MLflow, found again by its id. Options: ``tracking_uri``, ``experiment``, and those of the client's
     ``create_run``."""
 
+    is_durable = True
+
     def __init__(
-        self, run: Path, memory: dict[str, Any], after: int, *,
+        self, run: Path, memory: dict[str, Any], *,
         tracking_uri: str | None = None, experiment: str = "automodel_ckpt", **options: Any,
     ) -> None:  # fmt: skip
-        mlflow = importlib.import_module("mlflow")
-        self._client = mlflow.MlflowClient(tracking_uri)
-        if "id" not in memory:
-            found = self._client.get_experiment_by_name(experiment)
-            place = found.experiment_id if found else self._client.create_experiment(experiment)
-            memory["id"] = self._client.create_run(place, **({"run_name": run.name} | options)).info.run_id
+        self._metric = importlib.import_module("mlflow.entities").Metric
+        self._client = client = importlib.import_module("mlflow").MlflowClient(tracking_uri)
+        known = "id" in memory
+        if not known:
+            found = client.get_experiment_by_name(experiment)
+            place = found.experiment_id if found else client.create_experiment(experiment)
+            memory["id"] = client.create_run(place, **({"run_name": _name(run, memory)} | options)).info.run_id
         self._id = memory["id"]
+        client.update_run(self._id, status="RUNNING")
+        # What it got right before a kill need not be in the memory.
+        names = client.get_run(self._id).data.metrics if known else ()
+        self._had = {(name, point.step) for name in names for point in client.get_metric_history(self._id, name)}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        now = int(1000 * time.time())
+        metrics = [self._metric(k, v, now, step) for k, v in values.items() if (k, step) not in self._had]
+        if metrics:
+            self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-class Trackio:
+class Trackio(Tracker):
     """A run of trackio, found again by its name; the options are those of ``trackio.init``."""
 
-    def __init__(self, run: Path, memory: dict[str, Any], after: int, **options: Any) -> None:
+    def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         trackio = importlib.import_module("trackio")
-        name = memory.setdefault("name", options.pop("name", run.name))
+        name = memory.setdefault("name", options.pop("name", _name(run, memory)))
         self._run = trackio.init(**({"project": "automodel_ckpt", "resume": "allow"} | options), name=name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -101,6 +133,12 @@ class Trackio:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _name(run: Path, memory: Mapping[str, Any]) -> str:
+    """What a tracker calls the run: as its directory, numbered where it is not the first."""
+    attempt = memory.get("attempt", 1)
+    return run.name if attempt == 1 else f"{run.name}-{attempt}"
 
 
 TRACKERS: Mapping[str, type[Any]] = {

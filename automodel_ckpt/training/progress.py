@@ -72,7 +72,7 @@ class Progress:
         self._line = ""
         self._shown_at = -float("inf")
         self._num_seen = 0
-        self._step_seconds = 0.0
+        self._first_at = 0.0
         self._tokens_per_second = 0.0
         self._latest: StepView | None = None
         self._saving: SavingView | None = None
@@ -129,9 +129,9 @@ class Progress:
             if held:
                 self._lock.release()
 
-    def note_saved(self, step: int) -> None:
-        """The newest checkpoint is that of *step*, from now on."""
-        self._saved = (step, self._clock())
+    def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
+        """The newest checkpoint is that of *step*, which was made *seconds_ago*."""
+        self._saved = (step, self._clock() - max(seconds_ago, 0.0))
 
     def write_above(self, text: str) -> None:
         """Print *text* as lines of its own; a live line stays below it."""
@@ -166,9 +166,10 @@ class Progress:
     def _average(self, view: StepView) -> None:
         speed = view.num_tokens / view.seconds if view.seconds > 0 else 0.0
         self._num_seen += 1
+        if self._num_seen == 1:
+            self._first_at = self._clock()
         if self._num_seen <= 2:  # the first step of a process is slow, and says nothing about the others
-            self._step_seconds, self._tokens_per_second = view.seconds, speed
-        self._step_seconds += (1 - _SMOOTHING) * (view.seconds - self._step_seconds)
+            self._tokens_per_second = speed
         self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
 
     def _show(self, parts: list[str]) -> None:
@@ -193,7 +194,9 @@ class Progress:
         if self._saving is not None:
             return [*parts, str(self._saving)]
         if self.total_steps is not None and view.step < self.total_steps and self._num_seen > 1:
-            parts.append(f"{duration((self.total_steps - view.step) * self._step_seconds)} left")
+            # By the clock, so that validations and saves count; from the end of the first step, which is slow.
+            seconds = (self._clock() - self._first_at) / (self._num_seen - 1)
+            parts.append(f"{duration((self.total_steps - view.step) * seconds)} left")
         if self._saved is not None:
             step, at = self._saved
             parts.append(f"saved {step}, {duration(self._clock() - at)} ago")

@@ -35,15 +35,22 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
 
 
 class Tracking:
-    """Follows the logs in *run* from after step *after* until :meth:`close`; dies with this process, not before."""
+    """Follows the logs in *run* until :meth:`close`; ends after this process, however that ends, not before.
 
-    def __init__(self, run: Path, trackers: Mapping[str, Mapping[str, Any]], after: int) -> None:
+    The run goes on from step *after*; *went_back*: and leaves later checkpoints aside.
+    """
+
+    def __init__(
+        self, run: Path, trackers: Mapping[str, Mapping[str, Any]], after: int, *, went_back: bool = False
+    ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "automodel_ckpt.report.follow", str(run.absolute())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        # A session of its own: what kills the trainer's process group leaves it the time to send the rest.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
-        self._pipe.write(json.dumps({"trackers": trackers, "after": after}).encode() + b"\n")
+        job = {"trackers": trackers, "after": after, "went_back": went_back}
+        self._pipe.write(json.dumps(job).encode() + b"\n")
         self._pipe.flush()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -207,3 +208,27 @@ def test_help_and_version_are_instant_and_no_command_imports_torch(tmp_path: Pat
         started = time.monotonic()
         subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=tmp_path, capture_output=True)
         assert time.monotonic() - started < 5
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_a_pipe_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    checkpoint_in(tmp_path, 20)
+    heads = []
+    for columns, is_terminal in ((130, True), (60, True), (60, False)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda value=is_terminal: value)
+        assert main(["ls", str(tmp_path)]) == 0
+        text = re.sub("\x1b[^m]*m", "", capsys.readouterr().out)
+        heads.append(re.split("  +", text.splitlines()[0]))
+        assert max(map(len, text.splitlines())) <= columns or not is_terminal
+    assert [len(head) for head in heads] == [9, 3, 9]
+    assert heads[1] == ["checkpoint", "step", "val loss"]
+
+
+def test_a_hostile_name_of_a_whole_checkpoint_cannot_steer_the_terminal_either(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "run"
+    checkpoint_in(run, 20)
+    os.rename(checkpoint_in(run, 40), run / "evil\x1b]0;owned")
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "evil\\x1b]0;owned" in capsys.readouterr().out

@@ -23,10 +23,14 @@ from tests.support.history import write_run
 class Recorder:
     """A tracker that keeps what it gets; fails at a step where an option says so."""
 
+    forgets = False
+    is_durable = True
     got: list[tuple[int, dict[str, float]]]
+    attempt: int
 
-    def __init__(self, run: Path, memory: dict[str, Any], after: int, *, fails_at: int = 0) -> None:
+    def __init__(self, run: Path, memory: dict[str, Any], *, fails_at: int = 0) -> None:
         Recorder.got = []
+        Recorder.attempt = memory.get("attempt", 1)
         self.fails_at = fails_at
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -34,8 +38,14 @@ class Recorder:
             raise SystemExit("no\nmore")
         Recorder.got.append((step, dict(values)))
 
+    def forget(self, step: int) -> None:
+        Recorder.got.append((-step, {"forget": step}))
+
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
-        Recorder.got.append((-1, {}))
+        Recorder.got.append((0, {}))
 
 
 @pytest.fixture
@@ -50,25 +60,84 @@ def steps() -> list[int]:
 
 def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
     Follower(run, {"recorder": {}}, None).close()
-    assert steps() == [1, 2, 2, 2, 3, 4, 4, 4, -1]
+    assert steps() == [1, 2, 2, 2, 3, 4, 4, 4, 0]
     assert Recorder.got[0][1] == {
         "train/loss": pytest.approx(3.4325, abs=1e-3), "train/grad_norm": 2.0, "train/lr": 0.00025, "train/tps": 100.0,
         "train/tokens": 100,
     }  # fmt: skip
     assert {key for step, values in Recorder.got for key in values if step == 2} >= {"save/bytes", "val/loss"}
     Follower(run, {"recorder": {}}, None).close()
-    assert steps() == [-1], "it has all of it"
+    assert steps() == [0], "it has all of it"
 
 
-def test_a_run_that_went_back_sends_the_steps_after_that_again(run: Path) -> None:
+def cut_back(run: Path, step: int) -> list[str]:
+    """The log as a resume from *step* leaves it; returns the lines that went."""
+    lines = (run / "training.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    (run / "training.jsonl").write_text("".join(kept))
+    return lines[len(kept) :]
+
+
+@pytest.mark.parametrize(("forgets", "expected"), [(True, [-3, 3, 4, 4, 4, 0]), (False, [0])])
+def test_steps_that_a_resume_makes_again_stand_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool, expected: list[int]
+) -> None:
+    monkeypatch.setattr(Recorder, "forgets", forgets)
     Follower(run, {"recorder": {}}, 0).close()
-    Follower(run, {"recorder": {}}, 2).close()
-    assert steps() == [3, 4, 4, 4, -1]
+    again = cut_back(run, 2)
+    follower = Follower(run, {"recorder": {}}, 2)
+    with open(run / "training.jsonl", "a") as log:
+        log.writelines(again)
+    follower.close()
+    assert (steps(), Recorder.attempt) == (expected, 1)
+
+
+@pytest.mark.parametrize(("after", "went_back"), [(2, True), (0, False)])
+def test_a_run_that_went_back_or_began_anew_is_another_run_where_nothing_is_forgotten(
+    run: Path, after: int, went_back: bool
+) -> None:
+    Follower(run, {"recorder": {}}, 0).close()
+    Follower(run, {"recorder": {}}, after, went_back=went_back).close()
+    assert (steps(), Recorder.attempt) == ([1, 2, 2, 2, 3, 4, 4, 4, 0], 2)
+
+
+@pytest.mark.parametrize(("forgets", "expected"), [(True, [-4, 4, 4, 4, 5, 0]), (False, [4, 5, 0])])
+def test_what_a_kill_of_all_processes_kept_from_a_tracker_is_made_up_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool, expected: list[int]
+) -> None:
+    """The line of a save comes after its step's, and may be the one that was not read any more."""
+    monkeypatch.setattr(Recorder, "forgets", forgets)
+    log = run / "training.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]))
+    Follower(run, {"recorder": {}}, 0).feed()
+    log.write_text("".join(lines) + json.dumps({"step": 5, "loss": 1.0}) + "\n")
+    Follower(run, {"recorder": {}}, 4).close()
+    assert steps() == expected
 
 
 def test_a_tracker_added_later_gets_what_came_before_it(run: Path) -> None:
     Follower(run, {"recorder": {}}, 2).close()
     assert steps()[0] == 1
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_a_tracker_that_may_have_lost_something_in_a_kill_gets_all_of_it_as_another_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool
+) -> None:
+    monkeypatch.setattr(Recorder, "is_durable", is_durable)
+    Follower(run, {"recorder": {}}, 0).feed()
+    Follower(run, {"recorder": {}}, 4).close()
+    assert (len(steps()), Recorder.attempt) == ((1, 1) if is_durable else (9, 2))
+    Follower(run, {"recorder": {}}, 4).close()
+    assert len(steps()) == 1
+
+
+def test_a_run_has_one_process_that_sends_its_log(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with follow.holding(run, wait=False) as first, follow.holding(run, wait=False) as second:
+        assert (first, second) == (True, False)
+        assert main(["track", str(run), "--to", "tensorboard"]) == 2
+    assert "another process sends this run's log" in capsys.readouterr().err
 
 
 def test_lines_are_handed_on_when_they_are_complete(run: Path) -> None:
@@ -91,7 +160,7 @@ def test_a_failing_tracker_is_told_of_once_and_gets_nothing_more(run: Path) -> N
     assert told == ["tracker recorder gets nothing more, training goes on: SystemExit: no"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"step": "x"}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"sent": {"train": "x"}}}'])
 def test_a_damaged_memory_means_starting_over(run: Path, text: str) -> None:
     (run / follow.MEMORY).write_text(text)
     Follower(run, {"recorder": {}}, None).close()
