@@ -34,6 +34,7 @@ from automodel_ckpt.checkpoint.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.loading import Loader, shown
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.optimizer_state import places
 from automodel_ckpt.checkpoint.planner import ModelFormat, ModelLayout, Planner, Proposal, Save, SaveReport, plain
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
@@ -179,6 +180,7 @@ class Checkpointer:
                 for index, group in enumerate(item.value.param_groups):
                     options = {f"param_groups.{index}.{key}": group[key] for key in group if key != "params"}
                     refuse_unsafe_values(item.name, options)
+                    places(options)
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""

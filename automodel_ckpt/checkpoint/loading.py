@@ -8,15 +8,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
-
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.optimizer_state import FORMS, Forms, Room, forms_in, hand_over, places
 from automodel_ckpt.checkpoint.trees import (
     Owners,
     module_state,
@@ -112,7 +112,7 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
-        read_tree(self._path, tree, state, nested=False)
+        read_tree(self._path, tree, state)
         set_module_state(item.value, state, tied, strict=True)
 
     def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]) -> None:
@@ -121,15 +121,21 @@ class Loader:
         absent = {name: kind for name, kind in self._absent.items() if name in self._allow_missing}
         leave = _Leave(item.name, absent, groups, [group["params"] for group in mine["param_groups"]])
         new = {fqn for fqn in mine["state"] if leave.drops(f"{item.name}.state.{fqn}.")}
-        for fqn in self._without_state(item.name, tree, groups) | new:
+        forms, tree = self._forms(item.name, tree)
+        for fqn in (self._without_state(item.name, tree, groups) - {fqn for _, fqn in forms}) | new:
             mine["state"].pop(fqn, None)
-        flat = flatten_state_dict(state)[0]
+        parameters, flat = owners.parameters(item, mine), places(state)
         stored = {*tree.tensors, *tree.objects}
         tree = _only(tree, lambda name: leave.takes(name, both=name in flat))
-        here = {name: value for name, value in flat.items() if leave.takes(name, both=name in stored)}
+        Room(item.name, tree, forms, parameters).make_in(mine)
+        flat = places(state)
+        here = {n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)}
         self._refuse_differences(item, _without_others(item, tree, owners), here, leave.regrouped)
-        read_tree(self._path, tree, state, nested=True)
-        owners.set_optimizer_state(item, state[item.name])
+        read_tree(self._path, tree, here)
+        for name in tree.objects.keys() & here.keys():
+            holder, key = flat[name]
+            holder[key] = here[name]
+        hand_over(item.value, mine, parameters, partial(owners.set_optimizer_state, item))
         for scheduler in items:
             if scheduler.owner == item.name and scheduler.name in state:
                 scheduler.value.load_state_dict(state[scheduler.name][0])
@@ -144,6 +150,13 @@ class Loader:
                 "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
                 "or start anew in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling makes one)",
             )
+
+    def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
+        """What a tree says of containers in the state of the optimizer *name*, and the tree without that."""
+        forms = f"{name}.{FORMS}"
+        if forms not in tree.objects:
+            return {}, tree
+        return forms_in(read_object(self._path, tree, forms)), _only(tree, lambda entry: entry != forms)
 
     def _groups(self, name: str, tree: Tree) -> list[list[str]]:
         """The parameters of each group that the optimizer *name* had, by FQN."""

@@ -28,12 +28,13 @@ from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs import FileJob, Job
 from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, Part, StateRecord, TreePart
 from automodel_ckpt.checkpoint.objects import ObjectPlanner
+from automodel_ckpt.checkpoint.optimizer_state import digests_of_own, refuse_unlike
 from automodel_ckpt.checkpoint.placement import Placement
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.sealing import Draft
 from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_for_export
 from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values
-from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, whole_of
+from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, trained_by_all, whole_of
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 ModelFormat = Literal["safetensors", "torch_save"]
@@ -189,6 +190,9 @@ class Planner:
         for tree in snapshot.trees.values():
             refuse_unsafe_values(tree.name, tree.flat())
         digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+        for item in snapshot.items:
+            if item.kind == "optimizer" and self.save_optimizer and trained_by_all(item.value) is None:
+                digests |= digests_of_own(item.name, item.value)
         staging = None
         if self.ranks.rank == 0:
             states = {tree.name: tree.state_dict for tree in snapshot.trees.values()}
@@ -218,6 +222,7 @@ class Planner:
     def plan(self, save: Save, proposals: list[Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
         """What this rank has to write of trees and of objects, and the part that will say so; *save* learns how each
         attribute is stored."""
+        refuse_unlike([proposal.digests for proposal in proposals])
         part, jobs, snapshot = Part(self.ranks.rank), list[Job](), save.snapshot
         kinds = {item.name: item.kind for item in snapshot.items}
         for tree in snapshot.trees.values():

@@ -54,7 +54,7 @@ def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: Ne
     for source in {id(filling.source): filling.source for filling in fillings.values()}.values():
         mine = {fqn: f for fqn, f in fillings.items() if f.source is source and fqn in state}
         whole = {fqn: _renamed(source.tensors[f.name], fqn) for fqn, f in mine.items() if not f.resized}
-        read_tree(source.root, Tree("", whole, {}), {fqn: state[fqn] for fqn in whole}, nested=False)
+        read_tree(source.root, Tree("", whole, {}), {fqn: state[fqn] for fqn in whole})
         for fqn in mine.keys() - whole.keys():
             _fill_rows(source, source.tensors[mine[fqn].name], state[fqn], new_rows)
     set_module_state(module, state, tied, strict=True)
@@ -94,7 +94,7 @@ def _blocks(source: Tensors, stored: Tensor, first: int, stop: int) -> Iterator[
         rows = rows_of(stored, start, min(start + step, stop))
         block = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
         state: dict[str, Any] = {stored.fqn: block}
-        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), state, nested=False)
+        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), state)
         yield start, block
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.adapter import adapter_keys
 from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
 
 
@@ -229,6 +230,13 @@ class Owners:
         fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
         return [{fqns[id(p)]: _outline(p) for p in group["params"]} for group in item.value.param_groups]
 
+    def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What this rank's optimizer trains, by FQN; *state* is what :meth:`optimizer_state` gave."""
+        mine = [list(names) for names in self.groups(item)] if trained_by_all(item.value) is not None else None
+        named = mine or [group["params"] for group in state["param_groups"]]
+        trained = [group["params"] for group in item.value.param_groups]
+        return {fqn: p for names, ps in zip(named, trained, strict=True) for fqn, p in zip(names, ps, strict=True)}
+
     def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
         """What *state* has none for has none afterwards."""
         set_optimizer_state_dict(self.roof, item.value, dict(state), options=StateDictOptions(strict=False))
@@ -255,7 +263,10 @@ def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create:
     """
     schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
     with _made(item) if create else _as_it_is(item.value):
-        return {item.name: owners.optimizer_state(item), **schedulers}
+        state = owners.optimizer_state(item)
+    if not create and (forms := forms_of(state)):
+        state[FORMS] = (forms,)
+    return {item.name: state, **schedulers}
 
 
 @contextmanager

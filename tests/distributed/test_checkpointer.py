@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint import Manifest, durable
 from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import ranks, tiny
 
 
@@ -192,3 +192,63 @@ def test_all_ranks_fall_back_to_the_same_checkpoint_when_a_shard_is_damaged_or_f
     shutil.copy(tmp_path / "epoch_0_step_20" / shard, tmp_path / "epoch_0_step_60" / shard)
     (tmp_path / "epoch_0_step_40" / shard).unlink()
     assert ranks.run(resumed_step, 2, tmp_path) == [20, 20]
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps what *make* makes for each parameter, from the step on that *late* tells."""
+
+    make: Any = staticmethod(
+        lambda p: {"mean": p.detach() * 3, "count": torch.tensor(7), "note": "late", "deep": {1: p}}
+    )
+    late = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.late:
+            self.state.update({p: self.make(p.detach()) for group in self.param_groups for p in group["params"]})
+
+
+def keeping(strategy: str, seed: int, *, late: bool, make: Any = Keeping.make) -> SimpleNamespace:
+    made = build(strategy, seed)
+    made.optimizer = Keeping(made.model.parameters(), lr=0.1)
+    made.optimizer.late, made.optimizer.make = late, make
+    del made.lr_scheduler
+    made.optimizer.step()
+    return made
+
+
+def late_state(root: Path) -> list[str]:
+    """Save and load on two ranks; what is refused, in words."""
+    tiny.save(root / "run", saved := keeping("fsdp2", 0, late=True))
+    for strategy in ("fsdp2", "ddp"):
+        tiny.load(root / "run", loaded := keeping(strategy, 1, late=False))
+        assert_same_late_state(saved, loaded)
+    refused = []
+    tiny.save(root / "rows", keeping("fsdp2", 0, late=True, make=lambda p: {"row": torch.ones(2)}))
+    for directory, make, late in (
+        ("rows", Keeping.make, False),
+        ("own", lambda p: {"row": p.to_local() * 2}, True),
+        ("own", lambda p: {"deep": {"rows": p.to_local().numpy(), "all": p}}, True),
+    ):
+        made = keeping("fsdp2", 1, late=late, make=make)
+        with pytest.raises((CheckpointUnusable, RecipeError)) as caught:
+            tiny.save(root / directory, made) if late else tiny.load(root / directory, made)
+        refused.append(str(caught.value))
+    return refused
+
+
+def assert_same_late_state(one: SimpleNamespace, other: SimpleNamespace) -> None:
+    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        a, b = one.optimizer.state[mine], other.optimizer.state[theirs]
+        assert torch.equal(full(a["mean"]), full(b["mean"])) and torch.equal(full(a["deep"][1]), full(b["deep"][1]))
+        assert isinstance(b["mean"], DTensor) == isinstance(theirs, DTensor)
+        assert (b["count"], b["count"].dtype, b["note"]) == (7, torch.int64, "late")
+
+
+def test_state_that_an_optimizer_makes_late_is_loaded_by_ranks_or_refused(tmp_path: Path) -> None:
+    for refused in ranks.run(late_state, 2, tmp_path):
+        assert "only after some steps\n  where:  optimizer.state.model." in refused[0] and "[2], of a" in refused[0]
+        assert "of its own on each rank" in refused[1] and "optimizer.state.*.row" in refused[1]
+        assert "of its own on each rank" in refused[2] and "optimizer.state.*.deep" in refused[2]
+    assert not (tmp_path / "own/LATEST").exists()
+    tiny.load(tmp_path / "run", alone := keeping("single", 1, late=False))
+    assert alone.optimizer.state[alone.model.first.weight]["note"] == "late"

@@ -94,8 +94,7 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
         assert cut == (strategy == "columns")
         stored = open_weights(path).modules["model"]
         rows = {"embed.weight": torch.empty(2, 8)}
-        read_tree(stored.root, Tree("", {"embed.weight": rows_of(stored.tensors["embed.weight"], 2, 4)}, {}), rows,
-                  nested=False)  # fmt: skip
+        read_tree(stored.root, Tree("", {"embed.weight": rows_of(stored.tensors["embed.weight"], 2, 4)}, {}), rows)
         assert torch.equal(rows["embed.weight"], state["embed.weight"][2:4])
     for size, names in STRATEGIES.items():
         for results in ranks.run(loaded, size, tmp_path, names):

@@ -108,7 +108,7 @@ def save_all(made: list[Case], directory: Path) -> dict[str, Tensor]:
         for case in made:
             if case.saved.mesh in meshes:
                 state = {case.name: part_of(case.whole, case.saved, meshes[case.saved.mesh])}
-                tree = trees[case.number, rank] = TreePlan("model", "model", state, nested=False)
+                tree = trees[case.number, rank] = TreePlan("model", "model", state)
                 plans[case.number].append(tree.local())
     pieces: dict[str, list[Any]] = {case.name: [] for case in made}
     for rank in range(WORLD):
@@ -141,7 +141,7 @@ def load_all(made: list[Case], tensors: dict[str, Tensor], directory: Path) -> l
                 run_check=False, shape=expected.shape, stride=expected.stride(),
             )  # fmt: skip
             state = {case.name: target}
-            read_tree(directory, Tree("safetensors", {case.name: tensors[case.name]}, {}), state, nested=False)
+            read_tree(directory, Tree("safetensors", {case.name: tensors[case.name]}, {}), state)
             if not torch.equal(state[case.name].to_local(), expected.to_local()):
                 wrong.append(f"rank {rank}: {case.saved} -> {case.loaded} of {list(case.whole.shape)}")
     return wrong

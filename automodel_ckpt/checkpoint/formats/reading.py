@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -37,16 +36,12 @@ _REMEDY = "use another checkpoint of this run (`ckpt ls`)"
 class _Planner(DefaultLoadPlanner):
     """DCP's planner, except that values which are no tensors are unpickled by a reader that runs no code."""
 
-    def __init__(self, *, nested: bool) -> None:
-        super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=False, allow_partial_load=True)
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
-        loaded = plain.load(value.getvalue(), fqn)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[fqn], loaded)
-        else:
-            self.original_state_dict[fqn] = loaded
+        self.original_state_dict[fqn] = plain.load(value.getvalue(), fqn)
 
 
 def read_value(checkpoint: Path, file: str) -> Any:
@@ -75,13 +70,13 @@ def metadata_of(tree: Tree) -> Metadata:
     return Metadata(described)
 
 
-def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any], *, nested: bool) -> None:
-    """Fill *state_dict* with what the tree holds under its keys: tensors in place, other values replaced.
+def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any]) -> None:
+    """Fill a (flat) *state_dict* with what the tree holds under its keys: tensors in place, other values replaced.
 
-    *nested* state dicts (optimizers') are flattened as they were at the save. Keys that the tree lacks stay as they
-    are: compare first (:func:`differences`). Needs no other rank. Raises :class:`CheckpointUnusable` naming the file.
+    Keys that the tree lacks stay as they are: compare first (:func:`differences`). Needs no other rank. Raises
+    :class:`CheckpointUnusable` naming the file.
     """
-    planner = _Planner(nested=nested)
+    planner = _Planner()
     planner.set_up_planner(state_dict, metadata_of(tree))
     plan = planner.create_local_plan()
     pieces = {(piece.fqn, piece.offsets): piece for tensor in tree.tensors.values() for piece in in_one_piece(tensor)}

@@ -1,0 +1,187 @@
+"""Whatever an optimizer keeps comes back as it was, whenever it makes it; what could not is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.optimizer_state import forms_in
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from tests.support import tiny
+
+Entry = dict[Any, Any]
+
+
+class Keeping(torch.optim.Optimizer):
+    """Moves against the gradient, and from the third step on keeps what *make* makes for each parameter."""
+
+    def __init__(self, params: Any, make: Callable[[torch.Tensor], Entry], **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.make, self.steps = make, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+                if self.steps >= 3:
+                    self.state[parameter] = self.make(parameter)
+
+
+def keeping(make: Callable[[torch.Tensor], Entry], seed: int = 0, **options: Any) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    made.optimizer = Keeping(made.optimizer.param_groups[0]["params"], make, **options)
+    del made.lr_scheduler
+    return made
+
+
+def step(made: SimpleNamespace) -> None:
+    for parameter in made.optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 0.25)
+    made.optimizer.step()
+
+
+def alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Entry]] = {
+    "late tensors": lambda p: {"mean": p.detach() * 2, "count": torch.tensor(7), "row": torch.ones(3)},
+    "wider than the parameter": lambda p: {"mean": p.detach().double() / 3, "seen": torch.tensor([2**40])},
+    "text and arrays": lambda p: {"phase": "warm", "raw": b"x", "rows": np.arange(3.0), "rate": np.float32(0.5)},
+    "integer keys": lambda p: {0: p.detach() + 1, 1: 5, "1.5": "x"},
+    "integer keys within": lambda p: {"history": {10: p.detach() + 1, 20: [p.detach() + 2, None]}, "name": "x"},
+    "lists that grow": lambda p: {"old": [p.detach(), torch.ones(2)], "al": [None, torch.ones(())], "none": []},
+    "empty": lambda p: {"nothing": {}, "ordered": OrderedDict(a={}), "counted": Counter(a=2)},
+    "whole": lambda p: {"pair": (torch.ones(2), {3: "x"}), "maybe": None, "flag": True},
+    "only an empty one": lambda p: {"nothing": {}},
+}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_state_that_is_made_late_comes_back_as_it_was_again_and_again(
+    tmp_path: Path, make: Callable[[torch.Tensor], Entry]
+) -> None:
+    made = keeping(make)
+    for number in range(1, 5):
+        step(made)
+        tiny.save(tmp_path, made, step=number)
+        again = keeping(make, seed=9)
+        tiny.load(tmp_path, again)
+        mine, theirs = ([one.optimizer.state[p] for p in one.optimizer.param_groups[0]["params"]
+                         if p in one.optimizer.state] for one in (made, again))  # fmt: skip
+        assert alike(mine, theirs) and bool(mine) == (number >= 3), f"step {number}"
+        again.optimizer.steps = number
+        made = again
+
+
+def test_what_was_none_at_first_comes_back_as_the_tensor_that_it_became(tmp_path: Path) -> None:
+    made, again = keeping(lambda p: {"mean": p.detach() + 1}), keeping(lambda p: {"mean": None}, seed=1)
+    made.optimizer.steps = again.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    parameters = [one.optimizer.param_groups[0]["params"] for one in (made, again)]
+    assert [torch.equal(made.optimizer.state[p]["mean"], again.optimizer.state[q]["mean"])
+            for p, q in zip(*parameters, strict=True)] == [True] * 4  # fmt: skip
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentum: float) -> None:
+    def sgd(seed: int, value: float) -> SimpleNamespace:
+        made = tiny.recipe(seed)
+        made.optimizer = torch.optim.SGD(made.optimizer.param_groups[0]["params"], lr=0.1, momentum=value)
+        del made.lr_scheduler
+        return made
+
+    made, again = sgd(0, 0.9), sgd(1, momentum)
+    step(made)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    for one in (made, again):
+        step(one)
+    assert torch.equal(made.model.one_row, again.model.one_row) and again.optimizer.param_groups[0]["momentum"] == 0.9
+
+
+OPTIONS = {
+    "integer keys": {10: 0.1, "20": 0.2}, "within": {"a": {1: [{2: "x"}]}, "b": {}}, "ordered": OrderedDict({3: 1}),
+    "tensors": {5: torch.ones(2), "list": [torch.zeros(1)]}, "array": np.arange(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OPTIONS.values(), ids=OPTIONS)
+def test_an_option_comes_back_with_its_keys(tmp_path: Path, value: Any) -> None:
+    made, again = keeping(dict, plan=value), keeping(dict, plan=type(value)() if isinstance(value, dict) else 0)
+    tiny.checkpointer(tmp_path).check(discover(made))
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    assert alike(made.optimizer.param_groups[0]["plan"], again.optimizer.param_groups[0]["plan"])
+
+
+def test_an_optimizer_that_loads_in_its_own_way_is_given_all_of_it(tmp_path: Path) -> None:
+    class Own(Keeping):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.given = state_dict
+
+    made, again = (keeping(lambda p: {"phase": "warm", "rows": np.ones(1)}, seed) for seed in (0, 1))
+    again.optimizer.__class__ = Own
+    made.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    assert alike(again.optimizer.given["state"]["model.embed"], {"phase": "warm", "rows": np.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: {"bag": defaultdict(list, {1: p.detach()})}, r"model\.embed(.|\n)*collections\.defaultdict"),
+        (lambda p: {"history": {1: p.detach(), "1": 2}}, r"one name(.|\n)*embed\.history\.1(.|\n)*differ as text"),
+        (lambda p: {"a": {"b.c": 1}, "a.b": {"c": 2}}, r"one name(.|\n)*a\.b\.c"),
+    ],
+    ids=["unknown container", "keys of one text", "dots"],
+)  # fmt: skip
+def test_what_could_not_come_back_is_refused_at_the_save(
+    tmp_path: Path, make: Callable[[torch.Tensor], Entry], said: str
+) -> None:
+    made = keeping(make)
+    made.optimizer.steps = 2
+    step(made)
+    with pytest.raises(RecipeError, match=said):
+        tiny.save(tmp_path, made)
+
+
+def test_keys_of_one_text_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
+    made = keeping(dict, plan={1: 0, "1": 0})
+    with pytest.raises(RecipeError, match=r"one name(.|\n)*param_groups\.0\.plan\.1"):
+        tiny.checkpointer(tmp_path).check(discover(made))
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    made, again = keeping(lambda p: {"mean": p.detach()}), keeping(lambda p: {"other": p.detach()}, seed=1)
+    made.optimizer.steps = again.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    with pytest.raises(CheckpointUnusable, match=r"\+ optimizer\.state\.model\.embed\.other: here, but not saved"):
+        tiny.load(tmp_path, again)
+
+
+@pytest.mark.parametrize("value", [None, (), (1,), ({"a": 1},), [{}]], ids=repr)
+def test_forms_of_another_kind_say_nothing(value: Any) -> None:
+    assert forms_in(value) == {}
