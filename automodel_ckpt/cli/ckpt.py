@@ -21,7 +21,7 @@ from automodel_ckpt.cli import (
     track,
     upkeep,
 )
-from automodel_ckpt.cli.places import WHERE, find_checkpoint, run_around, run_directory, whole_checkpoint
+from automodel_ckpt.cli.places import WHERE, find_checkpoint
 from automodel_ckpt.cli.terminal import leave_reader, occupy_standard_streams, print_error, problem_json
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -114,17 +114,17 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 _WRITING = frozenset({"consolidate", "export", "import", "prune", "pin", "unpin", "plot", "track"})
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "ls": listing.ls,
-    "show": lambda arguments: show.show(arguments, whole_checkpoint),
+    "show": show.show,
     "consolidate": _consolidate,
-    "diff": lambda arguments: difference.diff(arguments, whole_checkpoint),
-    "export": lambda arguments: export.export(arguments, find_checkpoint),
+    "diff": difference.diff,
+    "export": export.export,
     "import": importing.import_,
-    "verify": lambda arguments: upkeep.verify(arguments, whole_checkpoint, run_directory),
-    "prune": lambda arguments: upkeep.prune(arguments, run_around),
-    "pin": lambda arguments: upkeep.pin(arguments, whole_checkpoint),
-    "unpin": lambda arguments: upkeep.pin(arguments, whole_checkpoint),
-    "track": lambda arguments: track.track(arguments, run_around),
-    "plot": lambda arguments: plot.plot(arguments, run_around),
+    "verify": upkeep.verify,
+    "prune": upkeep.prune,
+    "pin": upkeep.pin,
+    "unpin": upkeep.pin,
+    "track": track.track,
+    "plot": plot.plot,
     "completion": lambda arguments: completion.completion(arguments.shell, parser()),
 }
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.places import WHERE
+from automodel_ckpt.cli.places import WHERE, whole_checkpoint
+from automodel_ckpt.cli.saved import first_state, recipe_leaves
 from automodel_ckpt.cli.terminal import coloured, json_text, printable, table
 from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.difference import Held
-    from automodel_ckpt.config.nodes import Node
 
-Find = Callable[[Path], Path]
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # Of the recipe, what a resume takes from the checkpoint whatever the recipe says.
 _KEPT = {"seed": "seed", "shuffle": "dataloader.shuffle"}
@@ -56,9 +55,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return command
 
 
-def diff(arguments: argparse.Namespace, find: Find) -> int:
+def diff(arguments: argparse.Namespace) -> int:
     """Run the command. A difference is no failure: 0."""
-    a, b = (_side(find(Path(path))) for path in (arguments.a, arguments.b))
+    a, b = (_side(whole_checkpoint(Path(path))) for path in (arguments.a, arguments.b))
     document = _document(a, b)
     if arguments.json:
         print(json_text(document))
@@ -77,9 +76,7 @@ def _side(path: Path) -> Side:
 
     if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(path.parent / layout.MANIFEST):
         source = open_foreign(path)
-        return Side(
-            path, trees={"model": Held(source.root, source.tensors)}, recipe=recipe_leaves(path / layout.CONFIG)
-        )
+        return Side(path, trees={"model": Held(source.root, source.tensors)}, recipe=recipe_leaves(path))
     path = path if os.path.lexists(path / layout.MANIFEST) else path.parent
     manifest = Manifest.read(path)
     files = {name: record.files for name, record in manifest.state.items()}
@@ -87,38 +84,12 @@ def _side(path: Path) -> Side:
         path,
         {key: getattr(manifest, key) for key in _GENERAL},
         manifest.environment,
-        recipe_leaves(path / layout.CONFIG),
+        recipe_leaves(path),
         {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()},
         first_state(path, files.get("step_scheduler", ())),
         first_state(path, files.get("dataloader", ())),
         frozenset(name for name, record in manifest.state.items() if record.scope != "not saved"),
     )
-
-
-def recipe_leaves(path: Path) -> dict[str, str]:
-    """Dotted key to the text of each value; empty where there is no recipe, or none that can be read."""
-    from automodel_ckpt.config.nodes import read_file
-
-    if not path.is_file() or path.is_symlink():
-        return {}
-    root = read_file(path, [])
-    return dict(leaves(root)) if root else {}
-
-
-def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of each value of a recipe's tree."""
-    children = node.children()
-    if not children:
-        yield key, str(node)
-    for name, child in children:
-        yield from leaves(child, f"{key}.{name}" if key else name)
-
-
-def first_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:
-    """The state in the first of an attribute's files, where it is plain."""
-    from automodel_ckpt.checkpoint.plain_state import plain_state
-
-    return plain_state(checkpoint, files[0]) if files else {}
 
 
 def _document(a: Side, b: Side) -> dict[str, Any]:

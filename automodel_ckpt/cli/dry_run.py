@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.file_system import overlay_warning
-from automodel_ckpt.cli.difference import leaves, recipe_leaves
+from automodel_ckpt.cli.saved import recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.nodes import leaves
 from automodel_ckpt.distributed.sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -136,7 +137,7 @@ def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None) -> Rows:
 
 
 def _differences(loaded: LoadedRecipe, path: Path, world_size: int, sizes: Sizes | None) -> Rows:
-    before, now = _whole_lists(recipe_leaves(path / "config.yaml")), _whole_lists(dict(leaves(loaded.tree)))
+    before, now = _whole_lists(recipe_leaves(path)), _whole_lists(dict(leaves(loaded.tree)))
     given = {key for key, origin in loaded.origins.items() if origin != "default"}
     keys = [key for key in sorted({*before, *now}) if not key.startswith(_NOT_COMPARED)]
     # A key that the saved recipe lacks may be younger than it: what was done then is the default now.

@@ -9,11 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.places import WHERE
+from automodel_ckpt.cli.places import WHERE, find_checkpoint
 from automodel_ckpt.cli.terminal import print_path, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
-
-Find = Callable[[Path], Path]
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -43,9 +41,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return command
 
 
-def export(arguments: argparse.Namespace, find: Find) -> int:
+def export(arguments: argparse.Namespace) -> int:
     """Run the command; the path that was written is the only line on standard output."""
-    report = _TARGETS[arguments.to](arguments, find(Path(arguments.path)))
+    report = _TARGETS[arguments.to](arguments, find_checkpoint(Path(arguments.path)))
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE
@@ -73,7 +71,6 @@ def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     _refuse(arguments, "hf --merge", nproc=arguments.nproc != 1)
     from automodel_ckpt.checkpoint.merge import merge
-    from automodel_ckpt.checkpoint.merge_rules import Naming
     from automodel_ckpt.consolidate import say, summary
     from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.build import base_directory
@@ -81,7 +78,7 @@ def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
     report = merge(
         source, arguments.output, base=arguments.base, directory_of=base_directory,
-        naming_of=lambda directory: Naming(*outline(directory)), cast_dtype=arguments.cast_dtype,
+        naming_of=outline, cast_dtype=arguments.cast_dtype,
         cache=cache_directory(), log=say,
     )  # fmt: skip
     say(summary(report))

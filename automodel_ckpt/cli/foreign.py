@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.file_system import values_text
+from automodel_ckpt.checkpoint.wording import values_text
 from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
 from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text, table
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -169,7 +170,7 @@ def claim_last_word() -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     distributed = importlib.import_module("torch.distributed")
-    timeout = importlib.import_module("datetime").timedelta(seconds=STORE_SECONDS)
+    timeout = timedelta(seconds=STORE_SECONDS)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     key = f"automodel_ckpt/last_word/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:

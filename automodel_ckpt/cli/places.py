@@ -104,7 +104,7 @@ def whole_checkpoint(path: Path) -> Path:
 def _newest(run: Path) -> Path:
     from automodel_ckpt.checkpoint import resume
 
-    newest = next(resume.records(run, ""), None)
+    newest = resume.newest(run)
     if newest is None:
         raise nothing("no checkpoint here is complete", run, "", "`ckpt ls` says why")
     return (run / newest.name).resolve()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.places import run_around
 from automodel_ckpt.cli.terminal import can_print, print_path, printable
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -35,8 +36,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return plot
 
 
-def plot(arguments: argparse.Namespace, run_around: Callable[[Path], Path | None]) -> int:
-    """Raises :class:`CheckpointUnusable` where a path holds no run."""
+def plot(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises :class:`CheckpointUnusable` where a path holds no run."""
     from automodel_ckpt.report.history import read_history
 
     directories = [run_around(Path(path)) or Path(path) for path in arguments.paths]

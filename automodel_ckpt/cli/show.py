@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli import foreign
-from automodel_ckpt.cli.difference import first_state, recipe_leaves
-from automodel_ckpt.cli.places import add_path
+from automodel_ckpt.cli.places import add_path, whole_checkpoint
+from automodel_ckpt.cli.saved import first_state, recipe_leaves
 from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
 from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
@@ -19,7 +19,6 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 
-Find = Callable[[Path], Path]
 # Values of a recipe that say nothing.
 _UNSET = frozenset({"null", "[]", "{}"})
 
@@ -38,11 +37,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return command
 
 
-def show(arguments: argparse.Namespace, find: Find) -> int:
+def show(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from automodel_ckpt.checkpoint.manifest import Manifest
 
-    path = find(Path(arguments.path))
+    path = whole_checkpoint(Path(arguments.path))
     unchecked = foreign.document(path, arguments.stats) if path.is_dir() else None
     document = unchecked or _document(path, Manifest.read(path), arguments.stats)
     if arguments.json:
@@ -62,7 +61,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "path": str(path), "step": manifest.step, "epoch": manifest.epoch, "created": manifest.created,
         "world_size": manifest.world_size, "dp_size": manifest.dp_size, "nbytes": manifest.nbytes,
         "progress": dict(manifest.progress), "data_position": first_state(path, data.files) if data else {},
-        "losses": {**manifest.losses, **recall(path, manifest.digest)}, "config": recipe_leaves(path / "config.yaml"),
+        "losses": {**manifest.losses, **recall(path, manifest.digest)}, "config": recipe_leaves(path),
         "environment": dict(manifest.environment), "lineage": dict(manifest.lineage),
         "state": {name: asdict(record) for name, record in manifest.state.items()},
         "files": {name: record.size for name, record in manifest.files.items()},

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.checkpoint.file_system import size_text
+from automodel_ckpt.checkpoint.wording import size_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem

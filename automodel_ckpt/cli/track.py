@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.cli.places import run_around
 from automodel_ckpt.cli.terminal import print_error, printable
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, RecipeError
 from automodel_ckpt.report.trackers import TRACKERS
@@ -37,8 +37,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return track
 
 
-def track(arguments: argparse.Namespace, run_around: Callable[[Path], Path | None]) -> int:
-    """Exit code 1 where the tracker failed."""
+def track(arguments: argparse.Namespace) -> int:
+    """Run the command. Exit code 1 where the tracker failed."""
     from automodel_ckpt.report.follow import Follower, holding
     from automodel_ckpt.report.history import read_history
 

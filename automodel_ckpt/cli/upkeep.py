@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.places import add_path
+from automodel_ckpt.cli.places import add_path, run_around, run_directory, whole_checkpoint
 from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
-
-Find = Callable[[Path], Path]
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
@@ -64,13 +62,13 @@ def _at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def verify(arguments: argparse.Namespace, find: Find, run_directory: Callable[[Path], Path | None]) -> int:
+def verify(arguments: argparse.Namespace) -> int:
     """Exit code 3 where anything is wrong; every problem is printed."""
     from automodel_ckpt.checkpoint import resume
 
     path = Path(arguments.path)
     run = run_directory(path) if path.is_dir() else None
-    targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))] if run else [find(path)]
+    targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))] if run else [whole_checkpoint(path)]
     results = [(target, _problems(target, arguments)) for target in targets]
     _note(results)
     if arguments.json:
@@ -129,12 +127,12 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
     return problems + (verify_deep(checkpoint, manifest) if arguments.deep else [])
 
 
-def prune(arguments: argparse.Namespace, run_directory: Callable[[Path], Path | None]) -> int:
+def prune(arguments: argparse.Namespace) -> int:
     """Preview or remove; a live run in the directory is left alone."""
     from automodel_ckpt.checkpoint import policy, upkeep
     from automodel_ckpt.checkpoint.lease import Lease
 
-    run = run_directory(Path(arguments.path))
+    run = run_around(Path(arguments.path))
     if run is None:
         raise CheckpointUnusable(
             "there are no checkpoints here", where=arguments.path, value="", remedy="name a run directory"
@@ -190,11 +188,11 @@ def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
     print(total if freed else "nothing to remove: all that is there stays")
 
 
-def pin(arguments: argparse.Namespace, find: Find) -> int:
+def pin(arguments: argparse.Namespace) -> int:
     """Pin or unpin, as the command says."""
     from automodel_ckpt.checkpoint import upkeep
 
-    root, name = upkeep.run_of(find(Path(arguments.path)))
+    root, name = upkeep.run_of(whole_checkpoint(Path(arguments.path)))
     if arguments.command == "pin":
         upkeep.pin(root, name)
         done = True

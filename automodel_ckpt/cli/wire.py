@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from automodel_ckpt.cli.failure import FailureRecord
@@ -62,5 +63,5 @@ class Wire:
     def _connected(self) -> Any:
         distributed = importlib.import_module("torch.distributed")
         socket.create_connection(self._address, ANSWER_SECONDS).close()  # fails without a word of torch's
-        timeout = importlib.import_module("datetime").timedelta(seconds=ANSWER_SECONDS)
+        timeout = timedelta(seconds=ANSWER_SECONDS)
         return distributed.TCPStore(*self._address, is_master=False, timeout=timeout, wait_for_workers=False)

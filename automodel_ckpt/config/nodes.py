@@ -56,6 +56,15 @@ class Node:
         return node
 
 
+def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of each value of a recipe's tree."""
+    children = node.children()
+    if not children:
+        yield key, str(node)
+    for name, child in children:
+        yield from leaves(child, f"{key}.{name}" if key else name)
+
+
 def node_of(value: Any, origin: str = DEFAULT) -> Node:
     """The node that reads back as a Python value of a schema default."""
     if dataclasses.is_dataclass(value):
