@@ -16,10 +16,9 @@ from automodel_ckpt.checkpoint.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
-from automodel_ckpt.distributed import agree
+from automodel_ckpt.distributed.agree import together
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.sizes import choose_strategy
-from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
 from automodel_ckpt.models.build import base_directory
 from automodel_ckpt.models.fresh_base import make_base
@@ -41,16 +40,15 @@ def fresh_base(
     :class:`RecipeError`, the same on all."""
     section: Any = config.model
     assert config.peft is not None and config.peft.base_dir is not None
-    directory, failure = Path(config.peft.base_dir).expanduser(), None
-    try:
+    directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
+
+    def make() -> None:
         if layout.is_leader and make_base(
-            directory, model_config, auto_class=auto_class, dtype=section.dtype, seed=config.seed,
-            preprocessor=preprocessor,
-        ):  # fmt: skip
+            directory, model_config, auto_class=auto_class, dtype=section.dtype, seed=seed, preprocessor=preprocessor
+        ):
             log.info("it stands in %s, where the next start will find it", directory)
-    except AutomodelError as error:
-        failure = error
-    agree.all_or_nothing(layout.gloo_group, failure)
+
+    together(layout.gloo_group, make)
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.starting import Filling, fill_module, module_shap
 from automodel_ckpt.checkpoint.trees import name_in_files, unwrap
 from automodel_ckpt.checkpoint.weights import Tensors, open_weights
 from automodel_ckpt.config.schema import ModelConfig
-from automodel_ckpt.distributed.agree import gather_objects
+from automodel_ckpt.distributed.agree import gather_objects, together
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import base_directory, build_model, fresh_dtype
@@ -27,7 +27,7 @@ from automodel_ckpt.models.keys import Names, Verdict, compare
 from automodel_ckpt.models.meta import InitialValues, allocate, initialise, is_transient, on_meta
 from automodel_ckpt.models.names import InFiles, names_in_files
 from automodel_ckpt.models.vocabulary import set_size, tell_resized, vocabulary_names
-from automodel_ckpt.recipes.starting import MODEL, together
+from automodel_ckpt.recipes.starting import MODEL
 
 log = logging.getLogger("automodel_ckpt")
 

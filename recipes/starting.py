@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,14 +16,12 @@ from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.checkpoint.weights import Weights, open_weights
 from automodel_ckpt.config.schema import InitFromConfig
-from automodel_ckpt.distributed.agree import all_or_nothing
-from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.distributed.agree import together
 from automodel_ckpt.models.build import base_directory, require_local
 from automodel_ckpt.models.keys import Names, Verdict, compare
 
 log = logging.getLogger("automodel_ckpt")
 
-T = TypeVar("T")
 MODEL = "model"
 
 
@@ -54,17 +52,6 @@ def start_from(
 
     together(group, fill)
     return verdict
-
-
-def together(group: ProcessGroup | None, work: Callable[[], T]) -> T:
-    """What *work* returns, or on every rank the error that it raises on one."""
-    failure: BaseException | None = None
-    try:
-        done = work()
-    except (AutomodelError, OSError) as error:
-        failure = error
-    all_or_nothing(group, failure)
-    return done
 
 
 def _found(

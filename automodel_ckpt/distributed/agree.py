@@ -58,6 +58,18 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
         raise _combined(failed, len(reports)) from error
 
 
+def together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+    """What *work* returns, or on every rank the error that it raises on one (see :func:`all_or_nothing`): one of ours,
+    or an OSError."""
+    failure: BaseException | None = None
+    try:
+        done = work()
+    except (AutomodelError, OSError) as error:
+        failure = error
+    all_or_nothing(group, failure)
+    return done
+
+
 def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
     """Call *work*, which may take any time, and return its value when every rank's is done.
 
