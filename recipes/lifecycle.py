@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.discovery import left_out
+from automodel_ckpt.checkpoint.file_system import size_text
 from automodel_ckpt.checkpoint.resume import checkpoint_names
-from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed

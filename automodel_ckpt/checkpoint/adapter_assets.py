@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.base_identity import BaseIdentity
-from automodel_ckpt.checkpoint.export_source import EXPECTED_TENSORS, BaseMaps
+from automodel_ckpt.checkpoint.base_maps import EXPECTED_TENSORS, BaseMaps
 from automodel_ckpt.checkpoint.hf_assets import HFAssets, TensorSpec
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.errors import CheckpointUnusable
@@ -82,13 +82,6 @@ class AdapterAssets:
         """What the side files take, about: known where the base was not read, too."""
         records = (_json(self._peft_config), _json(self._description))
         return sum(map(len, (*self._tokenizer_files.values(), *records)))
-
-    def write(self, directory: Path) -> None:
-        """Write what an export from shards needs to *directory*, which is made where it is missing. Raises OSError."""
-        for name, data in self.files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
 
     def refuse_other_base(self, checkpoint: Path, directory: str) -> None:
         """Raise :class:`CheckpointUnusable` unless the adapters in the module's *directory* of *checkpoint* belong to

@@ -20,11 +20,13 @@ from typing import Any
 
 import xxhash
 
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.durable import file_record
 from automodel_ckpt.checkpoint.manifest import FileRecord
 from automodel_ckpt.errors import RecipeError, os_problem
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_INDEXES = (layout.HF_INDEX, "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _NUM_THREADS = 4
 
@@ -54,7 +56,7 @@ class BaseIdentity:
 def combined_digest(digests: Mapping[str, str]) -> str:
     """One digest of {file name: digest}."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
-    return "xxh3_128:" + xxhash.xxh3_128(lines.encode()).hexdigest()
+    return digest_of(lines.encode())
 
 
 def identify_base(name: str, directory: Path, *, run: Path, cache: Path | None = None) -> BaseIdentity:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, in_one_piece, intersection
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, intersection
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.float_cast import Array
@@ -61,7 +62,7 @@ class BoxReader:
         for piece, values in self._maps:
             common = intersection(piece.box, box) if box.sizes else Box((), ())
             if common is not None:
-                result[_within(common, box)] = values[_within(common, piece.box)]
+                result[common.within(box)] = values[common.within(piece.box)]
         return result
 
     def wide(self, raw: Array) -> Array:
@@ -76,8 +77,3 @@ class BoxReader:
         if dtype in EIGHT_BIT_FLOATS:
             return eight_bit_values(dtype)[raw]
         return cast(raw.view(storage_dtype(dtype, DTYPE_BITS[dtype])), dtype, "F64")
-
-
-def _within(common: Box, box: Box) -> tuple[slice, ...]:
-    triples = zip(common.offsets, common.sizes, box.offsets, strict=True)
-    return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in triples)

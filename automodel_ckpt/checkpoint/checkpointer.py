@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.async_saves import AsyncSaves, on_cuda
 from automodel_ckpt.checkpoint.direct import METER
 from automodel_ckpt.checkpoint.discovery import Item, classify
-from automodel_ckpt.checkpoint.file_system import overlay_warning, size_text
+from automodel_ckpt.checkpoint.file_system import overlay_warning
 from automodel_ckpt.checkpoint.forecast import Forecast
 from automodel_ckpt.checkpoint.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.jobs import run_all
@@ -43,6 +43,7 @@ from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_valu
 from automodel_ckpt.checkpoint.together import failing_together
 from automodel_ckpt.checkpoint.trees import Owners, module_state
 from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
     AutomodelError,

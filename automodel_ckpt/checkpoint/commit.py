@@ -29,7 +29,7 @@ import uuid
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.durable import DurableFile, file_record
+from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
@@ -47,26 +47,13 @@ def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
     return file.close()
 
 
-def adopt(root: Path, directory: str) -> dict[str, FileRecord]:
-    """Make files that a library wrote below *directory* as durable, digested and readable as our own, by their names
-    relative to *root*."""
-    mask = os.umask(0)
-    os.umask(mask)
-    records = {}
-    for path in sorted((root / directory).rglob("*")):
-        if path.is_file():
-            os.chmod(path, 0o666 & ~mask)
-            records[path.relative_to(root).as_posix()] = _sync(path)
-    return records
-
-
-def _sync(path: Path) -> FileRecord:
+def fsync_file(path: Path) -> None:
+    """Make a file durable that a library wrote, but for its directory entry."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return file_record(path)
 
 
 def replace_file(path: Path, data: bytes) -> None:

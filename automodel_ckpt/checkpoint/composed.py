@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.inside import open_inside
 from automodel_ckpt.checkpoint.manifest import COMPOSED, FileRecord, Part
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
@@ -110,4 +111,4 @@ def _digest(blocks: Iterable[memoryview]) -> str:
     for block in blocks:
         hashed.update(block)
         block.release()
-    return "xxh3_128:" + hashed.hexdigest()
+    return digest_from(hashed)

@@ -21,8 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.base_maps import maps_of
 from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
 from automodel_ckpt.checkpoint.copy_engine import Digested, Workers, copy
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export_blocks import shares
 from automodel_ckpt.checkpoint.export_files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export_output import create_output
@@ -33,11 +35,11 @@ from automodel_ckpt.checkpoint.export_plan import (
     parse_cast_dtype,
 )
 from automodel_ckpt.checkpoint.export_publish import Log, check_target, staged
-from automodel_ckpt.checkpoint.export_source import Source, maps_of, open_source
+from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.manifest import digest_of
 from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.checkpoint.source import Source
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
 

@@ -19,16 +19,17 @@ from typing import Any
 
 import xxhash
 
+from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.direct import SECTOR_BYTES, block_of
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export_blocks import BLOCK_BYTES, Block, Read, Segment, Stretch, blocks, boxes
 from automodel_ckpt.checkpoint.export_input import Inputs
 from automodel_ckpt.checkpoint.export_output import Clonable, Output
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, intersection
+from automodel_ckpt.checkpoint.slices import Slice, intersection
 from automodel_ckpt.errors import SaveFailed
 
 # A read can be four times what it becomes: F64 to BF16.
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
-_ALGORITHM = "xxh3_128:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class _Run:
             self._digests[key].update(data)
             at += read.nbytes
             if read.is_last:
-                found = _ALGORITHM + self._digests.pop(key).hexdigest()
+                found = digest_from(self._digests.pop(key))
                 if read.piece.digest not in (None, found):
                     self.written.damaged.append(read.piece)
                     self._stop()
@@ -216,7 +217,7 @@ class _Run:
         self._digests[key].update(data[segment.start - block.start : segment.stop - block.start])
         nbytes = segment.tensor.nbytes
         if segment.last * DTYPE_BITS[segment.tensor.dtype] // 8 == nbytes:
-            found = _ALGORITHM + self._digests.pop(key).hexdigest()
+            found = digest_from(self._digests.pop(key))
             self.written.parts.append(Digested(block.file, segment.stop - nbytes, nbytes, found))
 
     @staticmethod
@@ -287,10 +288,6 @@ def place(segment: Segment, pieces: Sequence[tuple[Read, memoryview]], out: memo
             if common is not None:
                 begin, taken[number] = taken[number], taken[number] + common.numel
                 part = array[begin : taken[number]].reshape(common.sizes)
-                cast_into(part, source, target, values[_within(common, box)])
-
-
-def _within(common: Box, box: Box) -> tuple[Any, ...]:
-    triples = zip(common.offsets, common.sizes, box.offsets, strict=True)
-    # The ellipsis makes it a view even where there are no dimensions.
-    return (*(slice(offset - origin, offset - origin + size) for offset, size, origin in triples), ...)
+                # The ellipsis makes it a view even where there are no dimensions.
+                place_in: tuple[Any, ...] = (*common.within(box), ...)
+                cast_into(part, source, target, values[place_in])

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_source import Source
-from automodel_ckpt.checkpoint.file_system import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.formats.dcp import DcpContent, read_content, read_tensors
+from automodel_ckpt.checkpoint.source import Source
+from automodel_ckpt.checkpoint.wording import left_out, others_text, values_text
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Under which of these a nested state dict keeps the model's own.

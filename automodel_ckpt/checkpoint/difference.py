@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.box_reader import INTEGERS, BoxReader, boxes
-from automodel_ckpt.checkpoint.slices import ORDINARY_FLOATS, Tensor
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.slices import Tensor
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.float_cast import Array

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import xxhash
 
+from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, write_all
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
@@ -95,7 +96,7 @@ class DurableFile:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-            self.record = FileRecord(self._written, "xxh3_128:" + self._hash.hexdigest())
+            self.record = FileRecord(self._written, digest_from(self._hash))
         return self.record
 
     def __enter__(self) -> DurableFile:
@@ -175,7 +176,7 @@ def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int,
     while done < left and (count := os.preadv(descriptor, [buffer[: left - done]], start + done)):
         hashed.update(buffer[:count])
         done += count
-    return done, "xxh3_128:" + hashed.hexdigest()
+    return done, digest_from(hashed)
 
 
 def preallocate(descriptor: int, nbytes: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.export_plan import ExportTensor, OutputFile
-from automodel_ckpt.checkpoint.slices import Box, Slice, in_one_piece, nbytes_of
+from automodel_ckpt.checkpoint.slices import Box, Slice, flat_index, in_one_piece, nbytes_of
 
 BLOCK_BYTES = 2 << 20
 
@@ -116,7 +116,7 @@ class _Elements:
         self.tensor, self.start, self.stop = tensor, start, start + tensor.nbytes
         shape = tensor.stored.shape
         filled = [piece for piece in in_one_piece(tensor.stored) if piece.nbytes]
-        found = ((_flat(p.offsets, shape), _last(p.box, shape), p, p.box) for p in filled)
+        found = ((flat_index(p.offsets, shape), _last(p.box, shape), p, p.box) for p in filled)
         self._pieces = sorted(found, key=_first_of)
         self._firsts = [first for first, *_ in self._pieces]
         self.as_is = tensor.dtype == tensor.stored.dtype and all(
@@ -143,15 +143,8 @@ def _first_of(item: tuple[int, int, Slice, Box]) -> int:
     return item[0]
 
 
-def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
-    at = 0
-    for position, extent in zip(index, shape, strict=True):
-        at = at * extent + position
-    return at
-
-
 def _last(box: Box, shape: Sequence[int]) -> int:
-    return _flat([offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True)], shape)
+    return flat_index([offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True)], shape)
 
 
 def elements_before(box: Box, shape: Sequence[int], flat: int) -> int:

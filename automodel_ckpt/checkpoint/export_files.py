@@ -8,22 +8,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.copy_engine import Digested
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.durable import file_record
-from automodel_ckpt.checkpoint.export_plan import INDEX, ExportTensor, Plan, quantized_in_base
-from automodel_ckpt.checkpoint.export_publish import EXPORT_MANIFEST
-from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps, Source
+from automodel_ckpt.checkpoint.export_plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.inside import read_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.source import Source
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
 
-_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 # Tokenizers of large vocabularies take some ten megabytes.
 _MAX_SIDE_BYTES = 128 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -38,7 +36,9 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
     """The content of every other file of the export, and what the user should know about them."""
     directory = source.metadata_directory
     if directory is None:
-        return {INDEX: plan.index()}, ["there is no .hf_metadata: the export has no config.json and no tokenizer"]
+        return {layout.HF_INDEX: plan.index()}, [
+            "there is no .hf_metadata: the export has no config.json and no tokenizer"
+        ]
     try:
         names = _side_names(source, directory)
         files = {name: read_inside(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
@@ -46,13 +46,13 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
         raise CheckpointUnusable.all_of([problem]) from None
     warnings = []
-    if clash := sorted(name for name in files if name == INDEX or name.endswith(".safetensors")):
+    if clash := sorted(name for name in files if name == layout.HF_INDEX or name.endswith(".safetensors")):
         warnings.append(f"left out, since the export writes such files itself: {', '.join(map(repr, clash))}")
-    kept = {name: data for name, data in files.items() if name not in clash and name != EXPORT_MANIFEST}
+    kept = {name: data for name, data in files.items() if name not in clash and name != layout.EXPORT_MANIFEST}
     if "config.json" in kept:
         kept["config.json"], more = agreeing_config(kept["config.json"], plan, maps, directory / "config.json")
         warnings += more
-    return kept if maps.is_adapter else {**kept, INDEX: plan.index()}, warnings
+    return kept if maps.is_adapter else {**kept, layout.HF_INDEX: plan.index()}, warnings
 
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
@@ -60,7 +60,7 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
     if not source.finished or source.manifest is None:
         return [name for name in _regular_files(directory) if name not in MAPS]
     names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
-    made_anew = {INDEX, layout.CONSOLIDATE_SCRIPT}
+    made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT}
     return [name for name in names if name not in made_anew and not name.endswith((".safetensors", ".bin"))]
 
 
@@ -89,20 +89,11 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
         )  # fmt: skip
     before = json.dumps(config)
     tensors = [tensor for file in plan.files for tensor in file.tensors]
-    if (code := _main_dtype(tensors)) is not None:
-        _set_dtype(config, _TORCH_NAMES[code])
+    if (code := main_dtype((tensor.dtype, tensor.nbytes) for tensor in tensors)) is not None:
+        _set_dtype(config, TORCH_NAMES[code])
     warnings = _drop_quantization(config, tensors, maps)
     unchanged = json.dumps(config) == before
     return (raw if unchanged else json.dumps(config, indent=2).encode() + b"\n"), warnings
-
-
-def _main_dtype(tensors: Iterable[ExportTensor]) -> str | None:
-    """The ordinary float dtype of most elements; None where there is none."""
-    numels: Counter[str] = Counter()
-    for tensor in tensors:
-        if tensor.dtype in ORDINARY_FLOATS:
-            numels[tensor.dtype] += tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype]
-    return max(numels, key=lambda code: numels[code], default=None)
 
 
 def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
@@ -149,7 +140,7 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
         "casts": {f"{a}->{b}": count for (a, b), count in sorted(plan.casts.items())},
         "files": _listed(plan, staging, parts),
     }
-    commit.write_file(staging / EXPORT_MANIFEST, json.dumps(document).encode() + b"\n")
+    commit.write_file(staging / layout.EXPORT_MANIFEST, json.dumps(document).encode() + b"\n")
 
 
 def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, dict[str, Any]]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.safetensors_header import build_header
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, ORDINARY_FLOATS, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
-INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000
 _CAST_NAMES = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "half": "F16",

@@ -22,7 +22,6 @@ from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.verify import MAX_LIST_BYTES
 from automodel_ckpt.errors import SaveFailed, os_problem
 
-EXPORT_MANIFEST = layout.EXPORT_MANIFEST
 _REMEDY = "free space or choose another --output; nothing was changed"
 
 Log = Callable[[str], None]
@@ -58,8 +57,8 @@ def _files(directory: Path) -> set[str]:
 def _exported_files(directory: Path) -> set[str]:
     """The files that the export in *directory* lists as its own; none where there is no such list."""
     try:
-        document = json.loads(read_inside(directory, EXPORT_MANIFEST, limit=MAX_LIST_BYTES))
-        return {*document["files"], EXPORT_MANIFEST}
+        document = json.loads(read_inside(directory, layout.EXPORT_MANIFEST, limit=MAX_LIST_BYTES))
+        return {*document["files"], layout.EXPORT_MANIFEST}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
@@ -80,8 +79,7 @@ def staged(target: Path, log: Log) -> Iterator[Path]:
             check_target(target)
             _publish(staging, target, log)
     except OSError as error:
-        problem = os_problem(error, "the export could not be written", remedy=_REMEDY)
-        raise SaveFailed(problem.what, where=problem.where, value=problem.value, remedy=problem.remedy) from error
+        raise SaveFailed.all_of([os_problem(error, "the export could not be written", remedy=_REMEDY)]) from error
     finally:
         # After a swap the staging name holds the export that was replaced.
         commit.discard(staging)

@@ -1,4 +1,4 @@
-"""What a consolidation reads: the slices of a checkpoint's model, and the side files that describe its base.
+"""What a consolidation reads, opened: a checkpoint of ours, a bare directory of shards, or one of PyTorch DCP.
 
 A checkpoint of ours says all in its manifest. A bare directory of safetensors shards (PyTorch's
 HuggingFaceStorageWriter, NeMo AutoModel, a model/ copied alone) says in each header's ``DCP_SHARDING_INFO`` where its
@@ -12,78 +12,23 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.file_system import left_out, values_text
-from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
+from automodel_ckpt.checkpoint.dcp_source import open_dcp
+from automodel_ckpt.checkpoint.inside import is_hollow
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault, whole_tensor
+from automodel_ckpt.checkpoint.source import Source
+from automodel_ckpt.checkpoint.wording import left_out, values_text
 from automodel_ckpt.errors import CheckpointUnusable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 MODEL = "model"
 FINISHED = "hf"
-FILE_INDEX_MAP = "fqn_to_file_index_mapping.json"
-DTYPE_MAP = "fqn_to_dtype_mapping.json"
-EXPECTED_TENSORS = "expected_tensors.json"
-MAPS = frozenset({FILE_INDEX_MAP, DTYPE_MAP, EXPECTED_TENSORS})
 _SHARD_SUFFIXES = (".safetensors", ".distcp")
-# A line of a hundred bytes for each of some hundred thousand tensors; parsed it takes up to 25 times as much.
-_MAX_MAP_BYTES = 16 << 20
-_TORCH_NAMES = {
-    "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",
-    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8",
-    "int16": "I16", "int32": "I32", "int64": "I64", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "complex64": "C64", "complex128": "C128",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Slices to export: their files are relative to *root*.
-
-    *manifest*, where there is one, names no other files than those that the export reads. A *finished* source is a
-    model directory of Hugging Face files already: its tensors are whole, under the names that they have there.
-    """
-
-    root: Path
-    model_directory: Path
-    tensors: Mapping[str, Tensor]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    manifest: Manifest | None = None
-    notes: tuple[str, ...] = ()
-    finished: bool = False
-
-    @property
-    def metadata_directory(self) -> Path | None:
-        """``.hf_metadata``, where the source has one; of a finished one the model's directory."""
-        if self.finished:
-            return self.model_directory
-        path = self.model_directory / layout.HF_METADATA
-        return path if path.is_dir() and not path.is_symlink() else None
-
-
-@dataclass(frozen=True, slots=True)
-class BaseMaps:
-    """What is known of the base model: per tensor its file (from 1), its dtype, and its shape; None where unknown. Of
-    an adapter it is the adapter itself, which is one file under a name of its own."""
-
-    file_index: Mapping[str, int] | None = None
-    dtype: Mapping[str, str] | None = None
-    shape: Mapping[str, tuple[int, ...]] | None = None
-    tie_word_embeddings: bool = False
-    is_adapter: bool = False
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """The names an export must hold, exactly; None where nothing is known of the base."""
-        known = self.shape if self.shape is not None else self.file_index
-        return None if known is None else frozenset(known)
 
 
 def open_source(path: Path) -> Source:
@@ -105,35 +50,6 @@ def open_source(path: Path) -> Source:
         raise _unusable("this checkpoint was never finished", path, f"it has no {layout.MANIFEST}")
     inner = path / MODEL
     return _from_headers(inner if inner.is_dir() and not _shards(path) else path)
-
-
-def maps_of(source: Source) -> BaseMaps:
-    """What is known of the base. Raises as :func:`read_maps`."""
-    if not source.finished:
-        return read_maps(source.metadata_directory)
-    names = sorted({tensor.slices[0].file for tensor in source.tensors.values()})
-    index = {key: names.index(tensor.slices[0].file) + 1 for key, tensor in source.tensors.items()}
-    return BaseMaps(index, None, {key: tensor.shape for key, tensor in source.tensors.items()})
-
-
-def read_maps(directory: Path | None) -> BaseMaps:
-    """The base's maps in ``.hf_metadata``. Raises :class:`CheckpointUnusable` for a map of another form."""
-    if directory is None:
-        return BaseMaps()
-    index, dtype = _read_map(directory, FILE_INDEX_MAP), _read_map(directory, DTYPE_MAP)
-    expected, config = _read_map(directory, EXPECTED_TENSORS), _read_map(directory, "config.json") or {}
-    return BaseMaps(
-        None if index is None else _file_numbers(index, directory / FILE_INDEX_MAP),
-        None if dtype is None else {fqn: dtype_code(str(name)) for fqn, name in dtype.items()},
-        None if expected is None else _shapes(expected, directory / EXPECTED_TENSORS),
-        bool(config.get("tie_word_embeddings", False)),
-        is_adapter=(directory / layout.ADAPTER_CONFIG).is_file(),
-    )
-
-
-def dtype_code(name: str) -> str:
-    """The safetensors code of a dtype's name, itself a code or torch's (``torch.bfloat16``); others pass through."""
-    return name if name in DTYPE_BITS else _TORCH_NAMES.get(name.removeprefix("torch."), name)
 
 
 def _from_manifest(checkpoint: Path, directory: Path) -> Source:
@@ -164,15 +80,13 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
 
 def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree) -> Source:
     files = {path: record for path, record in manifest.files.items() if path.startswith(f"{directory.name}/")}
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted({piece.file for tensor in tree.stored for piece in tensor.slices}):
         try:
             entries = read_header(checkpoint / path).tensors
         except OSError as error:
             raise _unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
-        for key, (dtype, shape, start, end) in entries.items():
-            whole = Slice(key, dtype, (0,) * len(shape), shape, path, start, end - start)
-            tensors[key] = Tensor(key, dtype, shape, (whole,))
+        tensors |= {key: whole_tensor(key, e.dtype, e.shape, path, e.start) for key, e in entries.items()}
     restricted = dataclasses.replace(manifest, files=files, trees={directory.name: tree})
     return Source(checkpoint, directory, tensors, {}, restricted, finished=True)
 
@@ -226,8 +140,6 @@ def _from_headers(directory: Path) -> Source:
 
 
 def _from_dcp(directory: Path, names: Iterable[str]) -> Source:
-    from automodel_ckpt.checkpoint.dcp_source import open_dcp
-
     _refuse_links(directory, names)
     _refuse_odd(directory, names)
     return open_dcp(directory)
@@ -262,18 +174,12 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
 
 def _slice(fqn: str, header: Header, info: Mapping[str, Any], path: Path) -> tuple[Slice, tuple[int, ...] | None]:
     entry, stated = header.tensors[fqn], info.get(fqn)
-    offsets = _counts(stated.get("saved_offsets") if isinstance(stated, dict) else None)
-    shape = _counts(stated.get("global_shape")) if isinstance(stated, dict) and "global_shape" in stated else None
+    offsets = counts(stated.get("saved_offsets") if isinstance(stated, dict) else None)
+    shape = counts(stated.get("global_shape")) if isinstance(stated, dict) and "global_shape" in stated else None
     if offsets is None or len(offsets) != len(entry.shape):
         raise _unusable(f"the header does not say where its slice of {fqn!r} belongs", path, repr(stated)[:200])
     piece = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, entry.end - entry.start)
     return piece, shape
-
-
-def _counts(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
-        return None
-    return tuple(value)
 
 
 def _whole(fqn: str, pieces: list[Slice], shape: tuple[int, ...] | None, directory: Path) -> Tensor:
@@ -288,37 +194,6 @@ def _whole(fqn: str, pieces: list[Slice], shape: tuple[int, ...] | None, directo
         files = ", ".join(sorted({piece.file for piece in pieces}))
         raise _unusable(f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}")
     return Tensor(fqn, pieces[0].dtype, shape, tuple(pieces))
-
-
-def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
-    path = directory / name
-    try:
-        value = json.loads(read_inside(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable("this side file cannot be read", path, repr(error)[:300]) from None
-    if not isinstance(value, dict):
-        raise _unusable("this side file is not a JSON mapping", path, type(value).__name__)
-    return value
-
-
-def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """File numbers as they stand; the base's file names (``weight_map``) are numbered in their order."""
-    if all(isinstance(value, str) for value in raw.values()):
-        number = {name: index for index, name in enumerate(sorted(set(raw.values())), start=1)}
-        return {fqn: number[name] for fqn, name in raw.items()}
-    if not all(type(value) is int and value > 0 for value in raw.values()):
-        raise _unusable("this map does not give file numbers from 1", path, "see the map")
-    return dict(raw)
-
-
-def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    shapes = {fqn: _counts(entry.get("shape") if isinstance(entry, dict) else None) for fqn, entry in raw.items()}
-    for fqn, shape in shapes.items():
-        if shape is None:
-            raise _unusable(f"this map gives no shape for {fqn!r}", path, repr(raw[fqn])[:200])
-    return {fqn: shape for fqn, shape in shapes.items() if shape is not None}
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:

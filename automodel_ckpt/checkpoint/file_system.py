@@ -1,4 +1,4 @@
-"""What kind of file system a directory is on, and sizes in words. Imports no torch."""
+"""What kind of file system a directory is on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,37 +6,14 @@ import os
 import re
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.wording import size_text as size_text
+
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 OVERLAY_WARNING = (
     "{} is on an overlay file system: in a container what is saved there is gone with the container. Mount a directory "
     "of the host in its place (docker run -v /data/checkpoints:{} ...)"
 )
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes in decimal units: ``1.2 MB``."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < (1000 if unit == "B" else 999.95) or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def values_text(number: int) -> str:
-    """How many values beside tensors: ``1 value that is not a tensor``."""
-    return "1 value that is not a tensor" if number == 1 else f"{number} values that are not tensors"
-
-
-def others_text(number: int) -> str:
-    """How many tensors of others than the model: ``1 tensor that is not the model's``."""
-    return "1 tensor that is not the model's" if number == 1 else f"{number} tensors that are not the model's"
-
-
-def left_out(text: str, number: int) -> str:
-    """``1 value … is left out``."""
-    return f"{text} {'is' if number == 1 else 'are'} left out"
 
 
 def overlay_warning(directory: Path) -> str | None:

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_source import Source, open_source
+from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.formats.dcp import read_content, read_tensors
 from automodel_ckpt.checkpoint.hf_source import is_hf_directory, open_hf, tensors_in
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.source import Source
 from automodel_ckpt.errors import CheckpointUnusable
 
 DCP, SHARDS, HF, ADAPTER = "PyTorch DCP", "safetensors shards", "Hugging Face files", "PEFT adapter"
-ADAPTER_FILE = "adapter_model.safetensors"
 _MAX_LOSSES_BYTES = 1 << 20
 _MAX_FILES = 100_000
 
@@ -80,7 +80,7 @@ def kind_of(directory: Path) -> str | None:
         return None
     if os.path.lexists(directory / layout.DCP_METADATA):
         return DCP
-    if os.path.lexists(directory / ADAPTER_FILE):
+    if os.path.lexists(directory / layout.ADAPTER_MODEL):
         return ADAPTER
     if is_hf_directory(directory):
         return HF
@@ -121,7 +121,7 @@ def stored_tensors(directory: Path, kind: str) -> tuple[Path, Mapping[str, Tenso
     if kind == DCP:
         return directory, {tensor.fqn: tensor for tensor in read_tensors(directory, read_content(directory))}
     if kind == ADAPTER:
-        return directory, tensors_in(directory, ADAPTER_FILE)
+        return directory, tensors_in(directory, layout.ADAPTER_MODEL)
     source = open_hf(directory) if kind == HF else open_source(directory)
     return source.root, source.tensors
 

@@ -5,6 +5,7 @@ Written with the ``gguf`` package (the extra of that name). Memory: the largest 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -18,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.base_maps import maps_of
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export_plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_publish import Log
-from automodel_ckpt.checkpoint.export_source import Source, maps_of, open_source
+from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.float_cast import Array, cast, storage_dtype
 from automodel_ckpt.checkpoint.gguf_llama import KeyValue, Llama, name_faults, read_llama, rotary_order
 from automodel_ckpt.checkpoint.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.checkpoint.hf_source import is_hf_directory, open_hf, read_json
 from automodel_ckpt.checkpoint.inside import read_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS
+from automodel_ckpt.checkpoint.source import Source
 from automodel_ckpt.checkpoint.stored import whole
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
@@ -80,7 +83,7 @@ def export_gguf(
     warnings = (*opened.notes, *_warnings(keys))
     for text in warnings:
         log(f"warning: {text}")
-    with _Writing(target) as path:
+    with _staged(target) as path:
         _write(library, path, opened.root, keys, model, tensors)
     nbytes = target.stat().st_size
     seconds = time.monotonic() - started
@@ -185,47 +188,25 @@ def _warnings(keys: list[KeyValue]) -> Iterator[str]:
         yield "tokenizer_config.json names no end-of-sequence token: llama.cpp takes one of its own"
 
 
-class _Writing:
+@contextlib.contextmanager
+def _staged(target: Path) -> Iterator[Path]:
     """The path of a file beside *target* that takes its name when the block ends, and is removed when it raises.
 
     An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
     """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.path = target.with_name(layout.staging_name(target.name, uuid.uuid4().hex))
-
-    def __enter__(self) -> Path:
-        if not self.target.parent.is_dir():
-            raise self._failed(FileNotFoundError(2, "No such file or directory", str(self.target.parent)))
-        return self.path
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                self._publish()
-            elif isinstance(error, OSError):
-                raise self._failed(error) from error
-        except OSError as failure:
-            raise self._failed(failure) from failure
-        finally:
-            self.path.unlink(missing_ok=True)
-
-    def _publish(self) -> None:
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(self.path, self.target)
-        commit.fsync_directory(self.target.parent)
-
-    def _failed(self, error: OSError) -> SaveFailed:
-        error.filename = error.filename or str(self.target)
-        problem = os_problem(
-            error, "the GGUF file could not be written", remedy="free space or choose another --output"
-        )
-        return SaveFailed(problem.what, where=problem.where, value=problem.value, remedy=problem.remedy)
+    path = target.with_name(layout.staging_name(target.name, uuid.uuid4().hex))
+    try:
+        os.stat(target.parent)
+        yield path
+        commit.fsync_file(path)
+        os.replace(path, target)
+        commit.fsync_directory(target.parent)
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        remedy = "free space or choose another --output"
+        raise SaveFailed.all_of([os_problem(error, "the GGUF file could not be written", remedy=remedy)]) from error
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _write(

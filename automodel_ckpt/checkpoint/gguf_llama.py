@@ -128,7 +128,7 @@ def read_llama(config: Mapping[str, Any], where: str) -> Llama:
     head_dim = _integer(config, "head_dim", where, default=hidden // heads)
     kv_heads = _integer(config, "num_key_value_heads", where, default=heads)
     if head_dim % 2 or heads % kv_heads:
-        raise _refused("these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}")
+        raise refused("these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}")
     scaling = _rope(config)
     return Llama(
         vocab_size=_integer(config, "vocab_size", where), hidden_size=hidden,
@@ -146,12 +146,12 @@ def _refuse_others(config: Mapping[str, Any], where: str) -> None:
     known = names == [ARCHITECTURE] or (not names and config.get("model_type") == "llama")
     if not known:
         shown = names or config.get("model_type")
-        raise _refused(f"only {ARCHITECTURE} is written as GGUF so far", where, f"architectures: {shown!r:.200}")
+        raise refused(f"only {ARCHITECTURE} is written as GGUF so far", where, f"architectures: {shown!r:.200}")
     for key, plain in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
         if config.get(key, plain) != plain:
-            raise _refused("GGUF's llama has no such variant", where, f"{key}: {config[key]!r:.100}")
+            raise refused("GGUF's llama has no such variant", where, f"{key}: {config[key]!r:.100}")
     if "quantization_config" in config:
-        raise _refused("quantized weights are not converted", where, "quantization_config")
+        raise refused("quantized weights are not converted", where, "quantization_config")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,27 +167,27 @@ def _known_scaling(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }.get(str(settings["rope_type"]))  # fmt: skip
     if needed is None:
-        raise _refused("this scaling of positions is not written as GGUF", where, f"{settings['rope_type']!r:.100}")
+        raise refused("this scaling of positions is not written as GGUF", where, f"{settings['rope_type']!r:.100}")
     for key in needed:
         _number(settings, key, where)
     if "factor" not in needed:
         return {}
     if settings["rope_type"] == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
-        raise _refused("config.json holds no usable value", where, "low_freq_factor is not below high_freq_factor")
+        raise refused("config.json holds no usable value", where, "low_freq_factor is not below high_freq_factor")
     return settings
 
 
 def _integer(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = config.get(key) if config.get(key) is not None else default
     if type(value) is not int or not 0 < value < 2**31:
-        raise _refused("config.json holds no usable value", where, f"{key}: {value!r:.100}")
+        raise refused("config.json holds no usable value", where, f"{key}: {value!r:.100}")
     return value
 
 
 def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = config.get(key) if config.get(key) is not None else default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
-        raise _refused("config.json holds no usable value", where, f"{key}: {value!r:.100}")
+        raise refused("config.json holds no usable value", where, f"{key}: {value!r:.100}")
     return float(value)
 
 
@@ -200,6 +200,7 @@ def name_faults(expected: Mapping[str, tuple[str, Sequence[int]]], found: Mappin
     return f"{wrong[0]!r} has the shape {list(found[wrong[0]])}" if wrong else None
 
 
-def _refused(what: str, where: str, value: object) -> CheckpointUnusable:
+def refused(what: str, where: str, value: object) -> CheckpointUnusable:
+    """What cannot be GGUF is refused with, and what else to do."""
     remedy = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
     return CheckpointUnusable(what, where=where, value=value, remedy=remedy)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from automodel_ckpt.checkpoint.gguf_llama import KeyValue
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.gguf_llama import KeyValue, refused
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _LLAMA_3 = (
@@ -49,12 +48,12 @@ def tokenizer_keys(
 def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where: str) -> str:
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "a SentencePiece-like BPE" if model.get("byte_fallback") else repr(model.get("type"))
-        raise _refused("only byte-level BPE tokenizers are written as GGUF so far", where, kind)
+        raise refused("only byte-level BPE tokenizers are written as GGUF so far", where, kind)
     if tokenizer.get("normalizer") is not None:
-        raise _refused("this tokenizer changes the text before splitting it", where, "normalizer")
+        raise refused("this tokenizer changes the text before splitting it", where, "normalizer")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise _refused("this tokenizer has what llama.cpp's lacks", where, f"model.{key}: {model[key]!r:.100}")
+            raise refused("this tokenizer has what llama.cpp's lacks", where, f"model.{key}: {model[key]!r:.100}")
     steps = _steps(tokenizer.get("pre_tokenizer"))
     if len(steps) == 1 and _is_byte_level(steps[0], splits=True):
         pre = "gpt-2"
@@ -62,10 +61,10 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where
         pre = "llama-bpe"
     else:
         kinds = [step.get("type") for step in steps]
-        raise _refused("llama.cpp knows no pre-tokenizer like this one", where, f"pre_tokenizer: {kinds!r:.200}")
+        raise refused("llama.cpp knows no pre-tokenizer like this one", where, f"pre_tokenizer: {kinds!r:.200}")
     # llama.cpp takes whole words that are tokens without merging for the one, and never for the other.
     if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
-        raise _refused("this tokenizer merges words otherwise than llama.cpp's of its kind", where, "ignore_merges")
+        raise refused("this tokenizer merges words otherwise than llama.cpp's of its kind", where, "ignore_merges")
     return pre
 
 
@@ -96,7 +95,7 @@ def _tokens(
         entries.append((entry.get("content"), entry.get("id"), _CONTROL if entry.get("special") else _USER_DEFINED))
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
-            raise _refused("a token has no place in the model's vocabulary", where, f"{text!r:.80}: {index!r:.40}")
+            raise refused("a token has no place in the model's vocabulary", where, f"{text!r:.80}: {index!r:.40}")
         tokens[index], types[index] = text, kind
     return tokens, types
 
@@ -107,7 +106,7 @@ def _merges(model: Mapping[str, Any], where: str) -> list[str]:
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) and " " not in p for p in pair):
-            raise _refused("this is not a merge of two tokens", where, f"{merge!r:.100}")
+            raise refused("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
 
@@ -138,7 +137,7 @@ def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int], where:
         or before not in ([], bos)
         or after not in ([], eos)
     ):
-        raise _refused(
+        raise refused(
             "this tokenizer adds other tokens than one for the beginning and the end", where, "post_processor"
         )
     return before == bos, after == eos
@@ -152,10 +151,5 @@ def _part(part: Any, ids: Mapping[str, int]) -> int | None:
 
 def _mapping(value: Any, key: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _refused("this is not a tokenizer of Hugging Face's", where, key)
+        raise refused("this is not a tokenizer of Hugging Face's", where, key)
     return value
-
-
-def _refused(what: str, where: str, value: object) -> CheckpointUnusable:
-    remedy = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
-    return CheckpointUnusable(what, where=where, value=value, remedy=remedy)

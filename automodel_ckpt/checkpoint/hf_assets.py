@@ -18,10 +18,12 @@ from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from automodel_ckpt.checkpoint.export_plan import INDEX, MAX_FILE_BYTES
-from automodel_ckpt.checkpoint.export_source import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, BaseMaps, dtype_code
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.base_maps import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, BaseMaps
+from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES, dtype_code, main_dtype
+from automodel_ckpt.checkpoint.export_plan import MAX_FILE_BYTES
 from automodel_ckpt.checkpoint.safetensors_header import TensorEntry, read_header
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, nbytes_of
+from automodel_ckpt.checkpoint.slices import nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -142,13 +144,6 @@ class HFAssets:
         """What the side files take."""
         return sum(map(len, self._files.values()))
 
-    def write(self, directory: Path) -> None:
-        """Write all side files to *directory*, which is made where it is missing. Raises OSError."""
-        for name, data in self._files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's or processor's files: its own bytes where it was read from files and is unchanged."""
         if self._tokenizer is None:
@@ -175,8 +170,9 @@ class HFAssets:
         config = copy.deepcopy(self._config)
         if self._architecture is not None:
             config.architectures = [self._architecture]
-        if getattr(config, "dtype", None) is None and self._tensors:
-            config.dtype = _main_dtype(self._tensors.values())
+        code = main_dtype((spec.dtype, nbytes_of(*spec)) for spec in self._tensors.values())
+        if getattr(config, "dtype", None) is None and code is not None:
+            config.dtype = TORCH_NAMES[code]
         return str(config.to_json_string()).encode()
 
     def _generated(self) -> dict[str, bytes]:
@@ -215,7 +211,7 @@ class HFAssets:
         """The base's file of each of its tensors; empty where there is no base in safetensors format."""
         if self._base_dir is None:
             return {}
-        index = self._base_dir / INDEX
+        index = self._base_dir / layout.HF_INDEX
         if index.is_file():
             return {str(fqn): str(name) for fqn, name in json.loads(index.read_bytes())["weight_map"].items()}
         single = self._base_dir / "model.safetensors"
@@ -284,16 +280,6 @@ def is_side_file(name: str) -> bool:
 def is_tokenizer_file(name: str) -> bool:
     """Whether a file of that name, relative to the model's directory, is a tokenizer's or a processor's."""
     return any(fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)
-
-
-def _main_dtype(specs: Iterable[TensorSpec]) -> str:
-    """Torch's name of the dtype of most elements."""
-    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-    numels = dict.fromkeys(names, 0)
-    for spec in specs:
-        if spec.dtype in names:
-            numels[spec.dtype] += nbytes_of(spec.dtype, spec.shape) * 8 // DTYPE_BITS[spec.dtype]
-    return names[max(numels, key=lambda code: numels[code])]
 
 
 def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:

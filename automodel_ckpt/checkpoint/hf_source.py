@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_source import SHARDING_INFO, Source
+from automodel_ckpt.checkpoint.export_source import SHARDING_INFO
 from automodel_ckpt.checkpoint.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.safetensors_header import Header, read_header
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.source import Source
 from automodel_ckpt.errors import CheckpointUnusable
 
-INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 16 << 20
 
 
 def is_hf_directory(directory: Path) -> bool:
     """Whether whole safetensors files stand here: an index, or files whose headers do not call them shards."""
-    if (directory / INDEX).is_file():
+    if (directory / layout.HF_INDEX).is_file():
         return True
     names = _safetensors(directory)
     try:
@@ -42,7 +42,7 @@ def open_hf(directory: Path) -> Source:
                 raise _unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
             tensors[fqn] = tensor
     if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
-        raise _unusable("the index names a tensor that is not in its file", directory / INDEX, missing[0])
+        raise _unusable("the index names a tensor that is not in its file", directory / layout.HF_INDEX, missing[0])
     notes = ("these files are unchecked: there is no manifest with their digests",)
     return Source(directory, directory, tensors, notes=notes, finished=True)
 
@@ -74,15 +74,15 @@ def _safetensors(directory: Path) -> list[str]:
 
 
 def _weight_map(directory: Path) -> Mapping[str, str] | None:
-    index = read_json(directory, INDEX)
+    index = read_json(directory, layout.HF_INDEX)
     if index is None:
         return None
     found = index.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise _unusable("the index has no weight_map of names", directory / INDEX, type(found).__name__)
+        raise _unusable("the index has no weight_map of names", directory / layout.HF_INDEX, type(found).__name__)
     for name in set(found.values()):
         if reason := layout.unsafe_path(name):
-            raise _unusable("the index names a file outside", directory / INDEX, f"{name[:200]!r}: {reason}")
+            raise _unusable("the index names a file outside", directory / layout.HF_INDEX, f"{name[:200]!r}: {reason}")
     return found
 
 
@@ -94,13 +94,7 @@ def tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
         raise _unusable("a file of the model cannot be read", directory / name, error.strerror) from error
     if SHARDING_INFO in header.metadata:
         raise _unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
-    return {
-        fqn: Tensor(
-            fqn, e.dtype, e.shape,
-            (Slice(fqn, e.dtype, (0,) * len(e.shape), e.shape, name, e.start, e.end - e.start),),
-        )
-        for fqn, e in header.tensors.items()
-    }  # fmt: skip
+    return {fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()}
 
 
 def _in(tensor: Tensor, name: str) -> bool:

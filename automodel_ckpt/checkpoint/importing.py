@@ -18,26 +18,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint import commit, layout, resume
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.consolidate_script import no_need_script
 from automodel_ckpt.checkpoint.environment import environment
 from automodel_ckpt.checkpoint.export_files import agreeing_config
-from automodel_ckpt.checkpoint.export_plan import INDEX, ExportTensor, OutputFile, Plan, make_plan
-from automodel_ckpt.checkpoint.export_source import MODEL, BaseMaps
+from automodel_ckpt.checkpoint.export_plan import OutputFile, Plan, make_plan
+from automodel_ckpt.checkpoint.export_source import MODEL
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.file_system import others_text, values_text
-from automodel_ckpt.checkpoint.foreign import ADAPTER_FILE, DCP, HF, SHARDS, kinds_in, losses_in
+from automodel_ckpt.checkpoint.foreign import DCP, HF, SHARDS, kinds_in, losses_in
 from automodel_ckpt.checkpoint.formats.dcp import read_content
 from automodel_ckpt.checkpoint.hf_assets import is_side_file
 from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece, run_all
 from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, Tree, merge_files, merge_tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
-from automodel_ckpt.checkpoint.resume import records
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.stored import whole
 from automodel_ckpt.checkpoint.weights import Tensors, is_hugging_face, open_weights
+from automodel_ckpt.checkpoint.wording import others_text, values_text
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 _FORMAT = "hf"
@@ -47,7 +47,7 @@ _MAX_SIDE_BYTES = 128 << 20
 # It is parsed, and then takes up to 25 times its size.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RECIPE_BYTES = 1 << 20
-_WEIGHT_FILES = (".safetensors", ".distcp", INDEX, layout.DCP_METADATA)
+_WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA)
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 _REMEDY = "name a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
@@ -150,10 +150,11 @@ def _located(source: Path) -> tuple[Path, str]:
 
 
 def _kind(directory: Path) -> str | None:
-    if os.path.lexists(directory / ADAPTER_FILE):
+    if os.path.lexists(directory / layout.ADAPTER_MODEL):
         raise CheckpointUnusable(
             "an adapter is of no use without its base, which it does not name for certain", where=str(directory),
-            value=ADAPTER_FILE, remedy="give a recipe the base and the peft section, and name this in init_from.path",
+            value=layout.ADAPTER_MODEL,
+            remedy="give a recipe the base and the peft section, and name this in init_from.path",
         )  # fmt: skip
     _refuse_links_out(directory, lambda file: file.endswith(_WEIGHT_FILES))
     if os.path.lexists(directory / layout.DCP_METADATA):
@@ -200,7 +201,7 @@ def _refuse_taken(target: Path) -> None:
 
 def _refuse_overtaking(run: Path, name: layout.CheckpointName) -> None:
     """A run of training resumes from its newest checkpoint: weights alone may not become that."""
-    newest = next(records(run, ""), None) if run.is_dir() else None
+    newest = resume.newest(run) if run.is_dir() else None
     if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
         return
     raise CheckpointUnusable(
@@ -258,7 +259,8 @@ def _write(planned: Import, run: Path) -> Path:
         manifest = _manifest(planned, part)
         commit.seal(staging, manifest.to_bytes())
         published = commit.publish(staging, str(planned.name))
-        newest = next(records(run, ""))
+        newest = resume.newest(run)
+        assert newest is not None
         commit.point(run, layout.LATEST, newest.name)
         return published
     except OSError as error:
@@ -271,7 +273,7 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
     for file in planned.plan.files:
         yield FileJob(f"{MODEL}/{file.name}", list(_pieces(planned.weights, file)), MODEL, file.nbytes)
     script = no_need_script().encode()
-    beside = {INDEX: planned.plan.index(), layout.CONSOLIDATE_SCRIPT: script, **planned.side_files}
+    beside = {layout.HF_INDEX: planned.plan.index(), layout.CONSOLIDATE_SCRIPT: script, **planned.side_files}
     contents = {f"{MODEL}/{name}": data for name, data in beside.items()} | dict(planned.other_files)
     contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
     for name, data in contents.items():
@@ -281,15 +283,8 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
 def _pieces(weights: Tensors, file: OutputFile) -> Iterator[Piece]:
     yield Piece(0, file.header)
     for tensor, start in file.placed():
-        yield Piece(
-            start, partial(_row_major, weights.root, tensor.stored), _entry(tensor, f"{MODEL}/{file.name}", start)
-        )
-
-
-def _entry(tensor: ExportTensor, file: str, start: int) -> Tensor:
-    shape = tensor.stored.shape
-    piece = Slice(tensor.fqn, tensor.dtype, (0,) * len(shape), shape, file, start, tensor.nbytes)
-    return Tensor(tensor.fqn, tensor.dtype, shape, (piece,))
+        entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, f"{MODEL}/{file.name}", start)
+        yield Piece(start, partial(_row_major, weights.root, tensor.stored), entry)
 
 
 def _row_major(root: Path, tensor: Tensor) -> memoryview:

@@ -15,12 +15,13 @@ from pathlib import Path
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.base_maps import maps_of
 from automodel_ckpt.checkpoint.copy_engine import Digested
 from automodel_ckpt.checkpoint.durable import stretch_digest
 from automodel_ckpt.checkpoint.export_files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export_plan import Plan, counted_casts
 from automodel_ckpt.checkpoint.export_publish import Log, check_target, staged
-from automodel_ckpt.checkpoint.export_source import maps_of, open_source
+from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs import run_all

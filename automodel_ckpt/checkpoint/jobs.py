@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.durable import DurableFile
-from automodel_ckpt.checkpoint.manifest import Blob, Part, TreePart, digest_of
+from automodel_ckpt.checkpoint.manifest import Blob, Part, TreePart
 from automodel_ckpt.checkpoint.slices import Tensor
 
 CRC_BYTES = 4

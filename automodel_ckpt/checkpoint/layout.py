@@ -18,6 +18,7 @@ CONSOLIDATED = "consolidated"
 MERGED = "merged"
 EXPORTS = frozenset({CONSOLIDATED, MERGED})
 EXPORT_MANIFEST = "export_manifest.json"
+HF_INDEX = "model.safetensors.index.json"
 CONSOLIDATE_SCRIPT = "consolidate.sh"
 ADAPTER_MODEL = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

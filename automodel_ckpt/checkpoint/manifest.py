@@ -17,19 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.inside import open_regular
-from automodel_ckpt.checkpoint.slices import (
-    DTYPE_BITS,
-    Slice,
-    Tensor,
-    in_one_piece,
-    interleaving_fault,
-    nbytes_of,
-    tiling_fault,
-)
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, in_one_piece, interleaving_fault, nbytes_of, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
@@ -44,7 +36,7 @@ MAX_PLAIN_DEPTH = 8
 # Of a file that several ranks wrote (composed.py).
 COMPOSED = "xxh3_128_parts:"
 _TAIL = b'"digest": "%s"\n}\n'
-_TAIL_BYTES = len(_TAIL % (b"xxh3_128:" + b"0" * 32))
+_TAIL_BYTES = len(_TAIL % digest_of(b"").encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +311,6 @@ def _merge_tensors(found: Iterable[Tensor]) -> dict[str, Tensor]:
         pieces = (known.slices if known else ()) + tensor.slices
         tensors[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, pieces)
     return tensors
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """The digest, with the name of its algorithm, of bytes in memory."""
-    return "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
 
 
 @contextlib.contextmanager

@@ -21,20 +21,23 @@ import numpy as np
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.adapter_assets import find_base, read_peft_record
 from automodel_ckpt.checkpoint.base_identity import identify_base
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.consolidate import ConsolidationReport, consolidate
 from automodel_ckpt.checkpoint.copy_engine import Digested
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.export_files import agreeing_config, cast_lines, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export_output import Output, create_output
-from automodel_ckpt.checkpoint.export_plan import INDEX, ExportTensor, OutputFile, Plan, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export_plan import ExportTensor, OutputFile, Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_publish import Log, check_target, staged
-from automodel_ckpt.checkpoint.export_source import BaseMaps, Source
 from automodel_ckpt.checkpoint.float_cast import Array, cast
 from automodel_ckpt.checkpoint.hf_assets import base_files, is_tokenizer_file
 from automodel_ckpt.checkpoint.hf_source import read_json
-from automodel_ckpt.checkpoint.manifest import Manifest, digest_of
+from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.merge_rules import Change, Naming, changes_by, merged
 from automodel_ckpt.checkpoint.safetensors_header import read_header
-from automodel_ckpt.checkpoint.slices import ORDINARY_FLOATS, Slice, Tensor
+from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.source import Source
 from automodel_ckpt.checkpoint.stored import whole
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -44,12 +47,11 @@ _SINGLE = "model.safetensors"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as peft's files in *directory*, its tensors, and the checkpoint that it is from."""
+    """An adapter as peft's files in *directory*: its tensors, and the content of its configuration."""
 
     directory: Path
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
-    manifest: Manifest | None
 
     @property
     def where(self) -> str:
@@ -136,22 +138,19 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
         tensors = tensors_of_file(directory / layout.ADAPTER_MODEL)
         config = read_json(directory, layout.ADAPTER_CONFIG)
         assert config is not None
-        yield Adapter(directory, tensors, config, manifest)
+        yield Adapter(directory, tensors, config)
 
 
 def tensors_of_file(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, which may be a link into the Hub's cache."""
     real = os.path.realpath(path)
-    found = {}
-    for key, (dtype, shape, start, end) in read_header(real).tensors.items():
-        piece = Slice(key, dtype, (0,) * len(shape), shape, real, start, end - start)
-        found[key] = Tensor(key, dtype, shape, (piece,))
-    return found
+    found = read_header(real).tensors.items()
+    return {key: whole_tensor(key, dtype, shape, real, start) for key, (dtype, shape, start, _) in found}
 
 
 def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The base's tensors, and for each the number of its file (from 1)."""
-    index = directory / INDEX
+    index = directory / layout.HF_INDEX
     names = [_SINGLE]
     if index.is_file():
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -278,7 +277,8 @@ def _side_files(adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
     tokenizer = {name: (adapter.directory / name).read_bytes() for name in names if is_tokenizer_file(name)}
     files = {name: data for name, data in base_files(base_dir).items() if not tokenizer or not is_tokenizer_file(name)}
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, base_dir / "config.json")
-    return {**files, **tokenizer, "config.json": _changed_config(config, model), INDEX: plan.index()}, warnings
+    own = {"config.json": _changed_config(config, model), layout.HF_INDEX: plan.index()}
+    return files | tokenizer | own, warnings
 
 
 def _changed_config(raw: bytes, model: MergedModel) -> bytes:

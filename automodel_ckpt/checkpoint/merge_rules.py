@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,14 +33,16 @@ class Change:
     factors: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(Protocol):
     """The base's names: *files* maps names in memory to those in its files, *tied* each further name of a tensor (in
     memory) to its first; the weights of the modules *transposed* have one row for each input."""
 
-    files: Mapping[str, str]
-    tied: Mapping[str, str]
-    transposed: frozenset[str]
+    @property
+    def files(self) -> Mapping[str, str]: ...
+    @property
+    def tied(self) -> Mapping[str, str]: ...
+    @property
+    def transposed(self) -> frozenset[str]: ...
 
 
 def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:

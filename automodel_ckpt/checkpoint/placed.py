@@ -18,10 +18,12 @@ from types import TracebackType
 
 import xxhash
 
+from automodel_ckpt.checkpoint.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, write_all
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.jobs import Data, fetched
-from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart, digest_of
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Run, Tensor, runs_in_file
+from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart
+from automodel_ckpt.checkpoint.slices import Run, Tensor, runs_in_file
 
 # A run shorter than this, alone, is not worth a thread's attention.
 _STREAM_FROM_BYTES = 64 << 10
@@ -107,7 +109,7 @@ class PlacedFile:
                 for run in group:
                     at = run.target - group[0].target
                     self._write(block[at : at + run.nbytes], run.source)
-        return "xxh3_128:" + hashed.hexdigest()
+        return digest_from(hashed)
 
     def _write(self, data: memoryview, start: int) -> None:
         if self._stream is not None and (len(data) >= _STREAM_FROM_BYTES or self._stream.end == start):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export_plan import MAX_FILE_BYTES, OutputFile, numbered_file, plan_files
-from automodel_ckpt.checkpoint.export_source import BaseMaps
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, is_one_run, nbytes_of
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, flat_index, is_one_run, nbytes_of
 
 _UNLIMITED = 2**63
 
@@ -46,7 +47,7 @@ class Placement:
         """The tensor as far as *box* goes: a slice at its final offset, not digested yet."""
         start, interleaved = place.start, tensor.fqn in self.interleaved
         if not interleaved:
-            start += _flat(box.offsets, tensor.shape) * DTYPE_BITS[place.dtype] // 8 if box.numel else 0
+            start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[place.dtype] // 8 if box.numel else 0
         name = place.key if place.copy else tensor.fqn
         nbytes = nbytes_of(place.dtype, box.sizes)
         piece = Slice(name, place.dtype, box.offsets, box.sizes, place.file, start, nbytes, None, interleaved)
@@ -94,10 +95,3 @@ def _ordered(own: str, found: list[Place]) -> tuple[Place, ...]:
     """The place that has the tensor's own key first; the others are copies."""
     first, *others = sorted(found, key=lambda place: place.key != own)
     return (first, *(Place(p.key, p.dtype, p.file, p.start, True) for p in others))
-
-
-def _flat(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    index = 0
-    for offset, extent in zip(offsets, shape, strict=True):
-        index = index * extent + offset
-    return index

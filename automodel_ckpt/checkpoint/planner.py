@@ -18,10 +18,9 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import SavePlan
 
 from automodel_ckpt.checkpoint import commit, layout, resume
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.environment import environment
-from automodel_ckpt.checkpoint.export_source import BaseMaps
-from automodel_ckpt.checkpoint.file_system import size_text
 from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
@@ -35,6 +34,7 @@ from automodel_ckpt.checkpoint.sealing import Draft
 from automodel_ckpt.checkpoint.side_files import Assets, write_finished, write_for_export
 from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values
 from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, trained_by_all, whole_of
+from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 ModelFormat = Literal["safetensors", "torch_save"]

@@ -54,6 +54,11 @@ def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator
             yield found
 
 
+def newest(root: Path) -> policy.Record | None:
+    """The newest complete checkpoint of a run, whatever ranks them; None where there is none."""
+    return next(records(root, ""), None)
+
+
 def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
     """One of them; None where it is gone or damaged."""
     parsed = layout.parse_checkpoint_name(name)
@@ -164,7 +169,7 @@ def named_checkpoint(root: Path, name: str) -> Path:
     elif layout.parse_checkpoint_name(name):
         found = root / name
     else:
-        found = _from_path(Path(name))
+        found = pointed_path(Path(name))
     if found is None or not found.is_dir() or (name in layout.POINTERS and found.is_symlink()):
         there = ", ".join(str(n) for n in checkpoint_names(root)[:10]) or "no checkpoints"
         raise CheckpointUnusable(
@@ -176,8 +181,8 @@ def named_checkpoint(root: Path, name: str) -> Path:
     return found
 
 
-def _from_path(path: Path) -> Path | None:
-    """A checkpoint's path from its own path, its link's, or that of a pointer's text file."""
+def pointed_path(path: Path) -> Path | None:
+    """A checkpoint's path from its own path, its link's, or that of a pointer's text file; None where that dangles."""
     if path.name in (f"{pointer}.txt" for pointer in layout.POINTERS):
         path = path.with_suffix("")
     if path.name in layout.POINTERS:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, nbytes_of
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.slices import nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.consolidate_script import consolidate_script, no_need_script
 from automodel_ckpt.checkpoint.export_files import agreeing_config
-from automodel_ckpt.checkpoint.export_plan import INDEX, Plan
-from automodel_ckpt.checkpoint.export_source import MAPS, BaseMaps
+from automodel_ckpt.checkpoint.export_plan import Plan
 from automodel_ckpt.checkpoint.manifest import Part
 from automodel_ckpt.checkpoint.placement import Placement
 
@@ -29,14 +29,13 @@ class Assets(Protocol):
     def files(self) -> Mapping[str, bytes]: ...
     @property
     def nbytes(self) -> int: ...
-    def write(self, directory: Path) -> object: ...
 
 
 def write_for_export(assets: Assets, staging: Path, part: Part, directory: str) -> None:
     """Beside shards: ``.hf_metadata/`` and ``consolidate.sh``. Raises OSError."""
     _write(staging, part, f"{directory}/{layout.CONSOLIDATE_SCRIPT}", consolidate_script(sys.executable).encode())
-    assets.write(staging / directory / layout.HF_METADATA)
-    part.files.update(commit.adopt(staging, f"{directory}/{layout.HF_METADATA}"))
+    for name, data in assets.files.items():
+        _write(staging, part, f"{directory}/{layout.HF_METADATA}/{name}", data)
 
 
 def write_finished(assets: Assets | None, placement: Placement, staging: Path, part: Part) -> None:
@@ -50,7 +49,7 @@ def write_finished(assets: Assets | None, placement: Placement, staging: Path, p
                 _write(staging, part, f"{placement.directory}/{name}", data)
         return
     plan = Plan(placement.files, {}, ())
-    files = {INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
+    files = {layout.HF_INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
     if assets is not None:
         files |= {name: data for name, data in assets.files.items() if name not in MAPS}
         where = Path(placement.directory, _CONFIG)

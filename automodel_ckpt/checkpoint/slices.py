@@ -13,17 +13,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Bits per element of every dtype code of the safetensors format (source: safetensors 0.8, `Dtype`).
-DTYPE_BITS: dict[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "C128": 128,
-}  # fmt: skip
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+
 MAX_CUT_DIMENSIONS = 5
 # Slices among which two that overlap are looked for by name; there can be a hundred thousand.
 _COMPARED = 1000
-ORDINARY_FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +30,11 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where its elements are in an array of those of *outer*, which holds it."""
+        triples = zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in triples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,10 @@ class Tensor:
     def nbytes(self) -> int:
         return nbytes_of(self.dtype, self.shape)
 
+    @property
+    def box(self) -> Box:
+        return Box((0,) * len(self.shape), self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -90,6 +93,27 @@ def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
     return math.prod(sizes) * DTYPE_BITS[dtype] // 8
 
 
+def whole_tensor(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Tensor:
+    """A tensor that stands in a file as one slice, without a digest."""
+    nbytes = nbytes_of(dtype, shape)
+    return Tensor(fqn, dtype, shape, (Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes),))
+
+
+def counts(value: object) -> tuple[int, ...] | None:
+    """A shape or offsets as a file of another program holds them; None for anything else."""
+    if not isinstance(value, list | tuple) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+        return None
+    return tuple(value)
+
+
+def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of the element at *index* of a row-major tensor of that shape."""
+    at = 0
+    for position, extent in zip(index, shape, strict=True):
+        at = at * extent + position
+    return at
+
+
 def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether the box's bytes are consecutive in a row-major tensor of that shape."""
     return box.numel == 0 or len(list(itertools.islice(overlap(box, _whole(shape), 1), 2))) == 1
@@ -99,8 +123,8 @@ def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
     """What each stretch of a file holds of the tensor: its slices, or where they are interleaved the whole tensor."""
     if not any(piece.interleaved for piece in tensor.slices):
         return tensor.slices
-    first, whole = tensor.slices[0], _whole(tensor.shape)
-    return (Slice(tensor.fqn, tensor.dtype, whole.offsets, whole.sizes, first.file, first.start, tensor.nbytes),)
+    first = tensor.slices[0]
+    return whole_tensor(tensor.fqn, tensor.dtype, tensor.shape, first.file, first.start).slices
 
 
 def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.float_cast import Array, storage_dtype
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Tensor
+from automodel_ckpt.checkpoint.slices import Tensor
 
 
 def whole(root: Path, tensor: Tensor) -> Array:
@@ -21,7 +22,7 @@ def whole(root: Path, tensor: Tensor) -> Array:
         return pieces[0][1]
     result: Array = np.empty(tensor.shape, dtype)
     for piece, values in pieces:
-        result[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))] = values
+        result[piece.box.within(tensor.box)] = values
     return result
 
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout, resume
-from automodel_ckpt.checkpoint.export_plan import INDEX
+from automodel_ckpt.checkpoint import layout, resume
 from automodel_ckpt.checkpoint.export_source import MODEL, SHARDING_INFO, open_source
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.safetensors_header import read_header
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, in_one_piece
+from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -69,16 +68,12 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
 
 def _resolved(path: Path) -> Path:
     """A pointer's or run directory's checkpoint; any other path as it is."""
-    if path.name in layout.POINTERS or path.name in (f"{pointer}.txt" for pointer in layout.POINTERS):
-        pointer = path.name.removesuffix(".txt")
-        target = commit.pointed(path.parent, pointer)
-        path = path.parent / target if target else path
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(resume.pointed_path(path) or path))
     if not path.is_dir():
         raise _unusable("there are no weights here", path, "no such directory")
     if os.path.lexists(path / layout.MANIFEST):
         return path
-    newest = next(resume.records(path, ""), None) if resume.checkpoint_names(path) else None
+    newest = resume.newest(path)
     return path / newest.name if newest else path
 
 
@@ -111,7 +106,7 @@ def _opened(directory: Path) -> Tensors:
 def is_hugging_face(directory: Path) -> bool:
     """Whether there are whole tensors: an index, or safetensors without the marks of shards."""
     files = sorted(directory.glob("*.safetensors"))
-    if (directory / INDEX).is_file():
+    if (directory / layout.HF_INDEX).is_file():
         return True
     return bool(files) and SHARDING_INFO not in read_header(_real(files[0])).metadata
 
@@ -126,14 +121,12 @@ def _hugging_face(directory: Path) -> Tensors:
         for fqn, entry in read_header(real).tensors.items():
             if fqn in tensors:
                 raise _unusable(f"two files hold the tensor {fqn!r}", directory, name)
-            nbytes, origin = entry.end - entry.start, (0,) * len(entry.shape)
-            piece = Slice(fqn, entry.dtype, origin, entry.shape, str(real).lstrip("/"), entry.start, nbytes)
-            tensors[fqn] = Tensor(fqn, entry.dtype, entry.shape, (piece,))
+            tensors[fqn] = whole_tensor(fqn, entry.dtype, entry.shape, str(real).lstrip("/"), entry.start)
     return Tensors(Path("/"), tensors)
 
 
 def _file_names(directory: Path) -> list[str]:
-    index = directory / INDEX
+    index = directory / layout.HF_INDEX
     if not index.is_file():
         return sorted(path.name for path in directory.glob("*.safetensors"))
     real = _real(index)

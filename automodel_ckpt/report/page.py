@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from automodel_ckpt.checkpoint.file_system import size_text
+from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.report.charts import MAX_POINTS, Chart, Line, Mark, more_colours
 from automodel_ckpt.report.history import Checkpoint, History, Series
 

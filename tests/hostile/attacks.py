@@ -53,7 +53,6 @@ def add(kind: str, name: str, change: Change, readers: Iterable[str], refusing: 
 VERIFIED = RESUMES - {"resume_unverified"}
 PARSERS = ALL - {"ls", "ls_json", "prune", "restore_from_LATEST"}
 SUMMARIES = frozenset({"ls", "ls_json", "prune"})
-BARE = EXPORTS
 
 
 # ---------------------------------------------------------------- pickles

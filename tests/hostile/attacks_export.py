@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.manifest import digest_of
+from automodel_ckpt.checkpoint.digests import digest_of
 
 from . import attacks_dcp
 from .readers import ALL, CHECKS, EXPORTS, IMPORTS, RESUMES

@@ -15,7 +15,7 @@ import torch
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.manifest import digest_of
+from automodel_ckpt.checkpoint.digests import digest_of
 from tests.support import tiny
 
 NAME = "epoch_0_step_20"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.data.python_docs import train_tokenizer
-from tests.support.shards import cut, write_checkpoint
+from tests.support.shards import cut, write_assets, write_checkpoint
 
 LLAMA_3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -42,6 +42,6 @@ def llama_checkpoint(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     state, ties = module_state(model)
-    HFAssets.from_model(model, tokenizer=tokenizer).write(path / "model" / ".hf_metadata")
+    write_assets(HFAssets.from_model(model, tokenizer=tokenizer), path / "model" / ".hf_metadata")
     write_checkpoint(path, state, [p for f, t in state.items() for p in cut(f, t, 2, dim)], tied=ties)
     return model

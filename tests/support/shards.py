@@ -16,10 +16,12 @@ import torch
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.consolidate import consolidate_script
-from automodel_ckpt.checkpoint.export_source import dtype_code
-from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, StateRecord, Tree, digest_of
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.safetensors_header import build_header
 from automodel_ckpt.checkpoint.shard_header import shard_header
+from automodel_ckpt.checkpoint.side_files import Assets
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor
 
 
@@ -139,3 +141,11 @@ def checkpoint_in(run: Path, step: int, *, scripted: bool = False, **extra: Any)
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The tensor's bytes, for comparisons that tell -0.0 from 0.0 and one NaN from another."""
     return np.frombuffer(raw_bytes(tensor, whole(tensor)), np.uint8)
+
+
+def write_assets(assets: Assets, directory: Path) -> None:
+    """The side files of an export, as they stand in ``.hf_metadata``."""
+    for name, data in assets.files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)

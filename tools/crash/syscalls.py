@@ -15,7 +15,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
-CLOSES, OPENS, RENAMES = {"close"}, {"open", "creat", "openat"}, {"rename", "renameat", "renameat2"}
+CLOSES, RENAMES = {"close"}, {"rename", "renameat", "renameat2"}
 _DESCRIPTOR = {
     "write": (1, 0), "close": (3, 0), "pwrite64": (18, 0), "writev": (20, 0), "sendfile": (40, 0), "fsync": (74, 0),
     "fdatasync": (75, 0), "ftruncate": (77, 0), "fchmod": (91, 0), "sync_file_range": (277, 0), "fallocate": (285, 0),

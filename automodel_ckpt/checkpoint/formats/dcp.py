@@ -19,28 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_ranges
 from automodel_ckpt.checkpoint.formats.records import RECORD, Names, Record, read_records
 from automodel_ckpt.checkpoint.inside import open_inside, read_inside
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS, Box, Slice, Tensor, nbytes_of, tiling_fault
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, counts, nbytes_of, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
 _FREE_BYTES = 4 << 20
 _MAX_BYTES = 1 << 29
 _DATA_RATIO = 128
-_MAX_EXTENT = 2**63 - 1
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
 # Of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-    "complex64": "C64", "complex128": "C128", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
@@ -65,7 +59,7 @@ _METADATA_NAMES: Names = {
         )
     },
     "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
-    **{f"torch.{name}": code for name, code in _DTYPES.items()},
+    **{f"torch.{name}": code for name, code in CODES.items()},
     "torch.Size": _pair, "collections.OrderedDict": dict,
     "torch.serialization._get_layout": _nothing, f"{_META}._MEM_FORMAT_ENCODING": _nothing,
     # How some versions of Python pickle the member of an enumeration (the memory format).
@@ -99,7 +93,7 @@ _ARCHIVE_NAMES: Names = {
     "torch._utils._rebuild_tensor_v2": _tensor, "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _parameter, "collections.OrderedDict": dict, "torch.Size": _pair,
     "torch.storage.UntypedStorage": "U8", "torch.serialization._get_layout": _nothing,
-    **{f"torch.{name}": code for name, code in (_STORAGES | _DTYPES).items()},
+    **{f"torch.{name}": code for name, code in (_STORAGES | CODES).items()},
 }  # fmt: skip
 
 
@@ -199,7 +193,7 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...]
             raise Fault("its items are compressed or otherwise transformed")
         offset, file = index.get("offset"), info.get("relative_path")
         start, length = info.get("offset"), info.get("length")
-        if type(file) is not str or _counts([start, length]) is None:
+        if type(file) is not str or counts([start, length]) is None:
             raise Fault("its storage_data is of another form")
         if reason := layout.unsafe_path(file):
             raise Fault(f"it names the file {file[:200]!r}: {reason}")
@@ -225,16 +219,10 @@ def _described(fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ..
 
 
 def _extents(value: Any) -> tuple[int, ...]:
-    found = _counts(value)
+    found = counts(value)
     if found is None or len(found) > _MAX_DIMENSIONS:
         raise Fault("a shape or an offset in it is not a list of counts")
     return found
-
-
-def _counts(value: Any) -> tuple[int, ...] | None:
-    if type(value) not in (list, tuple) or not all(type(item) is int and 0 <= item <= _MAX_EXTENT for item in value):
-        return None
-    return tuple(value)
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_source import FINISHED, BaseMaps
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.export_source import FINISHED
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, TreePlan
 from automodel_ckpt.checkpoint.formats.safetensors import values_job
 from automodel_ckpt.checkpoint.jobs import Job

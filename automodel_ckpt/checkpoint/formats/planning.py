@@ -15,18 +15,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.formats.plain_writing import saved
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 
-DTYPE_CODES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-    torch.complex64: "C64", torch.complex128: "C128",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
-DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan, file_index
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.shard_header import shard_header
-from automodel_ckpt.checkpoint.slices import DTYPE_BITS
 
 NAME = "safetensors"
 

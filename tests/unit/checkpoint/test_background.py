@@ -19,7 +19,7 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, layout
 from automodel_ckpt.checkpoint.background import HostMemory
-from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Part, Summary
 from automodel_ckpt.checkpoint.verify import verify

@@ -240,19 +240,6 @@ def test_abandoned_checkpoints_take_the_next_free_name(tmp_path: Path) -> None:
         assert commit.supersede(tmp_path, "epoch_0_step_40") == expected
 
 
-def test_what_a_library_wrote_gets_our_mode_digest_and_fsync(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    directory = tmp_path / "side" / "nested"
-    directory.mkdir(parents=True)
-    (directory / "file").write_bytes(b"abc")
-    (directory / "file").chmod(0o600)
-    calls.clear()
-    before = os.umask(0o022)
-    records = commit.adopt(tmp_path, "side")
-    os.umask(before)
-    assert records["side/nested/file"].digest == "xxh3_128:" + xxhash.xxh3_128_hexdigest(b"abc")
-    assert (directory / "file").stat().st_mode & 0o777 == 0o644 and calls == [("fsync", "file")]
-
-
 def test_what_is_handed_over_may_be_taken_away_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader publishes as soon as it finds the last part, whatever that rank's writer still does."""
     parts, rename = tmp_path / ".parts", os.rename

@@ -28,9 +28,9 @@ from automodel_ckpt.checkpoint import (
     export_plan,
     export_publish,
 )
+from automodel_ckpt.checkpoint.base_maps import MAPS
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.export_source import MAPS
-from automodel_ckpt.checkpoint.manifest import digest_of
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
@@ -293,10 +293,6 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
             consolidate(path)
 
 
-def names_map(tensors: Tensors) -> dict[str, int]:
-    return dict.fromkeys(tensors, 1)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [({"a": 1, "b": 1, "c": 1}, "missing: 'c'"), ({"a": 1}, "not in the base: 'b'")],
@@ -338,7 +334,7 @@ def test_files_are_split_as_in_the_base_and_renumbered(tmp_path: Path) -> None:
 
 
 def test_without_a_base_files_are_split_by_size() -> None:
-    from automodel_ckpt.checkpoint.export_source import BaseMaps
+    from automodel_ckpt.checkpoint.base_maps import BaseMaps
     from automodel_ckpt.checkpoint.slices import Slice, Tensor
 
     tensors = {

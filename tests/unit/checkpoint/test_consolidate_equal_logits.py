@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.trees import module_state
-from tests.support.shards import cut, write_checkpoint
+from tests.support.shards import cut, write_assets, write_checkpoint
 
 READER = """
 import sys, torch
@@ -48,7 +48,7 @@ def export(place: Path, tied: bool, dtype: torch.dtype, dim: int) -> Any:
     """Export a model to *place*/c/model/consolidated, from three shards cut along *dim*; returns it."""
     model = tiny_llama(tied, dtype)
     state, ties = module_state(model)
-    HFAssets.from_model(model).write(place / "c" / "model" / ".hf_metadata")
+    write_assets(HFAssets.from_model(model), place / "c" / "model" / ".hf_metadata")
     write_checkpoint(place / "c", state, [p for f, t in state.items() for p in cut(f, t, 3, dim)], tied=ties)
     assert consolidate(place / "c").output == place / "c" / "model" / "consolidated"
     return model

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.export_source import dtype_code
+from automodel_ckpt.checkpoint.dtypes import dtype_code
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.discovery import raw_bytes
 from automodel_ckpt.checkpoint.formats.archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece, Span, run_all
-from automodel_ckpt.checkpoint.manifest import Blob, Part, digest_of
+from automodel_ckpt.checkpoint.manifest import Blob, Part
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
-
-IDENTIFIER = 40
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)

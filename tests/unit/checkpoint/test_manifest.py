@@ -8,17 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.manifest import (
-    Blob,
-    FileRecord,
-    Manifest,
-    Part,
-    StateRecord,
-    Tree,
-    TreePart,
-    digest_of,
-    merge_tree,
-)
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest, Part, StateRecord, Tree, TreePart, merge_tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable
 

@@ -17,13 +17,12 @@ from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.base_identity import identify_base
 from automodel_ckpt.checkpoint.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.merge import Adapter, MergedModel, tensors_of_file
-from automodel_ckpt.checkpoint.merge_rules import Naming
 from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters
-from automodel_ckpt.models.outline import outline
-from tests.support.shards import cut, write_checkpoint
+from automodel_ckpt.models.outline import Outline, outline
+from tests.support.shards import cut, write_assets, write_checkpoint
 
 LLAMA = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -72,9 +71,8 @@ def make(root: Path, config: Any, lora: Lora, *, num_rows: int | None = None, dt
     identity = identify_base(str(root / "base"), root / "base", run=root)
     specs = tensor_specs(adapted.model)
     checkpoint = root / "epoch_0_step_1"
-    AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity).write(
-        checkpoint / "model" / ".hf_metadata"
-    )
+    assets = AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity)
+    write_assets(assets, checkpoint / "model" / ".hf_metadata")
     state, tied = module_state(adapted.model)
     write_checkpoint(checkpoint, state, [p for f, t in state.items() for p in cut(f, t, 2, 0)], tied=tied)
     return adapted.model.eval()
@@ -207,9 +205,9 @@ def test_what_cannot_be_merged_is_refused_by_name(
     save_file(base, tmp_path / "model.safetensors")
     file = tmp_path / "adapter_model.safetensors"
     save_file({f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file)
-    merge = Adapter(tmp_path, tensors_of_file(file), {"lora_alpha": 2}, None)
+    merge = Adapter(tmp_path, tensors_of_file(file), {"lora_alpha": 2})
     with pytest.raises(CheckpointUnusable, match=said):
-        MergedModel(merge, tmp_path, Naming({}, {}, frozenset())).value("x.weight", "F32")
+        MergedModel(merge, tmp_path, Outline({}, {}, frozenset())).value("x.weight", "F32")
 
 
 def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> None:
@@ -218,4 +216,4 @@ def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> N
         outline(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(RecipeError, match="not in safetensors files"):
-        MergedModel(Adapter(tmp_path, {}, {}, None), tmp_path, Naming({}, {}, frozenset()))
+        MergedModel(Adapter(tmp_path, {}, {}), tmp_path, Outline({}, {}, frozenset()))

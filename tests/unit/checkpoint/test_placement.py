@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint import direct, placed
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file, placed_files
-from automodel_ckpt.checkpoint.export_source import BaseMaps
 from automodel_ckpt.checkpoint.jobs import run_all
 from automodel_ckpt.checkpoint.manifest import Part, merge_tree
 from automodel_ckpt.checkpoint.placed import PlacedJob, PlacedPiece

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import (
+    base_maps,
     commit,
     dcp_source,
     export_files,
@@ -29,7 +30,7 @@ from automodel_ckpt.checkpoint import (
     placed,
     trees,
 )
-from automodel_ckpt.checkpoint.export_source import BaseMaps
+from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.formats import dcp, plain
 from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_ranges
 from automodel_ckpt.consolidate import main as consolidate
@@ -159,7 +160,7 @@ def links_to_itself(directory: Path) -> object:
 
 def broken_map(directory: Path) -> object:
     (directory / "map.json").write_text("{")
-    return export_source._read_map(directory, "map.json")
+    return base_maps._read_map(directory, "map.json")
 
 
 def of_another_config(directory: Path) -> object:
@@ -177,12 +178,12 @@ def broken_template(directory: Path) -> object:
 
 
 def nothing_written(directory: Path) -> object:
-    with gguf_export._Writing(directory / "model.gguf"):
+    with gguf_export._staged(directory / "model.gguf"):
         return None
 
 
 def full(directory: Path) -> object:
-    with gguf_export._Writing(directory / "model.gguf"):
+    with gguf_export._staged(directory / "model.gguf"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -191,7 +192,7 @@ def full(directory: Path) -> object:
     [
         (links_to_itself, "a symbolic link stands in a checkpoint"),
         (broken_map, "this side file cannot be read"),
-        (lambda d: export_source._file_numbers({"a": 0}, d), "no.* file numbers from 1|not give file numbers"),
+        (lambda d: base_maps._file_numbers({"a": 0}, d), "no.* file numbers from 1|not give file numbers"),
         (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
         (lambda d: hf_source._safetensors(d / "gone"), "the directory cannot be read"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]

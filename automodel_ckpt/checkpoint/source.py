@@ -1,0 +1,36 @@
+"""The model that an export reads: its slices, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.slices import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Slices to export: their files are relative to *root*.
+
+    *manifest*, where there is one, names no other files than those that the export reads. A *finished* source is a
+    model directory of Hugging Face files already: its tensors are whole, under the names that they have there.
+    """
+
+    root: Path
+    model_directory: Path
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    notes: tuple[str, ...] = ()
+    finished: bool = False
+
+    @property
+    def metadata_directory(self) -> Path | None:
+        """``.hf_metadata``, where the source has one; of a finished one the model's directory."""
+        if self.finished:
+            return self.model_directory
+        path = self.model_directory / layout.HF_METADATA
+        return path if path.is_dir() and not path.is_symlink() else None
