@@ -9,13 +9,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -608,8 +609,11 @@ class FinetuneRecipe(Lifecycle):
                 self.settle()
             if control.stop or batch is None:
                 self.stop()
-            with self.explaining(batch):
+            try:
                 due = self.step(batch, control)
+            except (IndexError, RuntimeError) as error:
+                self.explain(error, batch)
+                raise
             if due.stop:
                 self.stop()
             if due.validate or due.save:
@@ -617,20 +621,15 @@ class FinetuneRecipe(Lifecycle):
             if due.last:
                 return
 
-    @contextmanager
-    def explaining(self, batch: GlobalBatch) -> Iterator[None]:
-        """Inside, a failure becomes a :class:`RecipeError` where *batch* has tokens that the model does not have, or
-        the optimizer cannot take sharded parameters.
+    def explain(self, error: Exception, batch: GlobalBatch) -> None:
+        """Raises :class:`RecipeError` where a step failed because *batch* has tokens that the model does not have, or
+        because the optimizer cannot take sharded parameters.
 
         torch says only that an index is out of range, on a GPU not even that. Looked for afterwards, so at no cost.
         """
-        try:
-            yield
-        except (IndexError, RuntimeError) as error:
-            refuse_unsharded(self.optimizer, error)
-            where = f"the global batch of samples {batch.sample_ids[:16]}"
-            refuse_unknown_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
-            raise
+        refuse_unsharded(self.optimizer, error)
+        where = f"the global batch of samples {batch.sample_ids[:16]}"
+        refuse_unknown_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
         """The batches of *source*; a last None when this rank is asked to stop while it waits for one."""
@@ -794,7 +793,7 @@ class FinetuneRecipe(Lifecycle):
             self.stop_request.wanted,
         )
         self.dataloader.mark_consumed(batch)
-        due = scheduler.finish_step(
+        return total, scheduler.finish_step(
             epoch=batch.epoch,
             epochs_done=self.dataloader.epoch,
             num_samples=len(batch.sample_ids),
@@ -802,8 +801,8 @@ class FinetuneRecipe(Lifecycle):
             elapsed_seconds=elapsed,
             save_is_wanted=save > 0,
             time_is_up=end > 0,
+            stop=stop > 0,
         )
-        return total, replace(due, stop=stop > 0)
 
     # ---------------------------------------------------------------- validate
 
@@ -837,13 +836,16 @@ class FinetuneRecipe(Lifecycle):
             if sums[2] > 0:
                 return None
             loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
-            with self.explaining(batch or _END):
-                mine = self.validation_sums(batch or _END)
+            mine = self.validation_sums(batch or _END)
         return loss, num_label_tokens
 
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
         """This rank's summed loss and label tokens of one batch; zeros where another rank speaks for them."""
-        loss = sum(loss.double().item() for loss in self.losses_of(batch))
+        try:
+            loss = sum(loss.double().item() for loss in self.losses_of(batch))
+        except (IndexError, RuntimeError) as error:
+            self.explain(error, batch)
+            raise
         num_labels = sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
         return loss if self.layout.reports_loss else 0.0, num_labels if self.layout.reports else 0
 
@@ -865,4 +867,4 @@ def _sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
 
 def _num_tokens(micro_batch: Mapping[str, torch.Tensor]) -> int:
     mask = micro_batch.get("attention_mask")
-    return micro_batch["labels"].numel() if mask is None else int(mask.sum())
+    return micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(mask.numpy(force=True)))

@@ -30,7 +30,7 @@ from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, Sav
 from automodel_ckpt.recipes.alike import refuse_unlike
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.lr import current_rate, follow_schedule
-from automodel_ckpt.training.metrics import JsonlLog, peak_memory_bytes
+from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, SavingView, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.rng import StatefulRNG, seed_everything
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -125,6 +125,7 @@ class Lifecycle:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
         seed_everything(config.seed)
+        self.peak_memory = PeakMemory(layout.device)
         self.place_logs(Path(config.checkpoint.checkpoint_dir))
         return layout
 
@@ -294,19 +295,19 @@ class Lifecycle:
             "tokens": control.num_tokens,
             "label_tokens": control.num_label_tokens,
             "tps": control.num_tokens / seconds,
-            "mem": peak_memory_bytes(self.layout.device),
+            "mem": self.peak_memory.nbytes,
         }
         if self.config.logging.sample_ids:
             record["samples"] = batch.sample_ids
-        self.append(self.training_log, record)
+        self.append(self.training_log, record, soon=True)
         self.progress.update(
             StepView(scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds)
         )
 
-    def append(self, jsonl: JsonlLog, record: dict[str, Any]) -> None:
+    def append(self, jsonl: JsonlLog, record: dict[str, Any], *, soon: bool = False) -> None:
         """Write a log line, unless this run leaves nothing on disk (``checkpoint.enabled: false``) or is no leader."""
         if self.layout.is_leader and self.checkpointer is not None:
-            jsonl.append(record)
+            jsonl.append(record, soon=soon)
 
     def flush_logs(self) -> None:
         """Have every line up to this step on disk."""

@@ -21,7 +21,7 @@ from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
 from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
 from automodel_ckpt.models.stages import parameters_of_stages
 from automodel_ckpt.recipes.base import FinetuneRecipe
-from automodel_ckpt.training.metrics import peak_memory_bytes
+from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
 
 log = logging.getLogger("automodel_ckpt")
@@ -117,7 +117,7 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     # A layer and the one fetched ahead, what is outside of the layers, and the gradients of as much.
     gathered = 2 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
     # What this process has taken so far is about what a rank has before its model.
-    process = peak_memory_bytes(recipe.layout.device)
+    process = PeakMemory(recipe.layout.device).nbytes
     rows, length = row_tokens(recipe) or (0, 0)
     activations = traced_activations(recipe, rows, -(-length // recipe.row_parts)) if rows else None
     if activations is not None:

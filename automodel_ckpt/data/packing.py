@@ -139,13 +139,12 @@ class RowLayout:
             return dict(batch)
         if "position_ids" in batch and not self.one_row:
             return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
-        lengths: list[int] = batch["attention_mask"].sum(1).tolist()
-        width = batch["labels"].shape[1]
+        mask, width = batch["attention_mask"].numpy(), batch["labels"].shape[1]
         fits = not self.one_row or ("position_ids" not in batch and width % self.multiple == 0)
-        if fits and sum(lengths) == batch["labels"].numel():
+        if fits and np.count_nonzero(mask) == mask.size:
             # A mask that hides nothing costs the model a look at it in each pass, and one row the search for its parts.
             return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
-        rows, length = self._cheapest(lengths, width)
+        rows, length = self._cheapest(mask.sum(1).tolist(), width)
         return dict(batch) if rows is None else _laid_out(batch, rows, length)
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:

@@ -168,7 +168,6 @@ def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()  # else to_local would record each of its calls
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     limit: float | None,
@@ -189,7 +188,8 @@ def clip_gradients(
     local = counted = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     sharded = any(isinstance(gradient, DTensor) for gradient in local)
     if sharded or counted_elsewhere:
-        local, counted = _parts_here(parameters, sharded, counted_elsewhere)
+        with torch.no_grad():  # else to_local would record each of its calls
+            local, counted = _parts_here(parameters, sharded, counted_elsewhere)
     norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(0, device=_device_of(local))
     if sharded or in_stages:
         total = torch.linalg.vector_norm(norms, dtype=torch.float64).square_()

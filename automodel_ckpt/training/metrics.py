@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -19,28 +20,37 @@ from automodel_ckpt.errors import SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
+PAUSE_SECONDS = 0.1
+"""Of steps that take less, several share a write and a look at the memory: each costs more with cold caches."""
+
 
 class JsonlLog:
     """An append-only log of records that carry a ``step``.
 
-    :meth:`append` hands each line to the operating system, so that a killed process loses none; :meth:`flush` makes
-    them survive a power cut, and is called before the checkpoint of that step is published. A disk that is full for a
-    while stops nothing: lines that could not be written wait for the next ones, and the next save needs them all.
-    Threads may share it.
+    :meth:`append` hands lines to the operating system, so that a killed process loses none, or with ``soon`` those of
+    the last tenth of a second at most; :meth:`flush` makes them survive a power cut, and is called before a checkpoint
+    is published. A disk that is full for a while stops nothing: lines that could not be written wait for the next ones,
+    and the next save needs them all. Threads may share it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: IO[bytes] | None = None
+        self._records: list[dict[str, Any]] = []
         self._unwritten = b""
+        self._write_after = 0.0
         self._lock = threading.RLock()
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line; numbers that JSON does not know (NaN, infinities) become null."""
-        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+    def append(self, record: dict[str, Any], *, soon: bool = False) -> None:
+        """Write one line, or *soon*: with those of the next tenth of a second, or at the next :meth:`flush`.
+
+        Numbers that JSON does not know (NaN, infinities) become null.
+        """
         with self._lock:
+            self._records.append(record)
+            if soon and time.monotonic() < self._write_after:
+                return
             waiting = bool(self._unwritten)
-            self._unwritten += line
             try:
                 self._write()
             except OSError as error:
@@ -55,6 +65,9 @@ class JsonlLog:
                 os.fsync(self._file.fileno())
 
     def _write(self) -> None:
+        self._unwritten += b"".join(_line_of(record) for record in self._records)
+        self._records.clear()
+        self._write_after = time.monotonic() + PAUSE_SECONDS
         while self._unwritten:
             count = self._open().write(self._unwritten)
             self._unwritten = self._unwritten[count:]
@@ -104,6 +117,10 @@ class JsonlLog:
         return self._file
 
 
+def _line_of(record: dict[str, Any]) -> bytes:
+    return json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each line with its record, or None for one that is torn or no record."""
     for line in path.read_bytes().splitlines(keepends=True):
@@ -132,8 +149,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+class PeakMemory:
     """This process's peak so far: allocated on a CUDA *device*, else resident in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._nbytes = 0
+        self._look_after = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """In bytes, as it was at most a tenth of a second ago."""
+        now = time.monotonic()
+        if now >= self._look_after:
+            self._nbytes, self._look_after = _peak_memory(self._device), now + PAUSE_SECONDS
+        return self._nbytes
+
+
+def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -37,7 +37,7 @@ class Due:
     validate: bool
     save: bool
     last: bool
-    stop: bool = False
+    stop: bool
 
 
 def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
@@ -54,13 +54,14 @@ def due_after(
     epoch_ended: bool,
     save_is_wanted: bool = False,
     time_is_up: bool = False,
+    stop: bool = False,
 ) -> Due:
     """What is due after *step*, *epochs_done* counting the epoch that it ended; a step that is saved is validated."""
     last = time_is_up or run_is_over(cadence, step, epochs_done)
     save = last or save_is_wanted or _divides(cadence.ckpt_every_steps, step)
     save = save or (epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done))
     validate = cadence.has_validation and (save or _divides(cadence.val_every_steps, step))
-    return Due(validate, save, last)
+    return Due(validate, save, last, stop)
 
 
 def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
@@ -138,10 +139,12 @@ class StepScheduler:
         elapsed_seconds: float,
         save_is_wanted: bool = False,
         time_is_up: bool = False,
+        stop: bool = False,
     ) -> Due:
         """Count one optimizer step, made on a global batch of *epoch*, and say what is due.
 
-        *epochs_done* counts the whole epochs. The last three are the leader's clock, as all ranks agreed on it.
+        *epochs_done* counts the whole epochs. The next three are the leader's clock, as all ranks agreed on it; *stop*
+        is a signal.
         """
         epoch_ended = epochs_done > self.epochs_done
         self.step += 1
@@ -163,6 +166,7 @@ class StepScheduler:
             epoch_ended=epoch_ended,
             save_is_wanted=save_is_wanted,
             time_is_up=time_is_up,
+            stop=stop,
         )
         self.validation_is_due, self.save_was_due = due.validate, due.save
         return due

@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from automodel_ckpt.training import metrics
 from automodel_ckpt.training.metrics import JsonlLog
 
 
@@ -68,3 +70,33 @@ def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
     log.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     log.close()
     assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_lines_that_come_fast_share_a_write_and_none_waits_for_a_slow_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    log = JsonlLog(tmp_path / "training.jsonl")
+    for step in (1, 2, 3):
+        log.append({"step": step}, soon=True)
+    assert steps(log.path) == [1]
+    now += metrics.PAUSE_SECONDS
+    log.append({"step": 4}, soon=True)
+    assert steps(log.path) == [1, 2, 3, 4]
+    log.append({"step": 5}, soon=True)
+    log.append({"event": "save", "step": 5})
+    log.append({"step": 6}, soon=True)
+    assert steps(log.path) == [1, 2, 3, 4, 5, 5]
+    log.close()
+    assert steps(log.path) == [1, 2, 3, 4, 5, 5, 6]
+
+
+def test_the_peak_of_memory_is_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, peaks = 100.0, iter((1, 2))
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics, "_peak_memory", lambda _: next(peaks))
+    memory = metrics.PeakMemory(torch.device("cpu"))
+    assert (memory.nbytes, memory.nbytes) == (1, 1)
+    now += metrics.PAUSE_SECONDS
+    assert memory.nbytes == 2
