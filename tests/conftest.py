@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,7 @@ if not IS_WORKER:
     SESSION_DIR = tempfile.mkdtemp(prefix="automodel-ckpt-tests-")
     os.environ["AUTOMODEL_CKPT_CACHE"] = os.path.join(SESSION_DIR, "cache")
     os.environ["HF_HOME"] = os.path.join(SESSION_DIR, "huggingface")
+COMMANDS = CommandServer(Path(os.environ["AUTOMODEL_CKPT_CACHE"]).with_name("commands"))
 # Some hundred processes import this repository's modules: each would compile them anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -37,11 +40,20 @@ for name in ("AUTOMODEL_CKPT_TRUST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not IS_WORKER:
+        COMMANDS.end()
         shutil.rmtree(SESSION_DIR, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     _hypothesis_profile()
+    if not IS_WORKER and "popen" in (getattr(config.option, "tx", None) or []):
+        _fork_the_workers(config)
+
+
+def _fork_the_workers(config: pytest.Config) -> None:
+    """One process imports torch and transformers, not each of pytest-xdist's workers and then its commands' server."""
+    worker = f"popen//python={shlex.quote(str(COMMANDS.begin().bin / 'worker'))}"
+    config.option.tx = [worker if spec == "popen" else spec for spec in config.option.tx]
 
 
 def _hypothesis_profile() -> None:
@@ -53,10 +65,9 @@ def _hypothesis_profile() -> None:
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
-    """Commands without the time of their imports."""
-    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
-        yield server
+def commands() -> CommandServer:
+    """Commands without the time of their imports; all workers share one server."""
+    return COMMANDS.begin()
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def test_cut_rows_train_as_whole_ones_on_every_grid() -> None:
 
 FLAT = ("--model.from_config.attention_dropout=0", "--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4",
         "--step_scheduler.ckpt_every_steps=2", "--packed_sequence.size=32",
-        "--step_scheduler.global_batch_size=4")  # fmt: skip
+        "--step_scheduler.global_batch_size=4", "--step_scheduler.local_batch_size=2")  # fmt: skip
 CUT = ("--distributed.cp_size=2", "--model.activation_checkpointing=true")
 
 

@@ -8,18 +8,20 @@ with the ranks. There are two ways to start one:
     environment = {**os.environ, **commands.on_path()}          # for shell scripts: all of these commands
 
 ``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one. What torchrun
-starts are modules of the server too.
+starts are modules of the server too. pytest-xdist's workers come from it as well (``worker``, tests/conftest.py).
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import fcntl
 import gc
 import importlib
 import inspect
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -27,13 +29,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import types
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36
+NUMBER_BYTES = 16
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
 if {name!r} == "python" and not sys.argv[1:2][0].endswith(".py"):
@@ -44,43 +45,56 @@ with socket.socket(socket.AF_UNIX) as server:
     socket.send_fds(server, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
     # Passed on; this process ends with the command, not before it.
     signal.signal(signal.SIGTERM, lambda *_: server.shutdown(socket.SHUT_WR))
-    sys.exit(int(server.recv(8)))
+    sys.exit(int(server.recv(16)) & 255)
 """
 
 
 class CommandServer:
-    """The server's process, from the tests' side."""
+    """The server's process, from the tests' side: one for all that name the same *directory*, until its end()."""
 
     def __init__(self, directory: Path) -> None:
         self.bin = directory / "bin"
-        self.bin.mkdir()
         self._place = directory / "socket"
-        for name in ("ckpt", "ckpt-train", "python", "torchrun", "rank"):
+        self._process_id = directory / "pid"
+
+    def begin(self) -> CommandServer:
+        """Start it, unless another process of this test session has."""
+        self.bin.mkdir(parents=True, exist_ok=True)
+        with open(self.bin.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._place.exists():
+                self._write_shims()
+                self._start()
+        return self
+
+    def _write_shims(self) -> None:
+        for name in ("ckpt", "ckpt-train", "python", "torchrun", "rank", "worker"):
             shim = self.bin / name
             shim.write_text(SHIM.format(python=sys.executable, name=name, place=str(self._place)))
             shim.chmod(0o755)
+
+    def _start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen([sys.executable, __file__, str(self._place)], env=environment)
+        self._process_id.write_text(str(self._process.pid))
+        end = time.monotonic() + 300
+        while not self._place.exists():
+            assert self._process.poll() is None
+            assert time.monotonic() < end, "the imports took too long"
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """End it, whichever process has started it."""
+        if self._process_id.exists():
+            os.kill(int(self._process_id.read_text()), signal.SIGKILL)
 
     def on_path(self, *others: Path) -> dict[str, str]:
         """Variables for a shell, or for torchrun, that is to start commands of this server, then those in *others*."""
         path = ":".join([str(self.bin), *map(str, others), os.environ["PATH"]])
         return {"PATH": path, "PYTHON_EXEC": str(self.bin / "rank")}
 
-    def __enter__(self) -> CommandServer:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen([sys.executable, __file__, str(self._place)], env=environment)
-        end = time.monotonic() + 120
-        while not self._place.exists():
-            assert self._process.poll() is None
-            assert time.monotonic() < end, "the imports took too long"
-            time.sleep(0.05)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-
     def popen(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """``subprocess.Popen``, forked by the server and yet a child of this process; text streams."""
+        """``subprocess.Popen``, forked by the server, which tells how it ended; text streams."""
         return _Forked(self._place, list(words), text=True, **options)
 
     def run(self, *words: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -123,35 +137,33 @@ class _Forked(subprocess.Popen[str]):
         given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         request = {
-            "words": given["args"], "cwd": str(given["cwd"] or os.getcwd()), "adopted": True,
+            "words": given["args"], "cwd": str(given["cwd"] or os.getcwd()), "waits": True,
             "environment": dict(os.environ if given["env"] is None else given["env"]),
             "new_session": given["start_new_session"],
         }  # fmt: skip
-        with adopting(), socket.socket(socket.AF_UNIX) as server:
-            server.connect(str(self._place))
-            descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
-            socket.send_fds(server, [json.dumps(request).encode() + b"\n"], descriptors)
-            self.pid = int(server.recv(16))
-            while parent_of(self.pid) != os.getpid():
-                time.sleep(0.001)
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(str(self._place))
+        descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
+        socket.send_fds(self._server, [json.dumps(request).encode() + b"\n"], descriptors)
+        self.pid = int(self._server.recv(NUMBER_BYTES, socket.MSG_WAITALL))
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
 
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        return self.returncode if self._has_ended(0) else None
 
-@contextmanager
-def adopting() -> Iterator[None]:
-    """Become the parent of processes further down whose own parent ends."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
-    try:
-        yield
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
+    def _wait(self, timeout: float | None) -> int:
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
 
-
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    def _has_ended(self, seconds: float | None) -> bool:
+        """Whether the server has told how it ended, or does within so many *seconds*."""
+        if self.returncode is None and select.select([self._server], [], [], seconds)[0]:
+            self.returncode = int(self._server.recv(NUMBER_BYTES, socket.MSG_WAITALL))
+            self._server.close()
+        return self.returncode is not None
 
 
 OUR_COMMANDS = {"ckpt": "automodel_ckpt.cli.ckpt", "ckpt-train": "automodel_ckpt.cli.train"}
@@ -192,19 +204,27 @@ def answer(connection: socket.socket) -> None:
     if child == 0:
         connection.close()
         os._exit(run(request, descriptors))
-    if request.get("adopted"):
-        connection.sendall(str(child).encode())
-        os._exit(0)
-    threading.Thread(target=end_with, args=(connection, child), daemon=True).start()
+    for descriptor in descriptors:
+        os.close(descriptor)  # whoever reads the command's output waits until nobody can write
+    if request.get("waits"):
+        tell(connection, child)
+    else:
+        threading.Thread(target=end_with, args=(connection, child), daemon=True).start()
     _, status = os.waitpid(child, 0)
-    connection.sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
+    tell(connection, os.waitstatus_to_exitcode(status))
     os._exit(0)
+
+
+def tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
+        connection.sendall(str(number).rjust(NUMBER_BYTES).encode())
 
 
 def end_with(connection: socket.socket, child: int) -> None:
     """Ask a command to end when the one that stands for it on the PATH has ended."""
     if connection.recv(1) == b"":
-        os.kill(child, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
 
 
 def run(request: dict[str, Any], descriptors: list[int]) -> int:
@@ -234,14 +254,18 @@ def main(words: list[str]) -> int:
         words = ["python", "-m", "torch.distributed.run", *words[1:]]
     if words[1] == "-u":
         words = [words[0], *words[2:]]
-    is_module = words[1] == "-m"
-    first = os.getcwd() if is_module else os.path.dirname(words[1] if words[0] == "python" else sys.executable)
+    is_module, is_text = words[1] == "-m", words[1] == "-c"
+    by_path = os.path.dirname(words[1] if words[0] == "python" else sys.executable)
+    first = os.getcwd() if is_module or is_text else by_path
     sys.path[0] = os.path.abspath(first)
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
     if words[0] in OUR_COMMANDS:
         return int(sys.modules[OUR_COMMANDS[words[0]]].main(words[1:]))
     sys.argv = words[2:] if is_module else words[1:]
-    if is_module:
+    if is_text:
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(words[2], vars(sys.modules["__main__"]))
+    elif is_module:
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[1], run_name="__main__")

@@ -56,7 +56,7 @@ lr_scheduler:
   warmup_steps: 2
 step_scheduler:
   global_batch_size: 8
-  local_batch_size: 2
+  local_batch_size: 4
   num_epochs: 2
   ckpt_every_steps: 5
   ckpt_every_epochs: null

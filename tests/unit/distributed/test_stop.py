@@ -9,10 +9,19 @@ import textwrap
 
 import pytest
 
+TWICE = """
+def twice(first, second):
+    os.kill(os.getpid(), first)
+    while not stop._first_at:
+        time.sleep(0.01)
+    time.sleep(1.05)
+    os.kill(os.getpid(), second)
+"""
+
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
     script = "import os, signal, sys, time\nfrom automodel_ckpt.distributed.stop import stop_request\n"
-    script += "stop = stop_request()\nstop.install()\n" + textwrap.dedent(body)
+    script += "stop = stop_request()\nstop.install()\n" + TWICE + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -47,8 +56,7 @@ def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() 
     done = run("""
         import threading
         stop.at_once = lambda number: print("last words", number, flush=True)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        threading.Timer(1.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=twice, args=(signal.SIGTERM, signal.SIGINT)).start()
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -92,9 +100,7 @@ def test_a_wait_for_data_is_ended_by_a_signal_and_by_another_ranks(wait: str) ->
 def test_last_words_that_fail_do_not_keep_the_process() -> None:
     done = run("""
         stop.at_once = lambda number: 1 / 0
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.2)
-        os.kill(os.getpid(), signal.SIGTERM)
+        twice(signal.SIGTERM, signal.SIGTERM)
         time.sleep(20)
     """)
     assert done.returncode == 128 + signal.SIGTERM
