@@ -60,7 +60,8 @@ class LLMFinetune(FinetuneRecipe):
                 "the tokenizer cannot be read",
                 where=where,
                 value=f"{name} ({first_line(error)})",
-                remedy="name a directory with tokenizer files in tokenizer.from_pretrained",
+                remedy="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
+                "a model that asks for it a login (hf auth login)",
             ) from error
 
     def build_dataset(self, section: Target) -> Any:

@@ -99,7 +99,15 @@ def _is_table_without_rows(path: Path) -> bool:
         return False
 
 
-def as_texts(path: Path, datasets: Any) -> dict[str, Any]:
+def reading_options(files: Sequence[Path], datasets: Any) -> dict[str, Any]:
+    """What the reader of ``datasets`` needs to be told for *files*, of which it reads all alike."""
+    kinds = {kind_of(file) for file in files}
+    if kinds in ({".csv"}, {".tsv"}):
+        return _as_texts(files[0], datasets)
+    return {"encoding": "utf-8-sig"} if kinds == {".txt"} else {}  # or a byte order mark would be learnt
+
+
+def _as_texts(path: Path, datasets: Any) -> dict[str, Any]:
     """Options for a table in which ``3`` and ``NA`` are texts as well, and only an empty place is none."""
     separator = "\t" if kind_of(path) == ".tsv" else ","
     options = {"sep": separator, "keep_default_na": False, "na_values": [""]}

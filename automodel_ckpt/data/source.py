@@ -19,7 +19,6 @@ from typing import Any
 
 from automodel_ckpt.data.files import (
     LOADERS,
-    as_texts,
     bad_line,
     digest,
     files_of,
@@ -27,6 +26,7 @@ from automodel_ckpt.data.files import (
     is_pattern,
     kind_of,
     lines_of,
+    reading_options,
 )
 from automodel_ckpt.errors import RecipeError
 
@@ -193,7 +193,7 @@ class Source(Rows):
             raise RecipeError("a stream has no parts of splits", where="dataset.split", value=self.split, remedy=remedy)
         try:
             if not self.is_file:
-                return datasets.load_dataset(self._named, self.name, split=self.split, streaming=True)
+                return datasets.load_dataset(**self._of_name(datasets), split=self.split, streaming=True)
             if not self._filled:
                 raise _empty(self.path)
             with _quiet(datasets):
@@ -239,19 +239,43 @@ class Source(Rows):
         if (line := self._bad_line()) is not None:
             return line
         remedy = "repair the file; every row must have the same fields with values of the same types"
-        reason = str(error.__cause__ or error).strip()
-        return RecipeError("the data file cannot be read", where=self.path, value=reason, remedy=remedy)
+        reason = " ".join(str(error.__cause__ or error).split())
+        return self._other_fields(reason) or RecipeError(
+            "the data file cannot be read", where=self.path, value=reason, remedy=remedy
+        )
+
+    def _other_fields(self, reason: str) -> RecipeError | None:
+        """The file whose fields the first one does not have, if that is the *reason*."""
+        if "column names" not in reason:
+            return None
+        fields = {file: Source(str(file)).fields for file in self._filled}
+        first, *others = fields
+        odd = next((file for file in others if not set(fields[file]) <= set(fields[first])), None)
+        if odd is None:
+            return None
+        return RecipeError(
+            "a data file has fields that the first one does not have",
+            where=str(odd),
+            value=f"{', '.join(fields[odd])}; {first} has {', '.join(fields[first])}",
+            remedy="give all files the same fields, or name the one that has all of them first",
+        )
 
     @cached_property
-    def _filled(self) -> list[str]:
+    def _filled(self) -> list[Path]:
         """The files that hold something: readers stumble over empty ones, which writers of parts may leave."""
-        return [str(file) for file in self.files if holds_anything(file)]
+        return [file for file in self.files if holds_anything(file)]
 
-    @property
-    def _named(self) -> str:
-        """A Hub name as it is; a directory in full, since ``datasets`` needs a name for it."""
+    def _of_name(self, datasets: Any) -> dict[str, Any]:
+        """What ``load_dataset`` is given to read a directory, or a data set of the Hub."""
         path = Path(self.path).expanduser()
-        return str(path.resolve() if path.is_dir() else path)
+        if not path.is_dir():
+            return {"path": str(path), "name": self.name}
+        options = {} if self.name is not None else reading_options(self._in_directory(), datasets)
+        return {"path": str(path.resolve()), "name": self.name, **options}  # it needs a name for a directory
+
+    def _in_directory(self) -> list[Path]:
+        found = sorted(each for each in Path(self.path).expanduser().rglob("*") if each.is_file())
+        return [file for file in found if kind_of(file) in LOADERS]
 
     @cached_property
     def _table(self) -> Any:
@@ -280,22 +304,23 @@ class Source(Rows):
         """What ``load_dataset`` is given to read the files."""
         kind = kind_of(self.files[0])
         # Or it would take a name with brackets for a pattern.
-        options = {"path": LOADERS[kind], "data_files": [glob.escape(file) for file in self._filled]}
-        return options | as_texts(Path(self._filled[0]), datasets) if LOADERS[kind] == "csv" else options
+        options = {"path": LOADERS[kind], "data_files": [glob.escape(str(file)) for file in self._filled]}
+        return options | reading_options(self._filled, datasets)
 
     def _bad_line(self) -> RecipeError | None:
         """What is wrong with a line of a file, or of the files of a directory; None where that is not it."""
-        folder = Path(self.path).expanduser()
-        files = self.files if self.is_file else sorted(each for each in folder.rglob("*") if each.is_file())
-        return next(filter(None, map(bad_line, files)), None)
+        return next(filter(None, map(bad_line, self.files if self.is_file else self._in_directory())), None)
 
     def _read_named(self, datasets: Any) -> Any:
         try:
-            return datasets.load_dataset(self._named, self.name, split=self.split)
+            return datasets.load_dataset(**self._of_name(datasets), split=self.split)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._bad_line() or self._refused(error) from error
 
     def _refused(self, error: Exception) -> RecipeError:
+        if Path(self.path).expanduser().is_dir() and not self._in_directory():
+            remedy = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or name another one"
+            return RecipeError("a directory holds no data file", where="dataset.path", value=self.path, remedy=remedy)
         reason = error.__cause__ or error if type(error).__name__ == "DatasetGenerationError" else error
         lines = str(reason).splitlines() or [type(reason).__name__]
         return RecipeError(

@@ -90,7 +90,8 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
             "the model's configuration cannot be read",
             where=where,
             value=f"{name} ({first_line(error)})",
-            remedy="name a directory with a config.json; a Hub name needs the network or a filled cache",
+            remedy="name a directory with a config.json; a Hub name needs the network or a filled cache, and for a "
+            "model that asks for it a login (hf auth login)",
         ) from error
 
 

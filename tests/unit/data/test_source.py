@@ -206,6 +206,30 @@ def test_files_in_several_directories_have_no_common_one(parts: Path) -> None:
         _ = Source.of(f"{parts}/**/*.jsonl").folder
 
 
+def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (directory / name).unlink()
+    with pytest.raises(RecipeError, match=r"a directory holds no data file[\s\S]*\*\.tsv"):
+        Source(str(directory)).texts(["text"])
+    (directory / "train.tsv").write_text("question\tanswer\nNamibia\tNA\n1\t2\n")
+    assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    source = Source(str(tmp_path / "a.txt"))
+    assert source.values("text") == [row["text"] for row in source.stream()] == ["one", "two"]
+
+
+def test_the_file_whose_fields_are_others_is_named(parts: Path) -> None:
+    (parts / "part-2.jsonl").write_text('{"text": "d", "more": 1}\n')
+    with pytest.raises(
+        RecipeError,
+        match=r"fields that the first one[\s\S]*where:  .*part-2.jsonl\n  value:  text, more; .*-1.jsonl has text\n",
+    ):
+        Source.of(f"{parts}/*.jsonl").texts(["text"])
+
+
 def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
     path = tmp_path / "data.tsv"
     path.write_text("question\tanswer\n1, 2\tNA\n\t3\n")
