@@ -19,12 +19,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.background import Background, Cancelled, Layout, lay_out
+from automodel_ckpt.checkpoint.background import Background, Cancelled
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export_publish import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.formats.plain_writing import saved
+from automodel_ckpt.checkpoint.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.jobs import Job
 from automodel_ckpt.checkpoint.live_state import LiveState, look
 from automodel_ckpt.checkpoint.manifest import Part
@@ -59,7 +60,7 @@ class _Kept:
     outline: list[Any]
     snapshot: Snapshot
     dp_ranks: list[int]
-    layout: Layout
+    layout: MemoryLayout
     part: Part
     nbytes: int
     values: dict[tuple[str, str], bytes] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class AsyncSaves:
         path = self._planner.run.path / str(save.name)
         return SaveReport(path, save.name.step, save.stall_seconds, published=False)
 
-    def _upload(self, save: Save, part: Part, trees: Layout, objects: Iterable[Job]) -> None:
+    def _upload(self, save: Save, part: Part, trees: MemoryLayout, objects: Iterable[Job]) -> None:
         """Copy the state, and have the copy written."""
         self._in_flight = save
         staged = self._background.stage(

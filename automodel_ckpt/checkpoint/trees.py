@@ -87,7 +87,7 @@ def whole_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]
     return (state, tied) if whole is None else ({**whole.tensors, **state}, whole.tied)
 
 
-Part = tuple[int, tuple[slice, ...]]
+RowPart = tuple[int, tuple[slice, ...]]
 """A row of a tensor, and what of that row."""
 
 Groups = list[dict[str, torch.Tensor]]
@@ -126,7 +126,7 @@ def stored_values(module: nn.Module, state: Mapping[str, Any], kept: Mapping[str
     return {name: state[fqn] if fqn not in rows else _view(*rows[fqn], parts[fqn][name]) for name, fqn in kept.items()}
 
 
-def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, Part]) -> Iterator[str]:
+def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> Iterator[str]:
     """The *parts* of a tensor that this rank holds."""
     if isinstance(value, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in value.placements):
         raise RecipeError(
@@ -147,7 +147,7 @@ def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
     return value.to_local().detach(), offsets[0]
 
 
-def _view(rows: torch.Tensor, first: int, part: Part) -> torch.Tensor:
+def _view(rows: torch.Tensor, first: int, part: RowPart) -> torch.Tensor:
     row, columns = part
     return rows[row - first][columns]
 
@@ -162,8 +162,8 @@ def _names_in_files(module: nn.Module) -> Mapping[str, str]:
     return names
 
 
-def _parts_in_files(module: nn.Module) -> Mapping[str, Mapping[str, Part]]:
-    parts: Mapping[str, Mapping[str, Part]] = getattr(unwrap(module), "parts_in_files", {})
+def _parts_in_files(module: nn.Module) -> Mapping[str, Mapping[str, RowPart]]:
+    parts: Mapping[str, Mapping[str, RowPart]] = getattr(unwrap(module), "parts_in_files", {})
     return parts
 
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 log = logging.getLogger(__name__)
 
 
-Part = tuple[int, tuple[slice, ...]]
+RowPart = tuple[int, tuple[slice, ...]]
 """A row of a tensor, and what of that row."""
 
 
@@ -34,7 +34,7 @@ class InFiles(NamedTuple):
     """
 
     names: dict[str, str]
-    parts: dict[str, dict[str, Part]]
+    parts: dict[str, dict[str, RowPart]]
 
 
 def names_in_files(model: nn.Module, base_dir: Path | None = None) -> InFiles:
@@ -71,7 +71,7 @@ class _Markers:
             total += count
         self.total = total
 
-    def origin(self, value: torch.Tensor) -> tuple[str, Part | None]:
+    def origin(self, value: torch.Tensor) -> tuple[str, RowPart | None]:
         """Which tensor *value* comes from, and which part of it is its own; None: all. ValueError for anything else."""
         found = bisect_right(self._starts, int(value.flatten()[0])) - 1
         name = self._names[found]
@@ -94,13 +94,13 @@ def _small(extent: int) -> int:
 
 def _read_off(
     markers: _Markers, revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> tuple[dict[str, str], dict[str, dict[str, Part]]]:
+) -> tuple[dict[str, str], dict[str, dict[str, RowPart]]]:
     """Names and parts; ValueError where the outcome is not all of the markers, each once."""
     reverted = revert(dict(markers.tensors))
     everything = torch.cat([value.flatten() for value in reverted.values()]).sort().values
     if not torch.equal(everything, torch.arange(markers.total)):
         raise ValueError("not every element is there once")
-    names, parts = dict[str, str](), dict[str, dict[str, Part]]()
+    names, parts = dict[str, str](), dict[str, dict[str, RowPart]]()
     for name, value in reverted.items():
         if value.numel() == 0:
             continue

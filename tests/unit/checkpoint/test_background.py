@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, layout
-from automodel_ckpt.checkpoint.background import HostMemory
+from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, host_memory, layout
 from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.host_memory import HostMemory
 from automodel_ckpt.checkpoint.manifest import Part, Summary
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import ExportFailed, SaveFailed
@@ -320,7 +320,7 @@ def test_a_trainer_that_is_killed_takes_its_writer_along_and_the_next_start_is_r
 def test_where_memory_does_not_suffice_saves_are_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
     saver = Saver(tmp_path)
     with caplog.at_level("WARNING", "automodel_ckpt"):
         assert saver.save(1).published

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import importing, layout, resume, verify
-from automodel_ckpt.checkpoint.background import HostMemory
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export_source import open_source
+from automodel_ckpt.checkpoint.host_memory import HostMemory
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.placement import place
 from automodel_ckpt.checkpoint.policy import KeepPolicy
