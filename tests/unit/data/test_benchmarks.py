@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.data.hellaswag import hellaswag
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.squad import squad
 from automodel_ckpt.errors import RecipeError
 
@@ -32,18 +31,6 @@ HELLASWAG = {
     "split_type": "indomain",
     "label": "2",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer(_cache: None) -> Any:
-    return train_tokenizer(400)
 
 
 def write(path: Path, *rows: Any) -> str:

@@ -38,18 +38,6 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer(_cache: None) -> Any:
-    return train_tokenizer(400)
-
-
 def write(directory: Path, *rows: Any) -> str:
     path = directory / "chat.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

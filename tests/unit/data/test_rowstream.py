@@ -13,7 +13,6 @@ from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.hellaswag import hellaswag
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.squad import squad
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
@@ -23,18 +22,6 @@ CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer(_cache: None) -> Any:
-    return train_tokenizer(400)
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:

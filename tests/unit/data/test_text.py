@@ -15,18 +15,6 @@ from automodel_ckpt.errors import RecipeError
 from tests.support.command_server import CommandServer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer(_cache: None) -> Any:
-    return train_tokenizer(400)
-
-
 def jsonl(path: Path, *rows: Any) -> str:
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return str(path)
