@@ -29,6 +29,7 @@ import uuid
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.direct import naming
 from automodel_ckpt.checkpoint.durable import DurableFile
 from automodel_ckpt.checkpoint.inside import read_inside
 from automodel_ckpt.checkpoint.manifest import FileRecord
@@ -78,15 +79,12 @@ def hand_over(path: Path, data: bytes) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make the directory's entries durable."""
-    try:
+    with naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
 
 
 def make_run_directory(root: Path) -> None:

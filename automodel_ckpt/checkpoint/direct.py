@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
     except OSError:
         return False
     return wanted != flags
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """System calls on a descriptor do not know the file's name: put it into their errors."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def write_all(descriptor: int, data: memoryview, start: int) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
-from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, write_all
+from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, naming, write_all
 from automodel_ckpt.checkpoint.manifest import FileRecord
 
 _READ_BYTES = 8 << 20
@@ -123,11 +123,11 @@ class DurableFile:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """System calls on a descriptor do not know the file's name: put it into their errors."""
+        """Name the file in errors, and remember the first."""
         try:
-            yield
+            with naming(self.path):
+                yield
         except OSError as error:
-            error.filename = str(self.path)
             self._failure = self._failure or error
             raise
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.direct import DIRECT_FROM_BYTES, SECTOR_BYTES, bypass_page_cache, write_all
+from automodel_ckpt.checkpoint.direct import DIRECT_FROM_BYTES, SECTOR_BYTES, bypass_page_cache, naming, write_all
 from automodel_ckpt.checkpoint.durable import preallocate
 
 # FICLONERANGE of linux/fs.h: descriptor and start of the source, length, start in the target.
@@ -39,14 +39,14 @@ def create_output(path: Path, header: bytes, nbytes: int, donor: int | None) -> 
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        os.ftruncate(descriptor, nbytes)
-        clones = donor is not None and _clone(Clonable(donor, 0, 0, SECTOR_BYTES), descriptor)
-        if not clones:
-            preallocate(descriptor, nbytes)
-        write_all(descriptor, memoryview(header), 0)
-    except OSError as error:
+        with naming(path):
+            os.ftruncate(descriptor, nbytes)
+            clones = donor is not None and _clone(Clonable(donor, 0, 0, SECTOR_BYTES), descriptor)
+            if not clones:
+                preallocate(descriptor, nbytes)
+            write_all(descriptor, memoryview(header), 0)
+    except OSError:
         os.close(descriptor)
-        error.filename = str(path)
         raise
     return descriptor, clones
 
@@ -80,15 +80,12 @@ class Output:
 
         Raises OSError naming the file.
         """
-        try:
+        with naming(self._path):
             done = 0
             for start, stop in self._cloned(unchanged):
                 self._put(data[done : start - at], at + done)
                 done = stop - at
             self._put(data[done:], at + done)
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
 
     def _cloned(self, unchanged: Iterable[Clonable]) -> Iterable[tuple[int, int]]:
         for whole in unchanged if self._clones else ():

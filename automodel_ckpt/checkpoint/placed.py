@@ -7,7 +7,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -19,7 +18,7 @@ from types import TracebackType
 import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from, digest_of
-from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, write_all
+from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, naming, write_all
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.jobs import Data, fetched
 from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart
@@ -92,7 +91,7 @@ class PlacedFile:
 
     def make(self, header: bytes, nbytes: int) -> None:
         """Reserve all of the file's space, so that a full disk shows now, and write its head."""
-        with self._named():
+        with naming(self.path):
             _reserve(self._descriptor, nbytes)
             write_all(self._descriptor, memoryview(header), 0)
 
@@ -101,7 +100,7 @@ class PlacedFile:
         hashed = xxhash.xxh3_128()
         (stored,) = piece.entry.slices
         view = memoryview(data).cast("B")
-        with self._named():
+        with naming(self.path):
             for group in _groups(runs_in_file(stored, piece.entry.shape)):
                 block = _converted(view, group, piece.dtype, stored.dtype)
                 hashed.update(block)
@@ -122,7 +121,7 @@ class PlacedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        with self._named():
+        with naming(self.path):
             try:
                 if self._stream is not None:
                     self._stream.close(finish=kind is None)
@@ -130,15 +129,6 @@ class PlacedFile:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """System calls on a descriptor do not know the file's name: put it into their errors."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
 
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:

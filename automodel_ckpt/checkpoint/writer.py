@@ -201,7 +201,8 @@ def main() -> None:
     idle.set()
     threading.Thread(target=_listen, args=(commands, trainer, todo, idle), daemon=True).start()
     shared = SharedMemory(memory)
-    with open(answers, "wb") as out:
+    # What cannot be answered was asked by a trainer that is gone.
+    with contextlib.suppress(BrokenPipeError), open(answers, "wb") as out:
         while (command := todo.get()) is not None:
             with _reporting(out):
                 outcome = _outcome(command, shared)

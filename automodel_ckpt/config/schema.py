@@ -42,6 +42,7 @@ SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
+WAIT = Rule(lambda minutes: 0.1 <= minutes <= 1e6, "from 0.1 to 1000000")
 FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
 FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
 BELOW_1 = Rule(lambda number: 0 <= number < 1, "from 0 to below 1")
@@ -232,8 +233,8 @@ class DistributedConfig:
     """Context parallel ranks, which cut each row along the sequence and share out the heads of attention."""
     backend: str | None = None
     """torch.distributed backend; null: nccl with GPUs, else gloo."""
-    timeout_minutes: float = setting(30.0, POSITIVE)
-    """How long a collective may wait for the slowest rank."""
+    timeout_minutes: float = setting(30.0, WAIT)
+    """How long a collective may wait for the slowest rank, from 0.1 to a million."""
     reshard_after_forward: bool = True
     """fsdp2: free gathered parameters between forward and backward (less memory, more traffic)."""
     cpu_offload: bool = False

@@ -155,6 +155,14 @@ class GlobalBatchLoader:
                 value=f"without {', '.join(missing)}",
                 remedy="resume from another checkpoint (checkpoint.restore_from)",
             )
+        position = {name: state[name] for name in ("epoch", "consumed_samples")}
+        if any(type(count) is not int or not 0 <= count < 2**53 for count in position.values()):
+            raise CheckpointUnusable(
+                "a position in the data that no run comes to",
+                where="dataloader",
+                value=", ".join(f"{name} {str(count)[:40]}" for name, count in position.items()),
+                remedy="resume from another checkpoint (checkpoint.restore_from)",
+            )
         self._require_same_data(state["num_samples"])
         self._tell_other_data(state)
         self._tell_differences(state)

@@ -5,11 +5,13 @@ Steps are optimizer steps and count from 1; epochs count from 0. A step that end
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.interval import AutoInterval
 
 
@@ -76,6 +78,22 @@ def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
 
 def _divides(every: int | None, count: int) -> bool:
     return every is not None and count % every == 0
+
+
+_COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
+
+
+def _refuse_absurd(state: Mapping[str, Any]) -> None:
+    wrong = [name for name in _COUNTERS if type(state[name]) is not int or not 0 <= state[name] < 2**53]
+    numbers = {"elapsed_seconds": state["elapsed_seconds"], "best": 0.0 if state["best"] is None else state["best"]}
+    wrong += [name for name, number in numbers.items() if type(number) is not float or not math.isfinite(number)]
+    if wrong:
+        raise CheckpointUnusable(
+            "counters that no run comes to",
+            where="step_scheduler",
+            value=", ".join(f"{name} {str(state[name])[:40]}" for name in wrong),
+            remedy="resume from another checkpoint (checkpoint.restore_from)",
+        )
 
 
 class StepScheduler:
@@ -240,7 +258,11 @@ class StepScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the counters of a checkpoint; ``planned_steps`` stays that of this run."""
+        """Take over the counters of a checkpoint; ``planned_steps`` stays that of this run.
+
+        Raises :class:`CheckpointUnusable` for what no run counts up to.
+        """
+        _refuse_absurd(state)
         self.planned_before = state["planned_steps"]
         self.step = state["step"]
         self.epoch = state["epoch"]

@@ -252,6 +252,12 @@ def test_a_seed_that_torch_cannot_take_is_refused(tmp_path: Path) -> None:
         load(tmp_path, "", f"--seed={2**63}")
 
 
+@pytest.mark.parametrize("minutes", ["0.05", "1e30"])
+def test_a_wait_that_no_group_of_ranks_takes_is_refused(tmp_path: Path, minutes: str) -> None:
+    with pytest.raises(RecipeError, match=r"distributed.timeout_minutes must be from 0.1 to 1000000"):
+        load(tmp_path, "", f"--distributed.timeout_minutes={minutes}")
+
+
 def test_a_missing_variable_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="CKPT_NOT_SET is not set"):
         load(tmp_path, "", "--dataset.x=a/${oc.env:CKPT_NOT_SET}/b")

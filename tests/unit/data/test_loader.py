@@ -314,6 +314,9 @@ def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
 def test_a_foreign_state_is_refused() -> None:
     with pytest.raises(CheckpointUnusable, match="without consumed_samples, "):
         make(Numbers(20)).load_state_dict({"epoch": 1})
+    for absurd in ({"epoch": 2**63}, {"consumed_samples": -1}, {"epoch": 1.0}):
+        with pytest.raises(CheckpointUnusable, match="a position in the data that no run comes to"):
+            make(Numbers(20)).load_state_dict({**make(Numbers(20)).state_dict(), **absurd})
 
 
 def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

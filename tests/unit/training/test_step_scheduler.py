@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, due_after, run_is_over, total_steps
 
 counts = st.none() | st.integers(1, 12)
@@ -182,6 +185,19 @@ def test_elapsed_seconds_go_on_after_a_resume() -> None:
     resumed.load_state_dict(scheduler.state_dict())
     clock.now += 4.0
     assert resumed.measured_seconds() == pytest.approx(scheduler.elapsed_seconds + 4.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step", 2**63 - 1), ("epoch", -1), ("consumed_tokens", 1.0), ("step", True), ("best", math.inf),
+     ("elapsed_seconds", math.nan), ("best", "low"), ("elapsed_seconds", 10**400)],
+    ids=str,
+)  # fmt: skip
+def test_counters_that_no_run_comes_to_are_refused(name: str, value: Any) -> None:
+    scheduler = StepScheduler(Cadence(max_steps=2))
+    with pytest.raises(CheckpointUnusable, match=rf"counters that no run comes to(.|\n)*{name} {str(value)[:40]}"):
+        scheduler.load_state_dict({**scheduler.state_dict(), name: value})
+    assert scheduler.step == 0
 
 
 def test_a_run_without_limits_is_never_over() -> None:
