@@ -45,6 +45,9 @@ bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolid
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 
+bench-forecast: $(STAMP)  ## memory and disk as --dry-run foretells them, and as they then are: ten minutes
+	@$(BIN)/python -m tools.bench_forecast
+
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
 

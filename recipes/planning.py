@@ -26,6 +26,9 @@ from automodel_ckpt.training.rng import StatefulRNG
 
 log = logging.getLogger("automodel_ckpt")
 
+_HEAP = 1.5
+_OF_TEXT = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"})
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -114,12 +117,13 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     state = int((forecast_bytes(kept, world_size=1, save_optimizer=True) - overhead) * share)
     here = set(map(id, parameters))
     layers = [nbytes(p for p in layer.parameters() if id(p) in here) for layer in decoder_layers(recipe.model)]
-    # A layer and the one fetched ahead, what is outside of the layers, and the gradients of as much.
-    gathered = 2 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
+    # A layer and the one fetched ahead, and what is outside of the layers: the buffer that is filled, the parameters
+    # that are copied out of it, and their gradients.
+    gathered = 3 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
     # What this process has taken so far is about what a rank has before its model.
     process = PeakMemory(recipe.layout.device).nbytes
-    rows, length = row_tokens(recipe) or (0, 0)
-    activations = traced_activations(recipe, rows, -(-length // recipe.row_parts)) if rows else None
+    rows, length, images = micro_batch_shape(recipe)
+    activations = traced_activations(recipe, rows, -(-length // recipe.row_parts), images) if rows else None
     if activations is not None:
         activations = activations * _under_way(recipe, sizes) // sizes.pp
     return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, process)
@@ -151,16 +155,37 @@ def row_tokens(recipe: FinetuneRecipe) -> tuple[int, int] | None:
     return None if length is None else (rows, int(length))
 
 
-def traced_activations(recipe: FinetuneRecipe, rows: int, length: int) -> int | None:
+def micro_batch_shape(recipe: FinetuneRecipe) -> tuple[int, int, Mapping[str, torch.Tensor]]:
+    """(rows, tokens per row, what comes beside tokens) of a micro-batch: a full one, or that of the first samples where
+    the recipe does not tell how long they are, or has images; 0 rows where neither can be known."""
+    known = row_tokens(recipe)
+    if known is not None and not hasattr(recipe, "processor"):
+        return *known, {}
+    loader = recipe.dataloader
+    try:
+        samples = [loader.dataset[number] for number in range(recipe.config.step_scheduler.local_batch_size)]
+        batch = loader.collate_fn(samples)
+        rows, length = batch["input_ids"].shape
+    except Exception as error:  # a stream, or samples of a form of their own
+        log.debug("the first samples make no micro-batch: %r", error)
+        return *(known or (0, 0)), {}
+    return rows, length, {name: value for name, value in batch.items() if name not in _OF_TEXT}
+
+
+def traced_activations(
+    recipe: FinetuneRecipe, rows: int, length: int, images: Mapping[str, torch.Tensor]
+) -> int | None:
     """Bytes that a forward pass keeps for the backward one, from a pass over tensors without values, and the logits'.
 
-    None for a model whose forward pass needs values, or more than tokens.
+    None for a model whose forward pass needs values.
     """
     backbone = getattr(recipe.model, "base_model", recipe.model)
+    tokens = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
     try:
-        kept = _kept_bytes(backbone, length, recipe.forward_options)
+        kept = _kept_bytes(backbone, tokens, recipe.forward_options)
         with _remembering(recipe.model):
-            whole = _kept_bytes(backbone, length, recipe.forward_options)
+            whole = _kept_bytes(backbone, tokens, recipe.forward_options)
+        seen = _kept_bytes(_Seeing(backbone), images, {}) if images else 0
     except Exception as error:
         log.debug("the activations cannot be traced: %r", error)
         return None
@@ -170,7 +195,20 @@ def traced_activations(recipe: FinetuneRecipe, rows: int, length: int) -> int | 
     computed = recipe.parallelism.compute_dtype
     narrower = computed.itemsize / next(recipe.model.parameters()).element_size() if computed is not None else 1.0
     # The backward pass of a layer holds about what its forward pass keeps once more; so do the logits.
-    return int((kept + whole / layers) * rows * narrower) + 8 * logits
+    held = ((kept + whole / layers) * rows + seen) * narrower + 8 * logits
+    # On a CPU, short-lived tensors leave holes in the heap between those that stay (measured: tools/bench_forecast.py).
+    return int(held if torch.cuda.is_available() else _HEAP * held)
+
+
+class _Seeing(nn.Module):
+    """What a model does with images before its layers for text see them."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, **images: torch.Tensor) -> Any:
+        return self.backbone.get_image_features(**images)  # type: ignore[operator]
 
 
 @contextmanager
@@ -186,16 +224,16 @@ def _remembering(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-def _kept_bytes(backbone: nn.Module, length: int, options: Mapping[str, Any]) -> int:
+def _kept_bytes(backbone: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]) -> int:
     with FakeTensorMode():
         here = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
             for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]
         }
         kept = _Kept(here.values())
-        tokens = torch.zeros(1, length, dtype=torch.long)
+        empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()}
         with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
-            torch.func.functional_call(backbone, here, kwargs={"input_ids": tokens, **options})
+            torch.func.functional_call(backbone, here, kwargs={**empty, **options})
     return kept.nbytes
 
 

@@ -98,3 +98,12 @@ def test_the_number_of_checkpoints_follows_from_cadence_and_keep_policy(
     )
     assert kept_at_once(config, 100, 25) == most
     assert kept_at_once(config, None, None) is None
+
+
+def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml")
+    kept = []
+    for width in (64, 256):
+        assert main(["--dry-run", recipe, f"--model.from_config.vision_config.hidden_size={width}"]) == 0
+        kept.append(foretold("activations SIZE", capsys.readouterr().out))
+    assert kept[1] > 1.2 * kept[0], "the layers for text, and what they see, are as wide as before"
