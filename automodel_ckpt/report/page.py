@@ -147,8 +147,9 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{run.num_tokens:,}"
     yield "checkpoints", str(len(run.checkpoints))
     if len(stalls):
-        share = sum(stalls.values) / run.seconds if run.seconds > 0 else 0.0
-        yield "waited for saves", f"{sum(stalls.values):.2f} s ({share:.1%} of the run)"
+        waited = sum(stalls.values)
+        share = f" ({waited / run.seconds:.1%} of the run)" if run.seconds > 0 else ""
+        yield "waited for saves", f"{waited:.2f} s{share}"
     if run.resumed_at:
         yield "resumed", f"{len(run.resumed_at)} times" if len(run.resumed_at) > 1 else "once"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,15 @@ from automodel_ckpt.report.history import History
 from automodel_ckpt.report.page import charts_of
 
 _NUM_COLOURS = 10
+_LONGEST_NAME = 40
+_STYLES = {"dots": "o--", "stems": "o"}
+_EXPLAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "faint": ("each step (the line: smoothed)", {"alpha": 0.3}),
+    "dots": ("validation", {"linestyle": "--", "marker": "o", "markersize": 3}),
+    "saved": ("checkpoint", {"linestyle": "", "marker": "^", "markersize": 4}),
+    "best": ("LOWEST_VAL", {"linestyle": "", "marker": "o", "markersize": 8, "fillstyle": "none"}),
+    "resumed": ("resumed", {"linestyle": ":"}),
+}
 
 
 def write_picture(runs: Sequence[History], file: Path) -> None:
@@ -24,23 +33,30 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
             "a PNG is drawn by matplotlib, which is not installed", where="--output", value=str(file),
             remedy="pip install 'automodel_ckpt[plot]', or name an .html file, which needs nothing",
         ) from error  # fmt: skip
-    charts = [chart for chart in charts_of(runs) if not chart.is_empty]
     pyplot.switch_backend("agg")
+    figure = drawn(pyplot, runs)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def drawn(pyplot: Any, runs: Sequence[History]) -> Any:
+    """The figure: all panels over the same steps, and one legend below them."""
+    charts = [chart for chart in charts_of(runs) if not chart.is_empty]
     figure, axes = pyplot.subplots(len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained")
     for chart, (axis,) in zip(charts, axes, strict=True):
         _draw(chart, axis)
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    handles = [*_legend(runs, charts)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    return figure
 
 
 def _draw(chart: Chart, axis: Any) -> None:
     axis.set_title(chart.title, fontsize=10, loc="left")
     axis.grid(alpha=0.3)
     for line in chart.lines:
-        style = {"dots": "o--", "stems": "o"}.get(line.style, "-")
-        alpha = 0.3 if line.style == "faint" else 1.0
+        style, alpha = _STYLES.get(line.style, "-"), 0.3 if line.style == "faint" else 1.0
         axis.plot(line.series.steps, line.series.values, style, color=_colour(line.run), alpha=alpha, markersize=3,
-                  linewidth=1.2, label=line.label if len(line.series) else None)  # fmt: skip
+                  linewidth=1.2)  # fmt: skip
     for mark in chart.marks:
         if mark.kind == "resumed":
             axis.axvline(mark.step, color=_colour(mark.run), linestyle=":", linewidth=1)
@@ -50,9 +66,25 @@ def _draw(chart: Chart, axis: Any) -> None:
             )
         elif mark.value is not None:
             axis.plot([mark.step], [mark.value], "o", color=_colour(mark.run), markersize=9, fillstyle="none")
+    across, _ = chart.scales()
+    axis.set_xlim(across.low, across.high)
     if chart.from_zero:
         axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7)
+
+
+def _legend(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:
+    """A colour for each run, and what else is drawn in grey."""
+    from matplotlib.lines import Line2D
+
+    for number, run in enumerate(runs):
+        name = run.name if len(run.name) <= _LONGEST_NAME else f"...{run.name[-_LONGEST_NAME:]}"
+        name = name.replace("$", r"\$")  # else mathematics
+        yield Line2D([], [], color=_colour(number), label=f" {name}")  # a label that begins with _ is left out
+    found = {line.style for chart in charts for line in chart.lines if len(line.series)}
+    found |= {mark.kind for chart in charts for mark in chart.marks}
+    for kind, (label, style) in _EXPLAINED.items():
+        if kind in found:
+            yield Line2D([], [], color="grey", label=label, **style)
 
 
 def _colour(run: int) -> Any:

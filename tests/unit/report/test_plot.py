@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.report.history import read_history
+from automodel_ckpt.report.picture import drawn
 from tests.support.history import write_run
 
 pytest.importorskip("matplotlib", reason="the plot extra")
@@ -115,6 +117,22 @@ def test_a_picture_is_drawn_by_its_ending(run: Path, tmp_path: Path, capsys: pyt
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", str(run), "-o", str(tmp_path / "report.txt")]) == 2
     assert "ending does not say" in capsys.readouterr().err
+
+
+def test_a_picture_of_many_runs_has_one_legend_and_all_panels_the_same_steps(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    names = ["_hidden", "a $\\frac{ b$", "n" * 99, *map(str, range(9))]
+    runs = [read_history(write_run(tmp_path / n, num_steps=6, saved=[4], best=4, resumed=[2])) for n in names]
+    figure = drawn(pyplot, runs)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    said = [text.get_text().strip() for text in legend.get_texts()]
+    assert len(said) == 12 + 4
+    assert said[0] == "_hidden" and said[-4:] == ["validation", "checkpoint", "LOWEST_VAL", "resumed"]
+    assert all(axis.get_legend() is None for axis in figure.axes)
+    assert len({axis.get_xlim() for axis in figure.axes}) == 1
+    pyplot.close(figure)
 
 
 def test_without_matplotlib_a_picture_is_refused_with_what_to_install(
