@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.discovery import left_out
-from automodel_ckpt.checkpoint.file_system import size_text
+from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.resume import checkpoint_names
+from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
@@ -131,8 +132,8 @@ class Lifecycle:
 
     def place_logs(self, directory: Path) -> None:
         """The logs of the run are in its directory; nothing is written to them before the first step."""
-        self.training_log = JsonlLog(directory / "training.jsonl")
-        self.validation_log = JsonlLog(directory / "validation.jsonl")
+        self.training_log = JsonlLog(directory / TRAINING_LOG)
+        self.validation_log = JsonlLog(directory / VALIDATION_LOG)
 
     def resume(self) -> None:
         """Load the newest usable checkpoint, if there is one, else what ``init_from`` names; ends ``setup``.

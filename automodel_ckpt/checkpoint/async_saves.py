@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.formats.plain_writing import saved
 from automodel_ckpt.checkpoint.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.jobs import Job
 from automodel_ckpt.checkpoint.live_state import LiveState, look
-from automodel_ckpt.checkpoint.manifest import Part
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.planner import Planner, Proposal, Save, SaveReport, Snapshot
 from automodel_ckpt.checkpoint.sealing import part_files, parts_in
 from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values

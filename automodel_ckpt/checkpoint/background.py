@@ -16,7 +16,7 @@ import torch
 
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.host_memory import HostMemory, MemoryLayout
-from automodel_ckpt.checkpoint.manifest import Part
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.sealing import Draft
 from automodel_ckpt.checkpoint.writer import Command, Export, Seal, Write, Writer
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed

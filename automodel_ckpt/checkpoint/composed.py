@@ -18,7 +18,8 @@ import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.manifest import COMPOSED, FileRecord, Part
+from automodel_ckpt.checkpoint.manifest import COMPOSED, FileRecord
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
 
 _BLOCK_BYTES = 4 << 20

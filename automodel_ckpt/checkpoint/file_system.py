@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.wording import size_text as size_text
-
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 OVERLAY_WARNING = (

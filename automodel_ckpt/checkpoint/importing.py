@@ -31,7 +31,8 @@ from automodel_ckpt.checkpoint.formats.dcp import read_content
 from automodel_ckpt.checkpoint.hf_assets import is_side_file
 from automodel_ckpt.checkpoint.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece, run_all
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, StateRecord, Summary, Tree, merge_files, merge_tree
+from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
+from automodel_ckpt.checkpoint.parts import Part, merge_files, merge_tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor

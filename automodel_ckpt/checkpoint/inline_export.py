@@ -25,7 +25,8 @@ from automodel_ckpt.checkpoint.export_source import open_source
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs import run_all
-from automodel_ckpt.checkpoint.manifest import Part, Tree, merge_tree
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.parts import Part, merge_tree
 from automodel_ckpt.checkpoint.placement import Placement
 from automodel_ckpt.checkpoint.side_files import Assets
 from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece

@@ -1,7 +1,7 @@
 """What a rank has to write, as plain data: planned where the state is, carried out there or in another process.
 
 A format only plans :class:`FileJob` objects: which files, which bytes in which order, and which entry of the rank's
-:class:`~automodel_ckpt.checkpoint.manifest.Part` each stretch of bytes is. Carrying one out needs no torch: it writes,
+:class:`~automodel_ckpt.checkpoint.parts.Part` each stretch of bytes is. Carrying one out needs no torch: it writes,
 digests and fsyncs, and completes the part. The bytes come from the live state (a synchronous save), or from a stretch
 of memory that they were copied into (an asynchronous one).
 """
@@ -16,7 +16,8 @@ from typing import Protocol
 
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.durable import DurableFile
-from automodel_ckpt.checkpoint.manifest import Blob, Part, TreePart
+from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.parts import Part, TreePart
 from automodel_ckpt.checkpoint.slices import Tensor
 
 CRC_BYTES = 4

@@ -25,6 +25,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 AUTOMODEL_PEFT_CONFIG = "automodel_peft_config.json"
 DCP_METADATA = ".metadata"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
+TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
 

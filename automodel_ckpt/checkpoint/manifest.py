@@ -239,80 +239,6 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
 
-@dataclass(frozen=True, slots=True)
-class DcpItem:
-    """Where torch's own reader finds an item of a ``.distcp`` file: *offsets* is None for a value that is no tensor."""
-
-    fqn: str
-    offsets: tuple[int, ...] | None
-    file: str
-    start: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class TreePart:
-    """What one rank wrote of a tree."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-    objects: list[Blob] = field(default_factory=list)
-    dcp_items: list[DcpItem] = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Part:
-    """What one rank wrote of a checkpoint, by which the leader makes the manifest.
-
-    *placed*: of each file that several ranks fill and this one made, the size, and the digest of its head alone.
-    """
-
-    rank: int
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    trees: dict[str, TreePart] = field(default_factory=dict)
-    placed: dict[str, FileRecord] = field(default_factory=dict)
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(self, default=_fields).encode()
-
-    @classmethod
-    def parse(cls, data: bytes) -> Part:
-        raw = json.loads(data)
-        return cls(
-            rank=raw["rank"],
-            files={path: FileRecord(**record) for path, record in raw["files"].items()},
-            placed={path: FileRecord(**record) for path, record in raw["placed"].items()},
-            trees={name: _tree_part(tree) for name, tree in raw["trees"].items()},
-        )
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """What dataclasses.asdict gives, one level at a time and not copied: there are thousands of them."""
-    return {name: getattr(record, name) for name in record.__slots__}
-
-
-def merge_files(parts: Iterable[Part]) -> dict[str, FileRecord]:
-    """All files of all ranks, by name."""
-    return dict(sorted(item for part in parts for item in part.files.items()))
-
-
-def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str, str]) -> Tree:
-    """The tree *name* from what each rank wrote of it."""
-    written = [part.trees[name] for part in parts if name in part.trees]
-    tensors = _merge_tensors(tensor for part in written for tensor in part.tensors)
-    copies = _merge_tensors(tensor for part in written for tensor in part.copies)
-    return Tree(format, tensors, {blob.fqn: blob for part in written for blob in part.objects}, dict(tied), copies)
-
-
-def _merge_tensors(found: Iterable[Tensor]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for tensor in found:
-        known = tensors.get(tensor.fqn)
-        pieces = (known.slices if known else ()) + tensor.slices
-        tensors[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, pieces)
-    return tensors
-
-
 @contextlib.contextmanager
 def _refusing_other_forms(path: Path) -> Iterator[None]:
     try:
@@ -447,41 +373,29 @@ def _file_record(raw: Mapping[str, Any]) -> FileRecord:
 def _tree(raw: Mapping[str, Any]) -> Tree:
     return Tree(
         format=_text(raw["format"]),
-        tensors={fqn: _tensor(fqn, tensor) for fqn, tensor in raw["tensors"].items()},
-        objects={fqn: _blob({**blob, "fqn": fqn}) for fqn, blob in raw["objects"].items()},
+        tensors={fqn: tensor_of(fqn, tensor) for fqn, tensor in raw["tensors"].items()},
+        objects={fqn: blob_of({**blob, "fqn": fqn}) for fqn, blob in raw["objects"].items()},
         tied={_text(alias): _text(kept) for alias, kept in raw["tied"].items()},
-        copies={fqn: _tensor(fqn, tensor) for fqn, tensor in raw.get("copies", {}).items()},
+        copies={fqn: tensor_of(fqn, tensor) for fqn, tensor in raw.get("copies", {}).items()},
     )
 
 
-def _tree_part(raw: Mapping[str, Any]) -> TreePart:
-    return TreePart(
-        tensors=[_tensor(tensor["fqn"], tensor) for tensor in raw["tensors"]],
-        copies=[_tensor(tensor["fqn"], tensor) for tensor in raw["copies"]],
-        objects=[_blob(blob) for blob in raw["objects"]],
-        dcp_items=[
-            DcpItem(
-                i["fqn"], None if i["offsets"] is None else _sizes(i["offsets"]), i["file"], i["start"], i["nbytes"]
-            )
-            for i in raw["dcp_items"]
-        ],
-    )
-
-
-def _tensor(fqn: str, raw: Mapping[str, Any]) -> Tensor:
+def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
+    """A tensor from JSON. Raises KeyError, TypeError or ValueError for another form; so do the next two."""
     dtype = _text(raw["dtype"])
     pieces = tuple(
         Slice(
-            fqn, dtype, _sizes(piece["offsets"]), _sizes(piece["sizes"]), _text(piece["file"]),
+            fqn, dtype, sizes_of(piece["offsets"]), sizes_of(piece["sizes"]), _text(piece["file"]),
             _integer(piece["start"]), _integer(piece["nbytes"]), _text(piece["digest"]),
             _flag(piece.get("interleaved", False)),
         )
         for piece in raw["slices"]
     )  # fmt: skip
-    return Tensor(_text(fqn), dtype, _sizes(raw["shape"]), pieces)
+    return Tensor(_text(fqn), dtype, sizes_of(raw["shape"]), pieces)
 
 
-def _blob(raw: Mapping[str, Any]) -> Blob:
+def blob_of(raw: Mapping[str, Any]) -> Blob:
+    """A value's place from JSON."""
     fqn, file, digest = (_text(raw[key]) for key in ("fqn", "file", "digest"))
     return Blob(fqn, file, _integer(raw["start"]), _integer(raw["nbytes"]), digest)
 
@@ -523,7 +437,8 @@ def _text(value: object) -> str:
     return value
 
 
-def _sizes(value: Iterable[object]) -> tuple[int, ...]:
+def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
+    """A shape or offsets from JSON."""
     sizes = tuple(_integer(item) for item in value)
     if len(sizes) > MAX_DIMENSIONS:
         raise ValueError(f"{len(sizes)} dimensions")

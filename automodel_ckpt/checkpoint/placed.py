@@ -21,7 +21,8 @@ from automodel_ckpt.checkpoint.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.direct import BLOCK_BYTES, DIRECT_FROM_BYTES, METER, DirectStream, naming, write_all
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.jobs import Data, fetched
-from automodel_ckpt.checkpoint.manifest import FileRecord, Part, TreePart
+from automodel_ckpt.checkpoint.manifest import FileRecord
+from automodel_ckpt.checkpoint.parts import Part, TreePart
 from automodel_ckpt.checkpoint.slices import Run, Tensor, runs_in_file
 
 # A run shorter than this, alone, is not worth a thread's attention.

@@ -25,9 +25,10 @@ from automodel_ckpt.checkpoint.forecast import Forecast, forecast_bytes, free_by
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs import FileJob, Job
-from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, Part, StateRecord, TreePart
+from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, StateRecord
 from automodel_ckpt.checkpoint.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.optimizer_state import digests_of_own, refuse_unlike
+from automodel_ckpt.checkpoint.parts import Part, TreePart
 from automodel_ckpt.checkpoint.placement import Placement
 from automodel_ckpt.checkpoint.run_directory import RunDirectory
 from automodel_ckpt.checkpoint.sealing import Draft

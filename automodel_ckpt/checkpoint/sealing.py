@@ -10,7 +10,8 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.composed import placed_files
-from automodel_ckpt.checkpoint.manifest import Manifest, Part, merge_files, merge_tree
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts import Part, merge_files, merge_tree
 from automodel_ckpt.errors import SaveFailed
 
 

@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.consolidate_script import consolidate_script, no_need_script
 from automodel_ckpt.checkpoint.export_files import agreeing_config
 from automodel_ckpt.checkpoint.export_plan import Plan
-from automodel_ckpt.checkpoint.manifest import Part
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.placement import Placement
 
 _CONFIG = "config.json"

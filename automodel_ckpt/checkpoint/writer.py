@@ -26,7 +26,7 @@ from typing import IO, Any
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.direct import METER
 from automodel_ckpt.checkpoint.jobs import run_all
-from automodel_ckpt.checkpoint.manifest import Part
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.sealing import Draft, parts_in, seal
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.report.history import TRAINING, VALIDATION
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.report.trackers import TRACKERS, Tracker
 
 log = logging.getLogger("automodel_ckpt.trackers")
@@ -68,7 +68,7 @@ class Follower:
         self._memory = _read_memory(run)
         self._trackers: dict[str, Tracker] = {}
         self._sent: dict[str, dict[str, int]] = {}
-        self._lines = [_Lines(run / TRAINING), _Lines(run / VALIDATION)]
+        self._lines = [_Lines(run / layout.TRAINING_LOG), _Lines(run / layout.VALIDATION_LOG)]
         self._waiting = [record for lines in self._lines for record in lines.new()]
         for name, options in trackers.items():
             self._guarded(name, partial(self._start, name, options, after, went_back))

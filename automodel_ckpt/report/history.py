@@ -16,8 +16,6 @@ from automodel_ckpt.checkpoint import commit, late_validations, layout, resume
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable
 
-TRAINING, VALIDATION = "training.jsonl", "validation.jsonl"
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -91,12 +89,12 @@ class History:
 
 def read_history(path: Path, name: str | None = None) -> History:
     """The history of the run in *path*. Raises :class:`CheckpointUnusable` where no run has been."""
-    records = list(_records(path / TRAINING))
-    validations = list(_records(path / VALIDATION))
+    records = list(_records(path / layout.TRAINING_LOG))
+    validations = list(_records(path / layout.VALIDATION_LOG))
     checkpoints = tuple(_checkpoints(path)) if path.is_dir() else ()
     if not (records or checkpoints):
         raise CheckpointUnusable(
-            "there is no run to plot here", where=str(path), value=f"neither {TRAINING} nor a checkpoint",
+            "there is no run to plot here", where=str(path), value=f"neither {layout.TRAINING_LOG} nor a checkpoint",
             remedy="name a run's directory, the checkpoint.checkpoint_dir of its recipe",
         )  # fmt: skip
     steps = [record for record in records if "event" not in record]

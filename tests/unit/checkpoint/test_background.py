@@ -21,7 +21,8 @@ from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, 
 from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.host_memory import HostMemory
-from automodel_ckpt.checkpoint.manifest import Part, Summary
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks, tiny

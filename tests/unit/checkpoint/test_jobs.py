@@ -15,7 +15,8 @@ from automodel_ckpt.checkpoint.discovery import raw_bytes
 from automodel_ckpt.checkpoint.formats.archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.jobs import FileJob, Piece, Span, run_all
-from automodel_ckpt.checkpoint.manifest import Blob, Part
+from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 
 

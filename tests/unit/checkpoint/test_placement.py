@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint import direct, placed
 from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file, placed_files
 from automodel_ckpt.checkpoint.jobs import run_all
-from automodel_ckpt.checkpoint.manifest import Part, merge_tree
+from automodel_ckpt.checkpoint.parts import Part, merge_tree
 from automodel_ckpt.checkpoint.placed import PlacedJob, PlacedPiece
 from automodel_ckpt.checkpoint.placement import Placement, place
 from automodel_ckpt.checkpoint.safetensors_header import read_header
