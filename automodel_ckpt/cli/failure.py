@@ -44,7 +44,7 @@ LOST_PEER = re.compile(
 )
 BROKEN = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|remote worker crashing"
-    r"|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure"
+    r"|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure|Failed to recv, got 0 bytes"
 )
 """The other end is gone; other words of LOST_PEER may also mean that this rank itself has a fault."""
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
@@ -131,17 +131,20 @@ def verdict(records: Iterable[FailureRecord]) -> FailureRecord | None:
     return min(records, key=lambda record: (not record.primary, record.time), default=None)
 
 
-def naming_the_silent(why: FailureRecord, records: Iterable[FailureRecord], started: Collection[int]) -> FailureRecord:
+def naming_the_silent(
+    why: FailureRecord, records: Iterable[FailureRecord], started: Collection[int], *, is_all: bool
+) -> FailureRecord:
     """A verdict of a rank that waited in vain, told as what it waited for: those *started* on this machine that left no
-    word of their own. Others stay as they are."""
+    word of their own; else another machine, unless *is_all*. Others stay as they are."""
     silent = sorted(set(started) - {record.rank for record in records if not record.absent})
-    if not why.timed_out or not silent:
+    if not why.timed_out or (is_all and not silent):
         return why
     ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
     problem = Problem(
-        f"{ranks} did not answer in time", "distributed.timeout_minutes", f"rank {why.rank} waited for as long as that",
-        "look what held it up (a stopped process, a disk that does not answer, code that waits); the same command "
-        "resumes from the newest checkpoint",
+        f"{ranks if silent else 'another machine'} did not answer in time", "distributed.timeout_minutes",
+        f"rank {why.rank} waited for as long as that",
+        "look what held it up (a stopped process, a disk or a network that does not answer, code that waits); the same "
+        "command resumes from the newest checkpoint",
     )  # fmt: skip
     return replace(why, message=f"error: {problem}", details="", names_rank=True)
 

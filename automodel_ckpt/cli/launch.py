@@ -55,13 +55,15 @@ from automodel_ckpt.cli.wire import Wire
 from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, joined_rank, launched_rank, run_rank, say
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_known, is_loopback
-from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, stop_request
+from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, StoppedWaiting, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, describe
 
 MONITOR_SECONDS = 0.1
 SHUTDOWN_SECONDS = 10
 CONNECT_ATTEMPTS = 3
 STORE_SECONDS = 5.0
+READ_SECONDS = 20
+"""So long the rendezvous may take to answer: its agent asks it twice, blind to its ranks, before it gives up."""
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 Prepare = Callable[[], RecipeClass]
@@ -85,10 +87,17 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
             return _run_here(loaded, prepare)
         return _run_forked(loaded, flags, prepare)
+    except StoppedWaiting:
+        return _stopped(stop_request().requested, "before training began")
     except Exception as error:
         record = record_of(error, 0)
         say(text_of(record, several_ranks=False))
         return record.code
+
+
+def _stopped(number: int, when: str) -> int:
+    say(f"stopped by {signal.Signals(number).name} {when}")
+    return EXIT_STOPPED
 
 
 def _stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
@@ -124,7 +133,8 @@ def leave(code: int) -> NoReturn:
 def _run_here(loaded: Loaded, prepare: Prepare) -> int:
     stop_request().install()
     _hush(os.environ)
-    recipe_class = _imported(prepare)
+    with stop_request().interrupting():
+        recipe_class = _imported(prepare)
     return run_rank(loaded, recipe_class, lambda record: say(text_of(record, several_ranks=False)))
 
 
@@ -191,14 +201,14 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     ):
         set_threads(os.environ, guess)
         _hush(os.environ)
-        recipe_class = _imported(prepare)
+        with stop_request().interrupting():
+            recipe_class = _imported(prepare)
         torch = importlib.import_module("torch")
         on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
         num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)
         _refuse_started_cuda(torch)
         if signals.received:
-            say(f"stopped by {signal.Signals(signals.received).name} before training began")
-            return EXIT_STOPPED
+            raise StoppedWaiting
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
             board = signals.board = meetings.board = Board(
                 Path(directory) / f"launch_{attempt}", is_elastic=meet.is_elastic
@@ -207,13 +217,12 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
                 config = _launch_config(meet, num_ranks, meet.restarts(flags.max_restarts), board, meetings)
                 codes, deaths = _elastic(loaded, recipe_class, meet, config, board)
             except StoppedMeeting:
-                say(f"stopped by {signal.Signals(signals.received).name} while waiting for the other machines")
-                return EXIT_STOPPED
+                return _stopped(signals.received, "while waiting for the other machines")
             again = meet.rdzv_backend == LOCAL and attempt < CONNECT_ATTEMPTS and not signals.received
             if not (again and _never_connected(board)):
                 break
             say("the ranks could not connect to each other: starting them again")
-        return _conclude(board, codes, deaths, several_ranks=num_ranks * meet.max_nodes > 1)
+        return _conclude(board, codes, deaths, num_ranks=num_ranks, machines=meet.max_nodes)
 
 
 def _never_connected(board: Board) -> bool:
@@ -263,8 +272,10 @@ def _launch_config(meet: Rendezvous, num_ranks: int, max_restarts: int, board: B
     configs: dict[str, Any] = {"host": meetings}
     if meet.rdzv_backend != C10D:
         configs["master"] = meet.node_rank
-    elif hosts_unknowingly(meet.rdzv_endpoint):
-        configs["is_host"] = True
+    else:
+        configs["read_timeout"] = READ_SECONDS
+        if hosts_unknowingly(meet.rdzv_endpoint):
+            configs["is_host"] = True
     return api.LaunchConfig(
         min_nodes=meet.min_nodes,
         max_nodes=meet.max_nodes,
@@ -292,7 +303,9 @@ def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
     )
 
 
-def _conclude(board: Board, codes: Mapping[int, int], deaths: list[FailureRecord], *, several_ranks: bool) -> int:
+def _conclude(
+    board: Board, codes: Mapping[int, int], deaths: list[FailureRecord], *, num_ranks: int, machines: int
+) -> int:
     """The run's exit code; says why it failed, if it did.
 
     A death that the agent saw counts only where the rank left no record. Records of restarted attempts do not count.
@@ -305,9 +318,11 @@ def _conclude(board: Board, codes: Mapping[int, int], deaths: list[FailureRecord
         return max(codes.values(), default=EXIT_DONE)
     if not deaths and set(codes.values()) == {EXIT_DONE}:
         return EXIT_DONE
-    why = naming_the_silent(why, recorded, board.processes(attempts[-1]) if attempts else {})
+    started = board.processes(attempts[-1]) if attempts else {}
+    why = naming_the_silent(why, recorded, started, is_all=machines == 1)
     common = len({record.message for record in recorded}) == 1 and len(recorded) == len(codes or recorded)
-    say(text_of(why, several_ranks=several_ranks and not (common and len(recorded) > 1)))
+    several = num_ranks * machines > 1 and not (common and len(recorded) > 1)
+    say(text_of(why, several_ranks=several))
     return why.code or EXIT_INTERNAL
 
 
@@ -360,11 +375,13 @@ class _Forwarder:
         again = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
         if not self.received:
             self.received, self._first_at = number, time.monotonic()
+            stop_request().note(number)
         told = [self._tell(process, number) for process in self._ranks()]
         if again and not any(told):
             sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
             os._exit(128 + number)
         self._meetings.stop(number)
+        stop_request().wake(number, frame)
 
     def _ranks(self) -> Iterator[int]:
         for attempt in self.board.attempts()[-1:]:

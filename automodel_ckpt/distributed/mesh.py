@@ -165,9 +165,11 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    # torchrun's store outlives a restart, with the addresses of the ranks before and their wish to stop.
-    attempt = PrefixStore(f"attempt_{_environment_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
+    if _environment_int("LOCAL_WORLD_SIZE", world_size) == world_size:
+        # torchrun's store outlives a restart, with the addresses of the ranks before and their wish to stop. Each
+        # machine counts its own restarts: with others the number is not common, and the launcher's store is a new one.
+        store = PrefixStore(f"attempt_{_environment_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _device(backend: str | None, local_rank: int) -> torch.device:

@@ -183,7 +183,7 @@ def test_an_internal_error_shows_its_traceback_and_then_the_message_last(start: 
 
 def test_a_rank_that_notices_nothing_is_ended_with_the_failing_one(start: Start) -> None:
     begun = time.monotonic()
-    done = start("value_error_on_one_of_the_busy").wait(40)
+    done = start("value_error_on_one_of_the_busy", "--peer-grace=2").wait(40)
     assert done.code == 1
     assert done.err.endswith("internal error: ValueError: boom\n  rank:   1\n")
     assert time.monotonic() - begun < 30
@@ -364,7 +364,8 @@ def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(s
 def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) -> None:
     meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
     begun = time.monotonic()
-    commands = [start("value_error_on_one_of_the_busy", *meet, str(node), ranks=1) for node in (0, 1)]
+    busy = ("value_error_on_one_of_the_busy", "--peer-grace=2", *meet)
+    commands = [start(*busy, str(node), ranks=1) for node in (0, 1)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err.count("ValueError: boom\n  rank:   1\n")) == (1, 1)
     assert time.monotonic() - begun < 40

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from automodel_ckpt.distributed.network import (
     is_own_address,
     let_gloo_be_found,
 )
+from tests.support.command_server import CommandServer
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.support.fake_train"
@@ -78,14 +78,14 @@ def hosts() -> Iterator[tuple[str, str]]:
     ids=["rendezvous", "master"],
 )
 def test_machines_that_know_themselves_as_localhost_train_together(
-    hosts: tuple[str, str], tmp_path: Path, meet: list[str]
+    hosts: tuple[str, str], commands: CommandServer, tmp_path: Path, meet: list[str]
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     machines = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", host, sys.executable, "-m", FAKE, "ok", "--notes", str(tmp_path),
-             *(flag.format(node=node) for flag in meet)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        commands.popen(
+            "python", "-m", FAKE, "ok", "--notes", str(tmp_path), "--network", host,
+            *(flag.format(node=node) for flag in meet),
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for node, host in enumerate(hosts)
     ]  # fmt: skip

@@ -77,6 +77,16 @@ def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(monkeypatc
     assert ranks.run(partial(joined, store.port, attempt=1), 2, init=False) == [(2, False)] * 2
 
 
+def test_machines_that_were_restarted_another_number_of_times_meet() -> None:
+    """One that comes when others have lost a machine has restarted nothing yet."""
+    assert ranks.run(partial(met, timeout_minutes=0.25), 2, init=False) == [2, 2]
+
+
+def met(timeout_minutes: float) -> int:
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": os.environ["RANK"], "LOCAL_WORLD_SIZE": "1"}
+    return init_distributed(backend="gloo", timeout_minutes=timeout_minutes).world_size
+
+
 def joined(port: int, attempt: int) -> tuple[int, bool]:
     """How many ranks there are, and whether one was told to stop; then all are told."""
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}

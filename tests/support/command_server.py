@@ -74,7 +74,8 @@ class CommandServer:
             shim.chmod(0o755)
 
     def _start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # torch reads the last when it is imported, and a launcher sets it before that.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._process = subprocess.Popen([sys.executable, __file__, str(self._place)], env=environment)
         self._process_id.write_text(str(self._process.pid))
         end = time.monotonic() + 300

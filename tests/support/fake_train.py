@@ -6,6 +6,7 @@ python -m tests.support.fake_train CASE [--nproc-per-node 2] [--max-restarts 1] 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import os
 import signal
@@ -151,20 +152,31 @@ def import_recipe() -> type[FakeRecipe]:
     return FakeRecipe
 
 
+def enter_network(name: str) -> None:
+    with open(f"/var/run/netns/{name}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
     parser.add_argument("--notes", default=".")
     for flag in ("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--master-addr"):
         parser.add_argument(flag)
+    parser.add_argument("--network", help="a network namespace of ip(8)'s to run in")
     parser.add_argument("--stop-signals", nargs="+", default=["SIGTERM", "SIGUSR1"])
     for flag in ("--max-restarts", "--node-rank", "--master-port"):
         parser.add_argument(flag, type=int)
     parser.add_argument("--last-call", type=float, help="seconds that an elastic run waits for more machines")
+    parser.add_argument("--peer-grace", type=float, help="seconds that a rank has to notice that another one failed")
     given = vars(parser.parse_args())
+    if (seconds := given.pop("peer_grace")) is not None:
+        importlib.import_module("automodel_ckpt.cli.worker").PEER_GRACE_SECONDS = seconds
     if (seconds := given.pop("last_call")) is not None:
         dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)
+    if network := given.pop("network"):
+        enter_network(network)
     steps = StepSchedulerConfig(stop_signals=given.pop("stop_signals"))
     loaded = SimpleNamespace(
         config=SimpleNamespace(case=given.pop("case"), notes=given.pop("notes"), step_scheduler=steps)

@@ -14,6 +14,7 @@ from automodel_ckpt.cli.failure import (
     death_of,
     is_gone,
     lost_peer,
+    naming_the_silent,
     record_of,
     text_of,
     verdict,
@@ -110,3 +111,15 @@ def test_an_ended_process_is_gone_before_its_parent_asked() -> None:
     assert is_gone(process.pid)
     process.wait(10)
     assert is_gone(process.pid)
+
+
+def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_one_spoke() -> None:
+    waited = FailureRecord(1.0, 0, 1, "internal error: Timed out waiting 12000ms", False, "Traceback", timed_out=True)
+    told = {
+        (ranks, is_all): naming_the_silent(waited, [waited], ranks, is_all=is_all).message.splitlines()[0]
+        for ranks in ((0, 1), (0,))
+        for is_all in (True, False)
+    }
+    assert told[(0, 1), True] == told[(0, 1), False] == "error: rank 1 did not answer in time"
+    assert told[(0,), False] == "error: another machine did not answer in time"
+    assert told[(0,), True] == waited.message, "ranks that wait for each other in vain: the traceback tells where"
