@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "a model for classes": Mistake(
         (f"--model={{_target_: transformers.GPT2ForSequenceClassification, config: {SMALL_GPT2}}}",),
-        r"no logits for each token[\s\S]*shape \[2, 2\] for \[2, \d+\] tokens",
+        r"no logits for each token[\s\S]*shape \[4, 2\] for \[4, \d+\] tokens",
     ),
     "tokens of another tokenizer": rows("input_ids", r"input_ids that are not tokens[\s\S]*9999; [\s\S]*from 0 to \d"),
     "labels of another tokenizer": rows("labels", r"labels that are not tokens[\s\S]*-7; the model"),

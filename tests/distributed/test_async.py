@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -214,6 +215,10 @@ def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_wh
             wait_for(trainer, 0, "upload")
             signal_all(found, signal.SIGKILL)
             assert trainer.wait(60) and trainer.code == code, trainer.log
-        assert "warning: rank 0: the process that writes this rank's checkpoints ended" in trainer.log
+        # Whichever rank's writer is missed first.
+        assert re.search("warning: rank [01]: the process that writes this rank's checkpoints ended", trainer.log)
         assert "training goes on, since checkpoint.on_save_failure is continue" in trainer.log
-    assert trainer.log.count("error: rank 0") == 1 and commit.pointed(chain.root, "LATEST") == "epoch_0_step_10"
+    assert (
+        len(re.findall("error: rank [01]", trainer.log)) == 1
+        and commit.pointed(chain.root, "LATEST") == "epoch_0_step_10"
+    )

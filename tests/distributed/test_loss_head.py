@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,34 +19,50 @@ from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.distributed.test_training import lines, lines_of_steps, run
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, layout_here, model_of
-from tests.support.training import RECIPE, VALIDATION
+from tests.support.training import RECIPE, VALIDATION, train, write_recipe
 
 ENDS = "['*embed_tokens*', 'lm_head*']"
+EMBEDDING = "['*embed_tokens*']"
+FOUR = ("--model.from_config.attention_dropout=0", "--step_scheduler.max_steps=4",
+        "--checkpoint.save_consolidated=false")  # fmt: skip
 FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks", "tied", "frozen"),
-    [("single", 1, "true", "[]"), ("ddp", 2, "false", "[]"), ("fsdp2", 2, "true", "[]"), ("fsdp2", 2, "false", "[]"),
-     ("single", 1, "false", ENDS), ("ddp", 2, "true", ENDS), ("fsdp2", 2, "true", ENDS)],
+    ("num_ranks", "cases"),
+    [
+        (1, [("single", "true", "[]"), ("single", "false", ENDS)]),
+        (2, [("ddp", "false", "[]"), ("fsdp2", "true", "[]"), ("fsdp2", "false", "[]"), ("ddp", "true", EMBEDDING),
+             ("fsdp2", "true", EMBEDDING)]),
+    ],
+    ids=["one rank", "two ranks"],
 )  # fmt: skip
-def test_it_trains_as_full_logits_do(tmp_path: Path, strategy: str, num_ranks: int, tied: str, frozen: str) -> None:
-    if tied == "true" and frozen != "[]":
-        frozen = "['*embed_tokens*']"
-    overrides = (
-        f"--distributed.strategy={strategy}",
-        f"--model.from_config.tie_word_embeddings={tied}",
-        f"--model.freeze={frozen}",
-        "--model.from_config.attention_dropout=0",
-        "--step_scheduler.max_steps=4",
-    )
-    run(tmp_path, *overrides, name="ours", num_ranks=num_ranks, text=RECIPE + VALIDATION)
-    run(tmp_path, *overrides, FULL, name="full", num_ranks=num_ranks, text=RECIPE + VALIDATION)
-    ours, full = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("ours", "full"))
-    for field in ("loss", "grad_norm"):
-        assert [r[field] for r in ours] == pytest.approx([r[field] for r in full], rel=1e-4)
-    values = [lines(tmp_path / name / "validation.jsonl")[-1]["val_loss"] for name in ("ours", "full")]
-    assert values[0] == pytest.approx(values[1], rel=1e-4)
+def test_it_trains_as_full_logits_do(tmp_path: Path, num_ranks: int, cases: list[tuple[str, str, str]]) -> None:
+    recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
+    runs = {
+        f"{strategy}, tied {tied}, frozen {frozen}": (
+            f"--distributed.strategy={strategy}",
+            f"--model.from_config.tie_word_embeddings={tied}",
+            f"--model.freeze={frozen}",
+        )
+        for strategy, tied, frozen in cases
+    }
+    named = {(name, kind): (tmp_path / str(number) / kind, ranks.free_port())
+             for number, name in enumerate(runs) for kind in ("ours", "full")}  # fmt: skip
+
+    def all_cases() -> None:
+        for (name, kind), (directory, port) in named.items():
+            os.environ["MASTER_PORT"] = str(port)
+            train(recipe, *runs[name], *(FULL,) * (kind == "full"), *FOUR, f"--checkpoint.checkpoint_dir={directory}")
+
+    ranks.run(all_cases, num_ranks, init=False, timeout=150)
+    for name in runs:
+        ours, full = (named[name, kind][0] for kind in ("ours", "full"))
+        mine, theirs = (lines_of_steps(directory / "training.jsonl") for directory in (ours, full))
+        for field in ("loss", "grad_norm"):
+            assert [r[field] for r in mine] == pytest.approx([r[field] for r in theirs], rel=1e-4), name
+        values = [lines(directory / "validation.jsonl")[-1]["val_loss"] for directory in (ours, full)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4), name
 
 
 def test_a_model_that_caps_its_logits_trains_on_full_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def by_hand(model: nn.Module) -> dict[str, Any]:
 
 
 FOUR_HEADS = ("--model.from_config.num_key_value_heads=4", "--model.from_config.attention_dropout=0")
-SHORT = ("--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+SHORT = ("--step_scheduler.max_steps=3", "--lr_scheduler.decay_steps=3", "--step_scheduler.ckpt_every_steps=2")
 GRID = ("--distributed.tp_size=2", "--distributed.sequence_parallel=true")
 
 

@@ -17,6 +17,8 @@ from tests.support import ranks
 from tests.support.training import RECIPE, VALIDATION, Recipe, killed_after, steps_of, train, write_recipe
 from tests.support.training_parts import Signalled, SignalledInStep, SignalledInValidation, WithMore
 
+SIX = "--step_scheduler.max_steps=6"
+"""An epoch, saved at 5 and 6."""
 STREAM = ("--dataset={_target_: tests.support.training_parts.Stream, length: 20}",)
 
 
@@ -94,8 +96,8 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
 
 
 def test_validation_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
-    run(tmp_path, name="without")
-    run(tmp_path, "--step_scheduler.val_every_steps=1", name="with", text=RECIPE + VALIDATION)
+    run(tmp_path, SIX, name="without")
+    run(tmp_path, SIX, "--step_scheduler.val_every_steps=1", name="with", text=RECIPE + VALIDATION)
     assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
 
 
@@ -143,17 +145,17 @@ def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_to_one_rank_saves_once_on_all_and_the_same_command_goes_on(tmp_path: Path, num_ranks: int) -> None:
-    whole = run(tmp_path, name="whole", num_ranks=num_ranks)
+    whole = run(tmp_path, SIX, name="whole", num_ranks=num_ranks)
     error = failure_or_own(tmp_path, num_ranks)
     assert "after step 3" in error
     assert saved(tmp_path / "run") == ["epoch_0_step_3"]
-    assert run(tmp_path, num_ranks=num_ranks) == whole
+    assert run(tmp_path, SIX, num_ranks=num_ranks) == whole
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
 
 
 def failure_or_own(directory: Path, num_ranks: int) -> str:
     """What the ranks say that were stopped; each names the signal that it got itself."""
-    arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}",)
+    arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}", SIX)
     training = partial(installed, write_recipe(directory), *arguments, recipe_class=Signalled)
     ended = ranks.outcomes(training, num_ranks, init=False)
     assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
@@ -263,8 +265,8 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path: Path) 
 
 
 def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
-    run(tmp_path, name="default")
-    run(tmp_path, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
+    run(tmp_path, SIX, name="default")
+    run(tmp_path, SIX, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
     ours, theirs = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("default", "torch"))
     assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in theirs], rel=1e-4)
     assert saved(tmp_path / "torch/epoch_0_step_5") == saved(tmp_path / "default/epoch_0_step_5")
@@ -284,11 +286,10 @@ def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_layout=hf")])
 def test_an_interrupted_run_in_another_format_goes_on(tmp_path: Path, strategy: str, how: str) -> None:
-    overrides = (f"--checkpoint.{how}", f"--distributed.strategy={strategy}")
-    schedule = "--lr_scheduler.decay_steps=12"
-    whole = run(tmp_path, *overrides, schedule, name="whole", num_ranks=2)
-    run(tmp_path, *overrides, schedule, "--step_scheduler.max_steps=7", num_ranks=2)
-    again = run(tmp_path, *overrides, schedule, num_ranks=2)
+    overrides = (f"--checkpoint.{how}", f"--distributed.strategy={strategy}", "--lr_scheduler.decay_steps=8")
+    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole", num_ranks=2)
+    run(tmp_path, *overrides, SIX, num_ranks=2)
+    again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", num_ranks=2)
     assert again == whole
 
 
@@ -306,26 +307,26 @@ def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
 
 
 def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
-    schedule = "--lr_scheduler.decay_steps=12"
+    eight = ("--lr_scheduler.decay_steps=8", "--step_scheduler.max_steps=8")
     options: dict[str, Any] = {"recipe_class": WithMore}
-    whole = run(tmp_path, schedule, name="whole", **options)
-    run(tmp_path, schedule, "--step_scheduler.max_steps=7", **options)
-    again = run(tmp_path, schedule, **options)
+    whole = run(tmp_path, *eight, name="whole", **options)
+    run(tmp_path, *eight, SIX, **options)
+    again = run(tmp_path, *eight, **options)
     assert again == whole
-    checkpoint = tmp_path / "run/epoch_1_step_12"
+    checkpoint = tmp_path / "run/epoch_1_step_8"
     assert (checkpoint / "latest_eval.pt").is_file()
     assert (checkpoint / "value_head").is_dir()
 
 
 def test_recomputed_activations_give_the_same_training(tmp_path: Path) -> None:
-    run(tmp_path, name="kept")
-    run(tmp_path, "--model.activation_checkpointing", name="recomputed")
+    run(tmp_path, SIX, name="kept")
+    run(tmp_path, SIX, "--model.activation_checkpointing", name="recomputed")
     kept, recomputed = steps_of(tmp_path / "kept"), steps_of(tmp_path / "recomputed")
     assert [record["loss"] for record in kept] == [record["loss"] for record in recomputed]
 
 
 def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
-    run(tmp_path, "--checkpoint.enabled=false")
+    run(tmp_path, SIX, "--checkpoint.enabled=false")
     assert not (tmp_path / "run").exists()
 
 

@@ -95,11 +95,11 @@ def compressed_tensor() -> bytes:
     return archive({**records, "data/0": bytes(BOMB_BYTES)}, method=zipfile.ZIP_DEFLATED)
 
 
-def _counting(data: bytes, numel: int) -> bytes:
-    """The pickle of a one-dimensional tensor of 4 elements, with another number of them."""
+def _counting(data: bytes, numel: int, tensors: int = 1) -> bytes:
+    """The pickle of one-dimensional tensors of 4 elements, with another number of them."""
     count = b"J" + struct.pack("<i", numel)
-    data = data.replace(b"K\x04t", count + b"t", 1)
-    return data.replace(b"K\x04\x85", count + b"\x85", 1)
+    data = data.replace(b"K\x04t", count + b"t", tensors)
+    return data.replace(b"K\x04\x85", count + b"\x85", tensors)
 
 
 @functools.cache
@@ -113,10 +113,10 @@ def compressed_pickle() -> bytes:
 def overlapping_records() -> bytes:
     """Sixty tensors of 16 MB, whose records in the archive's directory are all the same bytes."""
     count, size = 60, 16 * MEGABYTE
-    records = _saved({"value": [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]})
-    first = records["data/0"]
+    records = _saved({"value": [torch.zeros(4, dtype=torch.uint8) for _ in range(count)]})
     kept = {name: data for name, data in records.items() if not name.startswith("data/")}
-    plain = archive({**kept, **{f"data/{index}": b"" for index in range(1, count)}, "data/0": first})
+    kept["data.pkl"] = _counting(kept["data.pkl"], size, count)
+    plain = archive({**kept, **{f"data/{index}": b"" for index in range(1, count)}, "data/0": bytes(size)})
     at = plain.index(b"PK\x01\x02")
     directory, end = bytearray(plain[at : plain.rindex(b"PK\x05\x06")]), plain[plain.rindex(b"PK\x05\x06") :]
     entries = bytes(directory).split(b"PK\x01\x02")[1:]

@@ -9,10 +9,12 @@ stands; it reads its rank from ``dist.get_rank()``. What it returns must be pick
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import tempfile
@@ -130,11 +132,13 @@ def _end(started: list[_Started]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on, and none that the system hands out by itself: until it is used, connections
+    of neighbours do not take it."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank(
