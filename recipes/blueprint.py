@@ -22,7 +22,7 @@ from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.distributed.agree import gather_objects, together
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.build import base_directory, build_model, fresh_dtype
+from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype
 from automodel_ckpt.models.keys import Names, Verdict, compare
 from automodel_ckpt.models.meta import InitialValues, allocate, initialise, is_transient, on_meta
 from automodel_ckpt.models.names import InFiles, names_in_files
@@ -166,9 +166,9 @@ class _Source:
 
     def __init__(self, name: str, model: Any, config: PreTrainedConfig, section: ModelConfig) -> None:
         dtype, self._new_rows = section.dtype, section.new_tokens
-        directory = base_directory(os.path.expanduser(name))
+        directory = fetched_directory(os.path.expanduser(name))
         if directory is None:
-            raise NotInParts("its files are not on this machine yet")
+            raise NotInParts("its files cannot be fetched, or are no safetensors")
         if getattr(config, "quantization_config", None) is not None:
             raise NotInParts("it is quantized")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):

@@ -17,7 +17,8 @@ from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.checkpoint.weights import Weights, open_weights
 from automodel_ckpt.config.schema import InitFromConfig
 from automodel_ckpt.distributed.agree import together
-from automodel_ckpt.models.build import base_directory, require_local
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import fetched_directory, require_local
 from automodel_ckpt.models.keys import Names, Verdict, compare
 
 log = logging.getLogger("automodel_ckpt")
@@ -68,7 +69,15 @@ def _open(path: str) -> Weights:
     if local.exists() or local.is_symlink() or local.parent.is_dir():
         return open_weights(local)
     require_local(path, "init_from.path")
-    return open_weights(base_directory(path) or local)
+    if (fetched := fetched_directory(path)) is None:
+        raise RecipeError(
+            "the weights of this name cannot be fetched from the Hub, or are no safetensors",
+            where="init_from.path",
+            value=path,
+            remedy="check the name (of a directory: that it is there); a Hub name needs the network or a filled cache, "
+            "and for a model that asks for it a login (hf auth login)",
+        )
+    return open_weights(fetched)
 
 
 def _compare(

@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils.hub import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.keys import Verdict
@@ -71,6 +72,23 @@ def base_directory(name: str) -> Path | None:
         return path
     found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
     return Path(found).parent if found else None
+
+
+def fetched_directory(name: str) -> Path | None:
+    """As :func:`base_directory`, for whoever needs the weights: those of a Hub name are fetched into its cache first.
+
+    None where they cannot be had as safetensors. Ranks of a machine that fetch at the same time wait for each other.
+    """
+    if not Path(name).expanduser().is_dir():
+        try:
+            index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+            if index is not None:
+                get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
+            elif cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False) is None:
+                return None
+        except (OSError, ValueError):
+            return None
+    return base_directory(name)
 
 
 def _nearest_directory(path: Path) -> str:
@@ -248,12 +266,11 @@ def build_model(
             remedy="fetch or copy it again, and compare its size with the original's",
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise RecipeError(
-            "the model cannot be built",
-            where="model",
-            value=first_line(error, 3),
-            remedy="correct the model section; weights are read from *.safetensors beside config.json",
-        ) from error
+        remedy = "correct the model section; weights are read from *.safetensors beside config.json"
+        if attn_implementation is not None and "flash" in str(error).lower():
+            remedy = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
+        value = first_line(error, 3)
+        raise RecipeError("the model cannot be built", where="model", value=value, remedy=remedy) from error
     if from_pretrained is not None:
         verdict = Verdict.of_differences(**differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
         verdict.refuse("model.from_pretrained", from_pretrained, "model")

@@ -164,6 +164,12 @@ MISTAKES = {
         ("--checkpoint.checkpoint_dir=@/run",), r"log of the run cannot be cut back[\s\S]*training.jsonl",
         {"run/training.jsonl/x": ""}, EXIT_SAVE_FAILED,
     ),
+    "weights of the Hub to begin with": Mistake(
+        ("--init_from={path: some-organisation/some-model}",), r"cannot be fetched from the Hub[\s\S]*hf auth login"
+    ),
+    "an attention that is not installed": Mistake(
+        ("--model.attn_implementation=flash_attention_2",), r"FlashAttention[\s\S]*attn_implementation to sdpa"
+    ),
     "weights to begin with": Mistake(("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE),
 }  # fmt: skip
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
+from transformers.utils.hub import cached_file
 
 from automodel_ckpt.distributed.parallelize import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
@@ -17,6 +20,7 @@ from automodel_ckpt.models.build import (
     build_model,
     check_context,
     check_vocabulary,
+    fetched_directory,
     freeze,
     load_model_config,
     require_local,
@@ -89,6 +93,66 @@ def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         load_model_config(from_pretrained="some-organisation/some-model")
     assert base_directory("some-organisation/some-model") is None
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves the files of a directory as the Hub serves those of one model."""
+
+    directory: Path
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self.answer())
+
+    def answer(self) -> bytes:
+        file = self.directory / self.path.partition("/resolve/main/")[2].partition("?")[0]
+        content = file.read_bytes() if file.is_file() else b""
+        self.send_response(200 if file.is_file() else 404)
+        headers = {"ETag": f'"{file.name}"', "X-Repo-Commit": "a" * 40, "Content-Length": str(len(content))}
+        for name, value in headers.items() if file.is_file() else {"X-Error-Code": "EntryNotFound"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        return content
+
+    def log_message(self, format: str, *values: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", ["1KB", "1GB"], ids=["several files", "one file"])
+def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(
+        tmp_path / "made", max_shard_size=size
+    )
+    (tmp_path / "made/other.safetensors").write_bytes(b"that no index names")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Served", (Hub,), {"directory": tmp_path / "made"}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert fetched_directory("some/model") is None, "offline"
+    monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+    template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # The library asks the Hub for the list of files first, which is more than is served here.
+    monkeypatch.setattr(
+        "automodel_ckpt.models.build.get_checkpoint_shard_files",
+        lambda name, index: [cached_file(name, f) for f in json.loads(Path(index).read_text())["weight_map"].values()],
+    )
+    try:
+        load_model_config(from_pretrained="some/model")
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))
+        found = fetched_directory("some/model")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert found is not None
+    there = {file.name for file in found.iterdir()}
+    made = {file.name for file in (tmp_path / "made").glob("model*")}
+    assert made <= there and "other.safetensors" not in there
+    assert (len(made) > 2) == (size == "1KB")
 
 
 def test_longer_samples_than_the_context_are_refused() -> None:
