@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from automodel_ckpt.cli.train import examples
+from automodel_ckpt.cli.train import examples, main
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
@@ -55,6 +56,20 @@ def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_override
     assert order == sorted(order)
     assert f"examples/{name}.yaml" in text
     assert lines[0].endswith("."), "the first line is the title that --list shows"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_command_line_that_an_example_shows_is_understood(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(SHIPPED[name].parents[len(Path(name).parts)].resolve())
+    head = SHIPPED[name].read_text().split("\n\n")[0]
+    commands = [line.split("ckpt-train ")[1] for line in head.splitlines() if "  ckpt-train " in line]
+    shown = [re.split(r" {2,}", line[4:])[0] for line in head.splitlines() if line.startswith("#   --")]
+    assert len(commands) == 1
+    assert len(shown) >= 2
+    for words in ["", *shown]:
+        assert main([*shlex.split(f"{commands[0]} {words}"), "--print-config"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.timeout(120)
