@@ -6,7 +6,6 @@ Lines that are torn or hold no numbers are passed over: a report of a run that c
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,9 @@ from typing import Any
 from automodel_ckpt.checkpoint import commit, late_validations, layout, resume
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable
+
+_LARGEST, _LAST_STEP = 1e100, 2**53
+"""Of values and steps that are drawn: sums and differences of these stay finite and exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and not isinstance(record["step"], bool):
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= _LAST_STEP:
             yield record
 
 
@@ -140,7 +143,7 @@ def _number(value: object) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _LARGEST else None  # which infinities and NaN are not
 
 
 def _checkpoints(root: Path) -> Iterator[Checkpoint]:
