@@ -57,13 +57,11 @@ class _Assets:
     """The side files of an export, as small as they may be."""
 
     file_index_mapping: dict[str, int] = {}  # noqa: RUF012
+    files: dict[str, bytes] = {  # noqa: RUF012
+        "config.json": json.dumps({"model_type": "llama", "tie_word_embeddings": True}).encode(),
+        "tokenizer.json": b"{}", "generation_config.json": b"{}",
+    }  # fmt: skip
     nbytes = 60
-
-    def write(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": True}))
-        (directory / "tokenizer.json").write_text("{}")
-        (directory / "generation_config.json").write_text("{}")
 
 
 @functools.cache

@@ -45,7 +45,7 @@ with socket.socket(socket.AF_UNIX) as server:
     socket.send_fds(server, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
     # Passed on; this process ends with the command, not before it.
     signal.signal(signal.SIGTERM, lambda *_: server.shutdown(socket.SHUT_WR))
-    sys.exit(int(server.recv(16)) & 255)
+    sys.exit(int(server.recv(16) or 1) & 255)
 """
 
 
@@ -56,6 +56,7 @@ class CommandServer:
         self.bin = directory / "bin"
         self._place = directory / "socket"
         self._process_id = directory / "pid"
+        self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> CommandServer:
         """Start it, unless another process of this test session has."""
@@ -88,6 +89,8 @@ class CommandServer:
         """End it, whichever process has started it."""
         if self._process_id.exists():
             os.kill(int(self._process_id.read_text()), signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
 
     def on_path(self, *others: Path) -> dict[str, str]:
         """Variables for a shell, or for torchrun, that is to start commands of this server, then those in *others*."""
@@ -189,8 +192,13 @@ def serve(place: str) -> None:
         listener.bind(place + ".new")
         listener.listen()
         os.rename(place + ".new", place)
-        while True:
-            connection, _ = listener.accept()
+        listener.settimeout(5)
+        parent = os.getppid()
+        while os.getppid() == parent:  # of tests that were killed nothing stays
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
             if os.fork() == 0:
                 listener.close()
                 answer(connection)
