@@ -55,7 +55,7 @@ def last_calls(sweep: kill.Sweep, name: str, subject: Ours) -> list[int]:
 def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
     needs_calls()
     chosen = tuple(scenario(name) for name in ("prune", "recover"))
-    done = kill.run((random.choice(OURS),), points=10, seed=int(time.time()), seconds=15, scenarios=chosen)
+    done = kill.run((random.choice(OURS),), points=8, seed=int(time.time()), seconds=15, scenarios=chosen)
     assert done.failures == [] and done.points >= 5
 
 
@@ -121,20 +121,20 @@ def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_on
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
     needs_calls()
-    done = faults.run(OURS, points=12, seed=int(time.time()), seconds=10)
+    done = faults.run(OURS, points=9, seed=int(time.time()), seconds=10)
     assert done.failures == [] and done.points >= 5
 
 
 def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
-    done = flips.run(OURS, points=300, seed=int(time.time()), seconds=20)
+    done = flips.run(OURS, points=200, seed=int(time.time()), seconds=20)
     assert done.failures == [] and done.points > 300
 
 
 def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
     needs_calls()
-    swept = kill.run_baseline(BASELINES[0], points=6, seed=1, seconds=10)
+    swept = kill.run_baseline(BASELINES[0], points=4, seed=1, seconds=10)
     assert swept.points and set(swept.outcomes) <= {"old", "new", "no start", "a mixture, unnoticed", "ranks differ"}
-    flipped = flips.run_baseline(BASELINES[1], points=12, seed=1, seconds=10)
+    flipped = flips.run_baseline(BASELINES[1], points=8, seed=1, seconds=10)
     assert flipped.outcomes["wrong values, unnoticed"] > 5
 
 

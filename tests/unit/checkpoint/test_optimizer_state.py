@@ -79,7 +79,8 @@ def test_state_that_is_made_late_comes_back_as_it_was_again_and_again(
     tmp_path: Path, make: Callable[[torch.Tensor], Entry]
 ) -> None:
     made = keeping(make)
-    for number in range(1, 5):
+    made.optimizer.steps = 1
+    for number in range(2, 5):
         step(made)
         tiny.save(tmp_path, made, step=number)
         again = keeping(make, seed=9)
