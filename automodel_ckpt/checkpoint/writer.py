@@ -228,6 +228,9 @@ def _listen(commands: int, trainer: int, todo: queue.SimpleQueue[Command | None]
                     os._exit(1)
                 todo.put(None)
                 return
+            except Exception:  # another version of the package was installed since the trainer was started
+                traceback.print_exc()
+                os._exit(1)
             idle.clear()
             todo.put(command)
 

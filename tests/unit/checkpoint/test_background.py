@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, host_memory, layout
+from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, host_memory, layout, writer
 from automodel_ckpt.checkpoint.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.host_memory import HostMemory
@@ -518,3 +518,21 @@ def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
         assert checkpointer.settle() is False and not checkpointer.upload_failed
         checkpointer.await_copies()
         checkpointer.close()
+
+
+def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """As after an upgrade of the package below a run."""
+
+    class Renamed:
+        staging = "epoch_0_step_2"
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return int, ("no number",)
+
+    memory = os.memfd_create("test")
+    child = writer.Writer(memory)
+    with pytest.raises(SaveFailed, match="the process that writes this rank's checkpoints ended"):
+        child.do(Renamed())  # type: ignore[arg-type]
+    os.close(memory)
+    child.end()
+    assert "ValueError" in capfd.readouterr().err

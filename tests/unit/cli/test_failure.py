@@ -51,6 +51,8 @@ def test_torchs_own_network_errors_are_echoes() -> None:
 
     assert lost_peer(dist.DistNetworkError("reset"))
     assert lost_peer(dist.DistBackendError("aborted"))
+    gone = record_of(dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), 1)
+    assert gone.message.startswith("error: the connection to another rank broke") and not gone.details
     assert lost_peer(RuntimeError("Read error: this is typically caused by a remote worker crashing."))
     assert not lost_peer(RuntimeError("shape mismatch"))
     assert not lost_peer(RuntimeError("this is typically caused by a remote worker hanging"))
