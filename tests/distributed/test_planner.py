@@ -108,7 +108,7 @@ def save_all(made: list[Case], directory: Path) -> dict[str, Tensor]:
         for case in made:
             if case.saved.mesh in meshes:
                 state = {case.name: part_of(case.whole, case.saved, meshes[case.saved.mesh])}
-                tree = trees[case.number, rank] = TreePlan("model", "model", state)
+                tree = trees[case.number, rank] = TreePlan("model", "model", state, nested=False)
                 plans[case.number].append(tree.local())
     pieces: dict[str, list[Any]] = {case.name: [] for case in made}
     for rank in range(WORLD):
