@@ -9,7 +9,7 @@ The protocol, in its order (``Atomicity: staged directory, manifest last, one re
 3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
    fsync, rename) and fsyncs the directory that holds it. From here the directory is a complete checkpoint.
 4. :func:`publish` renames the staging directory to its final name and fsyncs the parent. Only now is it reported.
-5. :func:`point` swaps the links ``LATEST`` and ``LOWEST_VAL`` by rename.
+5. :func:`point` swaps the links ``LOWEST_VAL`` and, last, ``LATEST`` by rename.
 
 Killed before 4, the staging directory is a leftover, which :func:`recover` removes at the next start; killed between 4
 and 5, the next start points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint takes the way back:

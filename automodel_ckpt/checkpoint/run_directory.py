@@ -104,11 +104,12 @@ class RunDirectory:
         self._point(str(name))
 
     def _point(self, newest: str) -> None:
-        """Swap LATEST, and LOWEST_VAL where another checkpoint is the best of those validated at their own step."""
+        """Swap LOWEST_VAL where another checkpoint is the best of those validated at their own step, then LATEST: while
+        that names the newest, a start need not doubt the other."""
         behind, self._pointers_are_behind = self._pointers_are_behind, True
         try:
-            commit.point(self.root, layout.LATEST, newest)
             self._point_to_best(None if behind else newest)
+            commit.point(self.root, layout.LATEST, newest)
             self._pointers_are_behind = False
         except OSError as error:
             # The checkpoint itself is safe, and the next start mends the pointers.
@@ -120,17 +121,18 @@ class RunDirectory:
         if newest is None:
             return
         is_behind = commit.pointed(self.root, layout.LATEST) != newest.name
+        self._point_to_best(None if is_behind else newest.name)
         if is_behind:
             commit.point(self.root, layout.LATEST, newest.name)
-        self._point_to_best(None if is_behind else newest.name)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards."""
         try:
             late_validations.note(self.root / name, digest, losses)
             self._known.pop(name, None)
-            self._point_to_best(name)
+            self._point_to_best(None if self._pointers_are_behind else name)
         except OSError as error:
+            self._pointers_are_behind = True
             log.warning("%s", os_problem(error, f"could not note the validation of {name}", remedy=_NOT_RANKED))
 
     def _point_to_best(self, changed: str | None) -> None:
@@ -177,8 +179,11 @@ class RunDirectory:
         if self._keep.last is None:
             return ()
         try:
+            records = [*self._records()]
             protected = resume.protected_names(self.root) | {just_saved}
-            removable = self._keep.removable([*self._records()], protected)
+            if self._pointers_are_behind and (best := policy.best(records, self._keep.mode)):
+                protected.add(best.name)  # LOWEST_VAL is yet to name it
+            removable = self._keep.removable(records, protected)
         except OSError as error:
             log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
             return ()

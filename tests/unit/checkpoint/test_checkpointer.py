@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from automodel_ckpt.checkpoint import Manifest, commit, discover, durable
+from automodel_ckpt.checkpoint import Manifest, commit, discover, durable, layout
 from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.cli.ckpt import main
@@ -565,25 +565,29 @@ def full_disk(path: Path, data: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_best_checkpoint_that_could_not_be_pointed_to_is_pointed_to_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("refused", "failing_steps"), [(layout.POINTERS, (2,)), (("LOWEST_VAL",), (2, 3))])
+def test_a_best_checkpoint_that_could_not_be_pointed_to_is_kept_and_pointed_to_later(
+    refused: tuple[str, ...], failing_steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(root: Path, pointer: str, name: str) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(root / pointer))
+    plain = commit.point
 
-    saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
-    for step, value in enumerate([3.0, 1.0, 2.0], start=1):
-        with monkeypatch.context() as patched:
-            if step == 2:
-                patched.setattr(commit, "point", refuse)
-            losses = {"val_loss": value}
-            saver.save(discover(made), step=step, epoch=0, config_yaml="", losses=losses, progress={}, validated=True)
+    def refuse(root: Path, pointer: str, name: str) -> None:
+        if pointer in refused and saving in failing_steps:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(root / pointer))
+        plain(root, pointer, name)
+
+    monkeypatch.setattr(commit, "point", refuse)
+    saver, made = tiny.checkpointer(tmp_path, keep_last=1), tiny.recipe()
+    for saving, value in enumerate([3.0, 1.0, 2.0], start=1):
+        losses = {"val_loss": value}
+        saver.save(discover(made), step=saving, epoch=0, config_yaml="", losses=losses, progress={}, validated=True)
     saver.close()
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2"
-    commit.point(tmp_path, "LATEST", "epoch_0_step_1")
-    commit.point(tmp_path, "LOWEST_VAL", "epoch_0_step_1")
+    saving = 0
+    if failing_steps[-1] < 3:
+        assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2", "the next save that can"
+        return
     tiny.load(tmp_path, tiny.recipe())
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2", "a session that ended before it could"
+    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == ["epoch_0_step_3", "epoch_0_step_2"]
 
 
 def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
