@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
 from automodel_ckpt.distributed.agree import together

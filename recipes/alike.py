@@ -11,7 +11,7 @@ import transformers
 import yaml
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint.environment import version_of
+from automodel_ckpt.checkpoint.saving.environment import version_of
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import Problem, RecipeError
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.side_files import Assets
+from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.trees import keep_whole, unwrap
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.config.targets import build

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PreTrainedConfig
 
-from automodel_ckpt.checkpoint.starting import Filling, fill_module, module_shapes
+from automodel_ckpt.checkpoint.sources.weights import Tensors, open_weights
+from automodel_ckpt.checkpoint.state.starting import Filling, fill_module, module_shapes
 from automodel_ckpt.checkpoint.trees import name_in_files, unwrap
-from automodel_ckpt.checkpoint.weights import Tensors, open_weights
 from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.distributed.agree import gather_objects, together
 from automodel_ckpt.distributed.parallelize import Materialise

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.discovery import left_out
 from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
-from automodel_ckpt.checkpoint.resume import checkpoint_names
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item, classify, discover, raw_bytes
-from automodel_ckpt.checkpoint.storable import refuse_unsafe
+from automodel_ckpt.checkpoint.state.storable import refuse_unsafe
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control, FinetuneRecipe

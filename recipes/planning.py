@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.forecast import forecast_bytes
+from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.layout import RankLayout
-from automodel_ckpt.checkpoint.starting import Filling, NewRows, fill_module, module_shapes, whole_shapes
+from automodel_ckpt.checkpoint.sources.weights import Weights, open_weights
+from automodel_ckpt.checkpoint.state.starting import Filling, NewRows, fill_module, module_shapes, whole_shapes
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.checkpoint.verify import Level
-from automodel_ckpt.checkpoint.weights import Weights, open_weights
 from automodel_ckpt.config.schema import InitFromConfig
 from automodel_ckpt.distributed.agree import together
 from automodel_ckpt.errors import RecipeError

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from automodel_ckpt.checkpoint import durable, export_output, placed
+from automodel_ckpt.checkpoint.export import output as export_output
+from automodel_ckpt.checkpoint.files import durable
+from automodel_ckpt.checkpoint.writing import placed
 
 ROOT = Path(__file__).parents[1]
 _WIDTH = 2048

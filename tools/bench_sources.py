@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.shard_header import Entry, shard_header
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 from tools.bench_rounds import llama_shapes
 
 

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.discovery import discover
     from automodel_ckpt.checkpoint.hf_assets import HFAssets
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.checkpoint.planner import SaveReport
+    from automodel_ckpt.checkpoint.saving.planner import SaveReport
 
 __all__ = ["Checkpointer", "HFAssets", "Manifest", "Resumed", "SaveReport", "discover"]
 
 _HOMES = {
-    "Checkpointer": "checkpointer", "Resumed": "checkpointer", "SaveReport": "planner",
+    "Checkpointer": "checkpointer", "Resumed": "checkpointer", "SaveReport": "saving.planner",
     "HFAssets": "hf_assets", "Manifest": "manifest", "discover": "discovery",
 }  # fmt: skip
 

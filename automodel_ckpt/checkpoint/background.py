@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.host_memory import HostMemory, MemoryLayout
-from automodel_ckpt.checkpoint.parts import Part
-from automodel_ckpt.checkpoint.sealing import Draft
-from automodel_ckpt.checkpoint.writer import Command, Export, Seal, Write, Writer
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
+from automodel_ckpt.checkpoint.writing.parts import Part
+from automodel_ckpt.checkpoint.writing.sealing import Draft
+from automodel_ckpt.checkpoint.writing.writer import Command, Export, Seal, Write, Writer
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 _END_SECONDS = 10.0
@@ -140,12 +140,12 @@ class Background:
             self.is_at_work = False
 
     def seal(self, staging: Path, draft: Draft, common: Part) -> int:
-        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Seal`."""
+        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writing.writer.Seal`."""
         nbytes: int = self._do(Seal(str(staging), draft, common), staging)
         return nbytes
 
     def export(self, sources: Sequence[Path]) -> tuple[str, list[str]]:
-        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writer.Export`.
+        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writing.writer.Export`.
 
         Raises :class:`Cancelled` where it is not wanted (any more): see :meth:`leave_out_exports`.
         """

@@ -23,27 +23,37 @@ from typing import Any, Literal
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import commit, layout, policy, resume, sealing
-from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.async_saves import AsyncSaves, on_cuda
-from automodel_ckpt.checkpoint.direct import METER
+from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.discovery import Item, classify
-from automodel_ckpt.checkpoint.file_system import overlay_warning
-from automodel_ckpt.checkpoint.forecast import Forecast
-from automodel_ckpt.checkpoint.inline_export import export_from_memory
-from automodel_ckpt.checkpoint.jobs import run_all
-from automodel_ckpt.checkpoint.loading import Loader, shown
+from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.optimizer_state import places
-from automodel_ckpt.checkpoint.planner import ModelFormat, ModelLayout, Planner, Proposal, Save, SaveReport, plain
-from automodel_ckpt.checkpoint.run_directory import RunDirectory
-from automodel_ckpt.checkpoint.shared_storage import refuse_separate_storage
-from automodel_ckpt.checkpoint.side_files import Assets
-from automodel_ckpt.checkpoint.storable import refuse_unsafe, refuse_unsafe_values, refuse_unstorable
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.shared_storage import refuse_separate_storage
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
+from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
+from automodel_ckpt.checkpoint.saving.planner import (
+    ModelFormat,
+    ModelLayout,
+    Planner,
+    Proposal,
+    Save,
+    SaveReport,
+    plain,
+)
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.state.loading import Loader, shown
+from automodel_ckpt.checkpoint.state.optimizer_state import places
+from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values, refuse_unstorable
 from automodel_ckpt.checkpoint.together import failing_together
 from automodel_ckpt.checkpoint.trees import Owners, module_state
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.checkpoint.writing import sealing
+from automodel_ckpt.checkpoint.writing.jobs import run_all
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
     AutomodelError,

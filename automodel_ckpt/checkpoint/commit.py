@@ -3,9 +3,9 @@
 The protocol, in its order (``Atomicity: staged directory, manifest last, one rename``):
 
 1. :func:`reserve` a staging directory beside the final one, on the same file system, under a name of its own.
-2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.durable.DurableFile`: created exclusively,
-   digested while written, flushed and fsynced, the close checked. A failed fsync is never tried again: the kernel may
-   have dropped the data.
+2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable.DurableFile`: created
+   exclusively, digested while written, flushed and fsynced, the close checked. A failed fsync is never tried again:
+   the kernel may have dropped the data.
 3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
    fsync, rename) and fsyncs the directory that holds it. From here the directory is a complete checkpoint.
 4. :func:`publish` renames the staging directory to its final name and fsyncs the parent. Only now is it reported.
@@ -29,10 +29,10 @@ import uuid
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.direct import naming
-from automodel_ckpt.checkpoint.durable import DurableFile
-from automodel_ckpt.checkpoint.inside import read_inside
-from automodel_ckpt.checkpoint.manifest import FileRecord
+from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files.direct import naming
+from automodel_ckpt.checkpoint.files.durable import DurableFile
+from automodel_ckpt.checkpoint.files.inside import read_inside
 
 log = logging.getLogger("automodel_ckpt")
 

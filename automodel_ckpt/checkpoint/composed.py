@@ -16,10 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from automodel_ckpt.checkpoint.digests import digest_from
-from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.manifest import COMPOSED, FileRecord
-from automodel_ckpt.checkpoint.parts import Part
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_from
+from automodel_ckpt.checkpoint.files.inside import open_inside
+from automodel_ckpt.checkpoint.manifest import COMPOSED
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
 
 _BLOCK_BYTES = 4 << 20
@@ -55,13 +54,6 @@ def composed_digest(head: str, held: Iterable[Held]) -> str:
     for piece in (one.piece for one in held):
         lines.append(f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {piece.digest}")
     return COMPOSED + xxhash.xxh3_128_hexdigest("".join(f"{line}\n" for line in lines).encode())
-
-
-def placed_files(parts: Iterable[Part], tensors: Iterable[Tensor]) -> dict[str, FileRecord]:
-    """The records of the files that several ranks filled, from what their creator noted of their heads."""
-    held = held_by_file(tensors)
-    heads = {path: head for part in parts for path, head in part.placed.items()}
-    return {p: FileRecord(head.size, composed_digest(head.digest, held.get(p, ()))) for p, head in heads.items()}
 
 
 def head_fits(root: Path, path: str, record: FileRecord, held: Sequence[Held]) -> bool:

@@ -21,25 +21,25 @@ from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.base_maps import maps_of
-from automodel_ckpt.checkpoint.consolidate_script import consolidate_script
-from automodel_ckpt.checkpoint.copy_engine import Digested, Workers, copy
 from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.export_blocks import shares
-from automodel_ckpt.checkpoint.export_files import cast_lines, side_files, write_manifest, write_side_files
-from automodel_ckpt.checkpoint.export_output import create_output
-from automodel_ckpt.checkpoint.export_plan import (
+from automodel_ckpt.checkpoint.export.blocks import shares
+from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
+from automodel_ckpt.checkpoint.export.output import create_output
+from automodel_ckpt.checkpoint.export.plan import (
     OutputFile,
     Plan,
     make_plan,
     parse_cast_dtype,
 )
-from automodel_ckpt.checkpoint.export_publish import Log, check_target, staged
-from automodel_ckpt.checkpoint.export_source import open_source
-from automodel_ckpt.checkpoint.inside import open_inside
-from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint.export.publish import Log, check_target, staged
+from automodel_ckpt.checkpoint.export.script import consolidate_script
+from automodel_ckpt.checkpoint.files.inside import open_inside
 from automodel_ckpt.checkpoint.slices import Slice
-from automodel_ckpt.checkpoint.source import Source
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
 

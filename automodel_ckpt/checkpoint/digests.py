@@ -1,10 +1,21 @@
-"""The digest of bytes as it is written: its algorithm's name and 32 hexadecimal digits. Imports no torch."""
+"""The digest of bytes as it is written (its algorithm's name and 32 hexadecimal digits), and what a file's record is.
+Imports no torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import xxhash
 
 _ALGORITHM = "xxh3_128:"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file's size in bytes and the digest of its content."""
+
+    size: int
+    digest: str
 
 
 def digest_of(data: bytes | memoryview) -> str:

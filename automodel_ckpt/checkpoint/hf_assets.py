@@ -14,26 +14,20 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatch, fnmatchcase
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.base_maps import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, BaseMaps
 from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES, dtype_code, main_dtype
-from automodel_ckpt.checkpoint.export_plan import MAX_FILE_BYTES
-from automodel_ckpt.checkpoint.safetensors_header import TensorEntry, read_header
+from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES
+from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
 from automodel_ckpt.checkpoint.slices import nbytes_of
+from automodel_ckpt.checkpoint.sources.base_maps import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, BaseMaps
+from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, read_files
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
-
-_TOKENIZER_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
-    "chat_template*", "additional_chat_templates/*", "*processor_config.json",
-)  # fmt: skip
-_MODEL_FILES = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
-_GENERATION_CONFIG = "generation_config.json"
 
 
 class TensorSpec(NamedTuple):
@@ -149,10 +143,10 @@ class HFAssets:
         if self._tokenizer is None:
             return {}
         if self._tokenizer_directory is not None:
-            return _read(self._tokenizer_directory, _TOKENIZER_FILES)
+            return read_files(self._tokenizer_directory, TOKENIZER_FILES)
         with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
             self._tokenizer.save_pretrained(directory)
-            return _read(Path(directory), ("*", "additional_chat_templates/*"))
+            return read_files(Path(directory), ("*", "additional_chat_templates/*"))
 
     @functools.cached_property
     def _files(self) -> dict[str, bytes]:
@@ -178,12 +172,12 @@ class HFAssets:
     def _generated(self) -> dict[str, bytes]:
         """The generation config as transformers writes it, where the base has none, and the tokenizer's files."""
         with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-            if self._generation_config is not None and _GENERATION_CONFIG not in self._copied():
+            if self._generation_config is not None and GENERATION_CONFIG not in self._copied():
                 self._generation_config.save_pretrained(directory)
-            return _read(Path(directory), ("*",)) | self.tokenizer_files()
+            return read_files(Path(directory), ("*",)) | self.tokenizer_files()
 
     def _copied(self) -> dict[str, bytes]:
-        return _read(self._base_dir, (*_MODEL_FILES, _GENERATION_CONFIG)) if self._base_dir else {}
+        return read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG)) if self._base_dir else {}
 
     @functools.cached_property
     def _tokenizer_directory(self) -> Path | None:
@@ -191,7 +185,7 @@ class HFAssets:
         origin = Path(getattr(_tokenizer_of(self._tokenizer), "name_or_path", "") or self._base_dir or "")
         if self._tokenizer is None or not str(origin) or not origin.is_dir():
             return None
-        return origin if _read(origin, _TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin) else None
+        return origin if read_files(origin, TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin) else None
 
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
@@ -264,24 +258,6 @@ class HFAssets:
                 log.warning("Exports will differ from the base: %d tensors %s: %s", len(others), kind, others[:5])
 
 
-_SIDE_FILES = ("config.json", _GENERATION_CONFIG, *_MODEL_FILES, *_TOKENIZER_FILES)
-
-
-def base_files(directory: Path) -> dict[str, bytes]:
-    """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, licence."""
-    return _read(directory, _SIDE_FILES)
-
-
-def is_side_file(name: str) -> bool:
-    """Whether :func:`base_files` would take a file of that name."""
-    return any(fnmatch(name, pattern) for pattern in _SIDE_FILES)
-
-
-def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of that name, relative to the model's directory, is a tokenizer's or a processor's."""
-    return any(fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)
-
-
 def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
     number, nbytes, result = 1, 0, {}
     for fqn, spec in tensors.items():
@@ -291,14 +267,6 @@ def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
         result[fqn] = number
         nbytes += size
     return result
-
-
-def _read(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
-    wanted = tuple(patterns)
-    candidates = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
-    names = {path.relative_to(directory).as_posix(): path for path in sorted(candidates) if path.is_file()}
-    return {name: path.read_bytes() for name, path in names.items() if any(fnmatch(name, p) for p in wanted)}
 
 
 def _is_unchanged(tokenizer: Any, directory: Path) -> bool:

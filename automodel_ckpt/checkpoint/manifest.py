@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.inside import open_regular
+from automodel_ckpt.checkpoint.files.inside import open_regular
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, in_one_piece, interleaving_fault, nbytes_of, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -37,14 +37,6 @@ MAX_PLAIN_DEPTH = 8
 COMPOSED = "xxh3_128_parts:"
 _TAIL = b'"digest": "%s"\n}\n'
 _TAIL_BYTES = len(_TAIL % digest_of(b"").encode())
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file's size in bytes and the digest of its content."""
-
-    size: int
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint.adapter import adapter_keys
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.optimizer_state import FORMS, forms_of
+from automodel_ckpt.checkpoint.state.adapter import adapter_keys
+from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
 
 

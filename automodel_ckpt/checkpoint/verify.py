@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.composed import Held, damaged, head_fits, held_by_file, is_composed
-from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.durable import file_record, part_digests
-from automodel_ckpt.checkpoint.inside import is_hollow, link_on_the_way, open_inside, read_inside
-from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable import file_record, part_digests
+from automodel_ckpt.checkpoint.files.inside import is_hollow, link_on_the_way, open_inside, read_inside
+from automodel_ckpt.checkpoint.manifest import Blob, Manifest
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 

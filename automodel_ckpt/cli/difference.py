@@ -15,7 +15,7 @@ from automodel_ckpt.cli.terminal import coloured, json_text, printable, table
 from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.difference import Held
+    from automodel_ckpt.checkpoint.tensors.difference import Held
 
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # Of the recipe, what a resume takes from the checkpoint whatever the recipe says.
@@ -70,9 +70,9 @@ def _side(path: Path) -> Side:
     import os
 
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.difference import Held
-    from automodel_ckpt.checkpoint.foreign import open_foreign
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.sources.foreign import open_foreign
+    from automodel_ckpt.checkpoint.tensors.difference import Held
 
     if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(path.parent / layout.MANIFEST):
         source = open_foreign(path)
@@ -93,7 +93,7 @@ def _side(path: Path) -> Side:
 
 
 def _document(a: Side, b: Side) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint.difference import Held, changed_leaves, compare
+    from automodel_ckpt.checkpoint.tensors.difference import Held, changed_leaves, compare
 
     trees = {}
     for name in {**a.trees, **b.trees}:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.file_system import overlay_warning
+from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.cli.saved import recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.flags import LaunchFlags
@@ -75,7 +75,7 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
 
 
 def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
-    from automodel_ckpt.checkpoint.forecast import free_bytes
+    from automodel_ckpt.checkpoint.saving.forecast import free_bytes
 
     section = loaded.config.checkpoint
     free = free_bytes(Path(section.checkpoint_dir).expanduser())
@@ -111,8 +111,8 @@ def kept_at_once(config: Any, steps: int | None, steps_per_epoch: int | None) ->
 
 
 def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None) -> Rows:
-    from automodel_ckpt.checkpoint import resume
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.run import resume
     from automodel_ckpt.checkpoint.verify import verify
 
     section = loaded.config.checkpoint

@@ -70,7 +70,7 @@ def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     _refuse(arguments, "hf --merge", nproc=arguments.nproc != 1)
-    from automodel_ckpt.checkpoint.merge import merge
+    from automodel_ckpt.checkpoint.export.merge import merge
     from automodel_ckpt.consolidate import say, summary
     from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.build import base_directory
@@ -88,7 +88,7 @@ def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 
 def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint.gguf_export import export_gguf
+    from automodel_ckpt.checkpoint.export.gguf import export_gguf
     from automodel_ckpt.consolidate import say
 
     _refuse(arguments, "gguf", nproc=arguments.nproc != 1, merge=arguments.merge, base=arguments.base is not None)

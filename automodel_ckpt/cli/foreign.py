@@ -13,7 +13,7 @@ from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_l
 from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text, table
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.foreign import ForeignTree
+    from automodel_ckpt.checkpoint.sources.foreign import ForeignTree
 
 UNCHECKED = "foreign: it has no MANIFEST.json, so nothing in it can be checked"
 EXPORTED = "an export: `ckpt verify` compares it with its own manifest"
@@ -21,14 +21,14 @@ EXPORTED = "an export: `ckpt verify` compares it with its own manifest"
 
 def is_known(path: Path) -> bool:
     """Whether a directory (a link is none) holds what another program wrote in a known form."""
-    from automodel_ckpt.checkpoint import foreign
+    from automodel_ckpt.checkpoint.sources import foreign
 
     return not path.is_symlink() and bool(foreign.kinds_in(path))
 
 
 def facts(path: Path) -> dict[str, Any] | None:
     """The values of a row of ``ckpt ls``; None where nothing here is of a known form."""
-    from automodel_ckpt.checkpoint import foreign
+    from automodel_ckpt.checkpoint.sources import foreign
 
     found = foreign.read_foreign(path)
     if found is None:
@@ -40,7 +40,8 @@ def facts(path: Path) -> dict[str, Any] | None:
 
 def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     """The content of ``ckpt show --json``; None where nothing here is of a known form. *stats*: read the tensors."""
-    from automodel_ckpt.checkpoint import foreign, layout
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.sources import foreign
 
     found = foreign.read_foreign(path)
     if found is None:
@@ -62,7 +63,7 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
 
 
 def _tensors(directory: Path, tree: ForeignTree, stats: bool) -> dict[str, dict[str, Any]]:
-    from automodel_ckpt.checkpoint import foreign
+    from automodel_ckpt.checkpoint.sources import foreign
 
     shown = {fqn: asdict(tensor) for fqn, tensor in tree.tensors.items()}
     if stats and not tree.problem:

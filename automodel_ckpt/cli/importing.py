@@ -14,7 +14,7 @@ from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_te
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.importing import Import
+    from automodel_ckpt.checkpoint.saving.importing import Import
 
 _SHOWN = 5
 
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def import_(arguments: argparse.Namespace) -> int:
     """Run the command: say what is taken, then take it."""
-    from automodel_ckpt.checkpoint.importing import prepare, run_import
+    from automodel_ckpt.checkpoint.saving.importing import prepare, run_import
 
     for name in ("step", "epoch"):
         if getattr(arguments, name) < 0:
@@ -58,7 +58,7 @@ def import_(arguments: argparse.Namespace) -> int:
 
 
 def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint.importing import ABSENT
+    from automodel_ckpt.checkpoint.saving.importing import ABSENT
 
     return {
         "source": str(planned.source), "kind": planned.kind, "checkpoint": str(planned.target), "dry_run": dry_run,
@@ -69,7 +69,7 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
 
 
 def _lines(planned: Import) -> Iterator[str]:
-    from automodel_ckpt.checkpoint.importing import ABSENT
+    from automodel_ckpt.checkpoint.saving.importing import ABSENT
 
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     names = [*planned.side_files]

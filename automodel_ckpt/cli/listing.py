@@ -16,7 +16,7 @@ from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, p
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.verified import Note
+    from automodel_ckpt.checkpoint.run.verified import Note
 
 _TITLES = ("checkpoint", "step", "epoch", "train loss", "val loss", "size", "age", "complete", "verified", "")
 # What a narrow terminal does without, in this order; the name, the step and the last column always stay.
@@ -104,7 +104,7 @@ def rows_of(run: Path) -> Iterator[Row]:
 def _pointers(run: Path) -> dict[str, list[str]]:
     """The pointers to each checkpoint, and ``pinned``."""
     from automodel_ckpt.checkpoint import commit, layout
-    from automodel_ckpt.checkpoint.upkeep import pinned_names
+    from automodel_ckpt.checkpoint.run.upkeep import pinned_names
 
     pointers: dict[str, list[str]] = {}
     for pointer in layout.POINTERS:
@@ -116,7 +116,7 @@ def _pointers(run: Path) -> dict[str, list[str]]:
 
 
 def _notes(run: Path) -> Mapping[str, Note]:
-    from automodel_ckpt.checkpoint.verified import recall
+    from automodel_ckpt.checkpoint.run.verified import recall
 
     return recall(run)
 
@@ -135,8 +135,8 @@ def _looks_like_checkpoint(path: Path) -> bool:
 def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str, Note]) -> Row:
     """What is known of the checkpoint directory *path*: *pointers* to, and *notes* on, each name of its run."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.late_validations import recall
     from automodel_ckpt.checkpoint.manifest import Summary
+    from automodel_ckpt.checkpoint.run.late_validations import recall
 
     name = layout.parse_checkpoint_name(layout.staged_name(path.name) or path.name)
     step, epoch = (name.step, name.epoch) if name else (None, None)

@@ -21,7 +21,7 @@ def add_path(command: argparse.ArgumentParser) -> None:
 
 def run_directory(path: Path) -> Path | None:
     """The directory of checkpoints that *path* is, or holds as ``checkpoints/``; None where it is neither."""
-    from automodel_ckpt.checkpoint import resume
+    from automodel_ckpt.checkpoint.run import resume
 
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and resume.checkpoint_names(directory):
@@ -88,7 +88,8 @@ def whole_checkpoint(path: Path) -> Path:
 
     Raises :class:`CheckpointUnusable` also where the directory is nothing of ours, and of no form that is known.
     """
-    from automodel_ckpt.checkpoint import foreign, layout
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.sources import foreign
 
     found = find_checkpoint(path)
     for directory in (found, found.parent):
@@ -102,7 +103,7 @@ def whole_checkpoint(path: Path) -> Path:
 
 
 def _newest(run: Path) -> Path:
-    from automodel_ckpt.checkpoint import resume
+    from automodel_ckpt.checkpoint.run import resume
 
     newest = resume.newest(run)
     if newest is None:

@@ -20,6 +20,6 @@ def recipe_leaves(checkpoint: Path) -> dict[str, str]:
 
 def first_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:
     """The state in the first of an attribute's files, where it is plain."""
-    from automodel_ckpt.checkpoint.plain_state import plain_state
+    from automodel_ckpt.checkpoint.state.plain_state import plain_state
 
     return plain_state(checkpoint, files[0]) if files else {}

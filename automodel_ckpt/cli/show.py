@@ -52,7 +52,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint.late_validations import recall
+    from automodel_ckpt.checkpoint.run.late_validations import recall
 
     if stats:
         _refuse_damaged(path, manifest)
@@ -78,7 +78,7 @@ def _refuse_damaged(path: Path, manifest: Manifest) -> None:
 
 
 def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint.plain_state import optimizer_groups
+    from automodel_ckpt.checkpoint.state.plain_state import optimizer_groups
 
     return {
         "format": tree.format,

@@ -21,7 +21,7 @@ def statistics(root: Path, tensor: Tensor, wanted: bool) -> dict[str, Any]:
     """A tensor's entry ``statistics``, where that is *wanted*."""
     if not wanted:
         return {}
-    from automodel_ckpt.checkpoint.statistics import statistics_of
+    from automodel_ckpt.checkpoint.tensors.statistics import statistics_of
 
     return {"statistics": asdict(statistics_of(root, tensor))}
 
@@ -37,7 +37,7 @@ def section(title: str, content: Iterable[str]) -> Iterator[str]:
 
 def pairs(values: Mapping[str, Any]) -> list[str]:
     """Keys, dotted where mappings are nested, and values, in two columns; what is not known is left out."""
-    from automodel_ckpt.checkpoint.difference import flatten
+    from automodel_ckpt.checkpoint.tensors.difference import flatten
 
     rows = [(key, str(value)[:200]) for key, value in flatten(values) if key and value is not None]
     return table(rows) if rows else []

@@ -64,7 +64,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Exit code 3 where anything is wrong; every problem is printed."""
-    from automodel_ckpt.checkpoint import resume
+    from automodel_ckpt.checkpoint.run import resume
 
     path = Path(arguments.path)
     run = run_directory(path) if path.is_dir() else None
@@ -91,7 +91,8 @@ def _verdict(target: Path, problems: list[Problem]) -> str:
 
 def _is_foreign(target: Path) -> bool:
     """Whether another program's files stand there, which nothing describes."""
-    from automodel_ckpt.checkpoint import foreign, layout
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.sources import foreign
 
     described = any(os.path.lexists(target / name) for name in (layout.MANIFEST, layout.EXPORT_MANIFEST))
     return not described and bool(foreign.kinds_in(target))
@@ -100,7 +101,7 @@ def _is_foreign(target: Path) -> bool:
 def _note(results: Sequence[tuple[Path, list[Problem]]]) -> None:
     """For ``ckpt ls``."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.verified import remember
+    from automodel_ckpt.checkpoint.run.verified import remember
 
     own = [(target, problems) for target, problems in results if layout.parse_checkpoint_name(target.name)]
     if own:
@@ -129,8 +130,9 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
 
 def prune(arguments: argparse.Namespace) -> int:
     """Preview or remove; a live run in the directory is left alone."""
-    from automodel_ckpt.checkpoint import policy, upkeep
-    from automodel_ckpt.checkpoint.lease import Lease
+    from automodel_ckpt.checkpoint import policy
+    from automodel_ckpt.checkpoint.run import upkeep
+    from automodel_ckpt.checkpoint.run.lease import Lease
 
     run = run_around(Path(arguments.path))
     if run is None:
@@ -169,7 +171,7 @@ def _policy(arguments: argparse.Namespace, policy: Any) -> Any:
 
 def _optimizer_bytes(checkpoint: Path) -> int:
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.checkpoint.upkeep import without_optimizer
+    from automodel_ckpt.checkpoint.run.upkeep import without_optimizer
 
     manifest = Manifest.read(checkpoint)
     return manifest.nbytes - without_optimizer(manifest).nbytes
@@ -190,7 +192,7 @@ def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
 
 def pin(arguments: argparse.Namespace) -> int:
     """Pin or unpin, as the command says."""
-    from automodel_ckpt.checkpoint import upkeep
+    from automodel_ckpt.checkpoint.run import upkeep
 
     root, name = upkeep.run_of(whole_checkpoint(Path(arguments.path)))
     if arguments.command == "pin":

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, late_validations, layout, resume
+from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST, _LAST_STEP = 1e100, 2**53

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import file_system
-from automodel_ckpt.checkpoint.file_system import file_system_of, overlay_warning
+from automodel_ckpt.checkpoint.files import file_system
+from automodel_ckpt.checkpoint.files.file_system import file_system_of, overlay_warning
 from automodel_ckpt.cli.train import main
 from tests.support import ranks, tiny
 from tests.support.training import RECIPE

@@ -143,7 +143,7 @@ def chain(tmp_path: Path) -> signals.Chain:
 
 def writers(trainer: Trainer) -> list[int]:
     """The processes that write the ranks' saves."""
-    return [pid for pid in members(trainer.pid) if b"checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in members(trainer.pid) if b"writing.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def signal_all(pids: list[int], number: int) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.checkpoint import Manifest, durable
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.files import durable
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import ranks, tiny

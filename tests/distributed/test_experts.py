@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.starting import Filling, fill_module
+from automodel_ckpt.checkpoint.sources.weights import open_weights
+from automodel_ckpt.checkpoint.state.starting import Filling, fill_module
 from automodel_ckpt.checkpoint.trees import keep_whole, module_state
-from automodel_ckpt.checkpoint.weights import open_weights
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.names import names_in_files
 from tests.support import ranks, tiny

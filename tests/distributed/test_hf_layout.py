@@ -18,15 +18,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint import Manifest, placed, shared_storage
+from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint import verify as check
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.starting import rows_of
+from automodel_ckpt.checkpoint.run import shared_storage
+from automodel_ckpt.checkpoint.sources.weights import open_weights
+from automodel_ckpt.checkpoint.state.starting import rows_of
 from automodel_ckpt.checkpoint.verify import foreign_files, verify, verify_deep
-from automodel_ckpt.checkpoint.weights import open_weights
+from automodel_ckpt.checkpoint.writing import placed
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.distributed.test_checkpointer import build, whole_state
 from tests.support import ranks, tiny

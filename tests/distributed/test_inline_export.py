@@ -16,10 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport, placed
+from automodel_ckpt.checkpoint import Manifest, SaveReport
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
+from automodel_ckpt.checkpoint.writing import placed
 from tests.distributed.test_hf_layout import make_base
 from tests.support import ranks, tiny
 

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from automodel_ckpt.checkpoint import checkpointer, layout
-from automodel_ckpt.checkpoint.environment import environment
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import FORMAT_VERSION
+from automodel_ckpt.checkpoint.saving import planner
+from automodel_ckpt.checkpoint.saving.environment import environment
 from tests.support import tiny
 
 FORMATS = ("safetensors", "torch_save")
@@ -26,7 +27,7 @@ def golden_state(seed: int = 5) -> SimpleNamespace:
 
 def main(directory: Path) -> None:
     # Whose machine made them is nobody's business.
-    checkpointer.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
+    planner.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
     for model_save_format in FORMATS:
         root = directory / f"v{FORMAT_VERSION}_{model_save_format}"
         losses = {"step": 20, "val_loss": 0.5}

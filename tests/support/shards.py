@@ -16,13 +16,13 @@ import torch
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.consolidate import consolidate_script
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import dtype_code
-from automodel_ckpt.checkpoint.manifest import FileRecord, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.safetensors_header import build_header
-from automodel_ckpt.checkpoint.shard_header import shard_header
-from automodel_ckpt.checkpoint.side_files import Assets
+from automodel_ckpt.checkpoint.files.safetensors_header import build_header
+from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor
+from automodel_ckpt.checkpoint.sources.shard_header import shard_header
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,24 @@ MAY_IMPORT = {
 }
 """Room (or module at the top of the package) to the rooms it may import; a room's own modules are always allowed."""
 
+CHECKPOINT_ORDER = (
+    {"digests", "discovery", "dtypes", "failures", "layout", "policy", "slices", "together", "wording"},
+    {"files"},
+    {"manifest"},
+    {"commit", "composed", "verify"},
+    {"run"},
+    {"tensors"},
+    {"sources"},
+    {"export", "consolidate"},
+    {"writing"},
+    {"formats"},
+    {"state", "trees"},
+    {"hf_assets"},
+    {"saving", "background"},
+    {"checkpointer"},
+)
+"""The rooms and single modules of checkpoint/, from the ground up: each imports its own line, and those before it."""
+
 HEAVY = ["torch", "transformers", "datasets", "peft", "accelerate"]
 LIGHT = [
     "",
@@ -43,19 +61,23 @@ LIGHT = [
     "checkpoint.layout",
     "checkpoint.slices",
     "checkpoint.manifest",
-    "checkpoint.jobs",
-    "checkpoint.placed",
-    "checkpoint.safetensors_header",
+    "checkpoint.files.safetensors_header",
+    "checkpoint.tensors",
+    "checkpoint.sources",
+    "checkpoint.export",
+    "checkpoint.writing",
+    "checkpoint.run.directory",
+    "checkpoint.saving.importing",
+    "checkpoint.state.plain_state",
     "checkpoint.commit",
     "checkpoint.policy",
     "checkpoint.consolidate",
     "checkpoint.verify",
-    "checkpoint.dcp_source",
     "cli",
     "config",
     "report",
 ]
-"""Modules, or rooms with all their modules (cli, config, report), that load none of HEAVY; relative to the package."""
+"""Modules, or rooms with all their modules, that load none of HEAVY; relative to the package."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -80,6 +102,13 @@ def forbidden(room: str, source: str) -> list[str]:
     ]
 
 
+def against_the_order(module: str, source: str) -> list[str]:
+    """What a *module* of checkpoint/ (``files.durable``) imports that stands after it in CHECKPOINT_ORDER."""
+    level = {name: number for number, names in enumerate(CHECKPOINT_ORDER) for name in names}
+    within = [name.split(".")[1:] for name in imported_modules(source) if name.startswith("checkpoint.")]
+    return [".".join(name) for name in within if level[name[0]] > level[module.split(".")[0]]]
+
+
 def package_files() -> list[Path]:
     """Every Python file of the package, recipes included (`rglob` alone would not follow the symlink)."""
     rooms = [room for room in PACKAGE.iterdir() if room.is_dir() and room.name != "examples"]
@@ -94,6 +123,9 @@ def test_imports_follow_the_dependency_direction(file: Path) -> None:
         return
     assert room in MAY_IMPORT, f"{room} is a new room: say in MAY_IMPORT and docs/design.md what it may import"
     assert forbidden(room, file.read_text()) == []
+    module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts[1:])
+    if room == "checkpoint" and module != "__init__":
+        assert against_the_order(module, file.read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -110,16 +142,31 @@ def test_an_import_against_the_direction_is_found(room: str, line: str) -> None:
     assert forbidden(room, line)
 
 
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("files.durable", "from automodel_ckpt.checkpoint.manifest import Manifest"),
+        ("layout", "from automodel_ckpt.checkpoint.files import durable"),
+        ("export.plan", "def f():\n    from automodel_ckpt.checkpoint.saving.planner import SaveReport"),
+        ("trees", "import automodel_ckpt.checkpoint.checkpointer"),
+    ],
+)
+def test_an_import_against_the_order_within_checkpoint_is_found(module: str, line: str) -> None:
+    assert against_the_order(module, line)
+
+
 def test_what_the_direction_allows_is_not_reported() -> None:
     assert forbidden("checkpoint", "from automodel_ckpt.distributed.agree import gather") == []
     assert forbidden("cli", "from automodel_ckpt.recipes.llm_finetune import LLMFinetune") == []
+    assert against_the_order("saving.planner", "from automodel_ckpt.checkpoint import commit, layout") == []
+    assert against_the_order("consolidate", "from automodel_ckpt.checkpoint.export.plan import Plan") == []
 
 
 def light_modules() -> list[str]:
     names = set()
     for name in LIGHT:
         path = PACKAGE.joinpath(*name.split("."))
-        if name in ("cli", "config", "report"):
+        if path.is_dir() and name not in ("", "checkpoint"):
             names.update(f"{name}.{file.stem}" for file in path.glob("*.py") if file.stem != "__init__")
         names.add(name)
     return [".".join(filter(None, ("automodel_ckpt", name))) for name in sorted(names)]

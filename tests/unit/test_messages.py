@@ -16,10 +16,10 @@ import datasets
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.export_source import open_source
-from automodel_ckpt.checkpoint.formats import plain
-from automodel_ckpt.checkpoint.formats.archive_reading import Fault
+from automodel_ckpt.checkpoint.files import plain
+from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.launch import _refuse_started_cuda
 from automodel_ckpt.cli.train import _observed

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.gguf_export import export_gguf
+from automodel_ckpt.checkpoint.export.gguf import export_gguf
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.data.python_docs import train_tokenizer
 

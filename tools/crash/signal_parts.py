@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.async_saves import AsyncSaves
-from automodel_ckpt.checkpoint.planner import SaveReport
+from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
+from automodel_ckpt.checkpoint.saving.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.lifecycle import Validation

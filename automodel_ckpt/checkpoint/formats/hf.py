@@ -1,7 +1,7 @@
 """The Hugging Face files themselves, written by all ranks at once: each writes its slices where they belong.
 
-:mod:`automodel_ckpt.checkpoint.placement` fixes the files from all ranks' plans, and every rank computes the same; what
-is left to plan here is which of its bytes a rank writes to which place.
+:mod:`automodel_ckpt.checkpoint.writing.placement` fixes the files from all ranks' plans, and every rank computes the
+same; what is left to plan here is which of its bytes a rank writes to which place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.export_source import FINISHED
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, TreePlan
 from automodel_ckpt.checkpoint.formats.safetensors import values_job
-from automodel_ckpt.checkpoint.jobs import Job
-from automodel_ckpt.checkpoint.placed import PlacedJob, PlacedPiece
-from automodel_ckpt.checkpoint.placement import Placement, place
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.opening import FINISHED
+from automodel_ckpt.checkpoint.writing.jobs import Job
+from automodel_ckpt.checkpoint.writing.placed import PlacedJob, PlacedPiece
+from automodel_ckpt.checkpoint.writing.placement import Placement, place
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 NAME = FINISHED
@@ -29,7 +29,7 @@ NAME = FINISHED
 class Naming:
     """How files that the ranks fill together are named and split: the leader's word, so that all ranks have the same.
 
-    See :func:`~automodel_ckpt.checkpoint.placement.place`.
+    See :func:`~automodel_ckpt.checkpoint.writing.placement.place`.
     """
 
     maps: BaseMaps = field(default_factory=BaseMaps)

@@ -1,7 +1,7 @@
 """Reading a tree back: PyTorch DCP plans which parts of which slices a rank needs, and they are read into place.
 
 Both formats come through here, because the manifest says where every slice's raw bytes stand. No pickle is read but
-the values that are not tensors, and those by a reader of plain data (:mod:`plain`).
+the values that are not tensors, and those by a reader of plain data (``files/plain.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from automodel_ckpt.checkpoint.formats import plain
+from automodel_ckpt.checkpoint.files import plain
+from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
-from automodel_ckpt.checkpoint.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, nbytes_of, overlap
 from automodel_ckpt.errors import CheckpointUnusable

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan, file_index
-from automodel_ckpt.checkpoint.jobs import FileJob, Piece
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.shard_header import shard_header
+from automodel_ckpt.checkpoint.sources.shard_header import shard_header
+from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece
 
 NAME = "safetensors"
 

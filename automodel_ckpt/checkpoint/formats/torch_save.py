@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.formats.archive import tensor_archive
+from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan
-from automodel_ckpt.checkpoint.jobs import FileJob, Piece
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.parts import DcpItem, Part
+from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece
+from automodel_ckpt.checkpoint.writing.parts import DcpItem, Part
 
 NAME = "torch_save"
 _VERSION = "1.0.0"

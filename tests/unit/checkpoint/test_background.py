@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, host_memory, layout, writer
-from automodel_ckpt.checkpoint.base_maps import BaseMaps
+from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, layout
 from automodel_ckpt.checkpoint.formats import torch_save
-from automodel_ckpt.checkpoint.host_memory import HostMemory
 from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.checkpoint.parts import Part
+from automodel_ckpt.checkpoint.saving import host_memory
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.checkpoint.writing import writer
+from automodel_ckpt.checkpoint.writing.parts import Part
 from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks, tiny
 

@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from automodel_ckpt.checkpoint import Manifest, commit, discover, durable, layout
-from automodel_ckpt.checkpoint.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
+from automodel_ckpt.checkpoint.files import durable
+from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.listing import rows_of
@@ -448,7 +449,7 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.checkpoint.planner.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.planner.free_bytes", lambda _: 1000)
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.refuse_too_little_space(discover(made))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from automodel_ckpt.checkpoint import commit, direct, durable
-from automodel_ckpt.checkpoint.manifest import FileRecord
+from automodel_ckpt.checkpoint import commit
+from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files import direct, durable
 
 
 @pytest.fixture

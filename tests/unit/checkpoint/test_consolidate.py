@@ -20,19 +20,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint import (
-    copy_engine,
-    export_blocks,
-    export_input,
-    export_output,
-    export_plan,
-    export_publish,
-)
-from automodel_ckpt.checkpoint.base_maps import MAPS
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.safetensors_header import read_header
+from automodel_ckpt.checkpoint.export import blocks as export_blocks
+from automodel_ckpt.checkpoint.export import copy_engine
+from automodel_ckpt.checkpoint.export import input as export_input
+from automodel_ckpt.checkpoint.export import output as export_output
+from automodel_ckpt.checkpoint.export import plan as export_plan
+from automodel_ckpt.checkpoint.export import publish as export_publish
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
 from tests.support.shards import Piece, bits, cut, raw_bytes, record_of, whole, write_checkpoint, write_shards
 from tools.crash.power import Disk, unsupported
@@ -334,8 +332,8 @@ def test_files_are_split_as_in_the_base_and_renumbered(tmp_path: Path) -> None:
 
 
 def test_without_a_base_files_are_split_by_size() -> None:
-    from automodel_ckpt.checkpoint.base_maps import BaseMaps
     from automodel_ckpt.checkpoint.slices import Slice, Tensor
+    from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 
     tensors = {
         name: Tensor(name, "U8", (n,), (Slice(name, "U8", (0,), (n,), "f", 0, n),))
@@ -554,7 +552,7 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> 
 def test_a_worker_process_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import os, sys, automodel_ckpt.checkpoint.consolidate as c\n"
-        "from automodel_ckpt.checkpoint import copy_engine\n"
+        "from automodel_ckpt.checkpoint.export import copy_engine\n"
         "copy_engine.Output.write = lambda *_: os._exit(9)\n"
         "try: c.consolidate(sys.argv[1], num_procs=2)\n"
         "except BaseException as error: print(type(error).__name__)\n"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
-from automodel_ckpt.checkpoint.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box
 from tests.support.shards import Piece, bits, write_checkpoint
 

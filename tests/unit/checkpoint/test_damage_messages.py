@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import importing, layout, resume, verify
+from automodel_ckpt.checkpoint import layout, verify
 from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.export_source import open_source
-from automodel_ckpt.checkpoint.host_memory import HostMemory
+from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.placement import place
 from automodel_ckpt.checkpoint.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run_directory import RunDirectory
-from automodel_ckpt.checkpoint.safetensors_header import METADATA_KEY, build_header
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.saving import importing
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
-from automodel_ckpt.checkpoint.weights import open_weights
+from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.sources.weights import open_weights
+from automodel_ckpt.checkpoint.writing.placement import place
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
@@ -142,7 +144,7 @@ def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
 
 def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
     def separate() -> str:
-        from automodel_ckpt.checkpoint import shared_storage
+        from automodel_ckpt.checkpoint.run import shared_storage
 
         shared_storage._PATIENCE_SECONDS = 0.1
         rank = torch.distributed.get_rank()
@@ -199,7 +201,7 @@ def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) ->
 
 
 def verify_weights(path: Path) -> object:
-    from automodel_ckpt.checkpoint.hf_source import tensors_in
+    from automodel_ckpt.checkpoint.sources.hugging_face import tensors_in
 
     open_weights(path)
     return tensors_in(path, "model.safetensors")

@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from automodel_ckpt.checkpoint import export_blocks
-from automodel_ckpt.checkpoint.export_blocks import blocks, boxes, elements_before, shares
-from automodel_ckpt.checkpoint.export_plan import ExportTensor, OutputFile
+from automodel_ckpt.checkpoint.export import blocks as export_blocks
+from automodel_ckpt.checkpoint.export.blocks import blocks, boxes, elements_before, shares
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 1, 6), (2, 3, 4, 5), (1, 9)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.float_cast import cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}

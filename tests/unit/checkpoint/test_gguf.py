@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.gguf_llama import name_faults, read_llama, rotary_order
-from automodel_ckpt.checkpoint.gguf_tokenizer import tokenizer_keys
+from automodel_ckpt.checkpoint.export.gguf_llama import name_faults, read_llama, rotary_order
+from automodel_ckpt.checkpoint.export.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.llamas import LLAMA_3_ROPE, llama_checkpoint

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from automodel_ckpt.checkpoint.base_maps import MAPS, read_maps
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS, read_maps
 from automodel_ckpt.errors import RecipeError
 from tests.support.shards import write_assets
 

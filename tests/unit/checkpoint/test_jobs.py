@@ -12,12 +12,12 @@ import torch
 
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.discovery import raw_bytes
-from automodel_ckpt.checkpoint.formats.archive import tensor_archive
+from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
-from automodel_ckpt.checkpoint.jobs import FileJob, Piece, Span, run_all
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.parts import Part
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece, Span, run_all
+from automodel_ckpt.checkpoint.writing.parts import Part
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)

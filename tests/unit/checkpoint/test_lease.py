@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import lease
-from automodel_ckpt.checkpoint.lease import LOCK_FILE, Lease
+from automodel_ckpt.checkpoint.run import lease
+from automodel_ckpt.checkpoint.run.lease import LOCK_FILE, Lease
 from automodel_ckpt.errors import RecipeError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from automodel_ckpt.checkpoint.lease import Lease
+from automodel_ckpt.checkpoint.run.lease import Lease
 lease = Lease(Path(sys.argv[1]))
 print("held", flush=True)
 if len(sys.argv) > 2:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.manifest import Blob, FileRecord, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.parts import Part, TreePart, merge_tree
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.manifest import Blob, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.writing.parts import Part, TreePart, merge_tree
 from automodel_ckpt.errors import CheckpointUnusable
 
 WHERE = Path("MANIFEST.json")

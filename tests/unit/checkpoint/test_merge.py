@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from automodel_ckpt.checkpoint.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.merge import Adapter, MergedModel, tensors_of_file
 from automodel_ckpt.checkpoint.hf_assets import tensor_specs
-from automodel_ckpt.checkpoint.merge import Adapter, MergedModel, tensors_of_file
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.optimizer_state import forms_in
+from automodel_ckpt.checkpoint.state.optimizer_state import forms_in
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import tiny
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint import direct, placed
-from automodel_ckpt.checkpoint.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file, placed_files
-from automodel_ckpt.checkpoint.jobs import run_all
-from automodel_ckpt.checkpoint.parts import Part, merge_tree
-from automodel_ckpt.checkpoint.placed import PlacedJob, PlacedPiece
-from automodel_ckpt.checkpoint.placement import Placement, place
-from automodel_ckpt.checkpoint.safetensors_header import read_header
+from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file
+from automodel_ckpt.checkpoint.files import direct
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, runs_in_file
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.writing import placed
+from automodel_ckpt.checkpoint.writing.jobs import run_all
+from automodel_ckpt.checkpoint.writing.parts import Part, merge_tree, placed_files
+from automodel_ckpt.checkpoint.writing.placed import PlacedJob, PlacedPiece
+from automodel_ckpt.checkpoint.writing.placement import Placement, place
 from tests.support.shards import bits, raw_bytes
 
 DTYPES = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.formats import plain
+from automodel_ckpt.checkpoint.files import plain
 from automodel_ckpt.errors import CheckpointUnusable
 
 

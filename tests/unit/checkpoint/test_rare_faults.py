@@ -16,23 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import (
-    base_maps,
-    commit,
-    dcp_source,
-    export_files,
-    export_source,
-    gguf_export,
-    gguf_llama,
-    hf_source,
-    importing,
-    layout,
-    placed,
-    trees,
-)
-from automodel_ckpt.checkpoint.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.formats import dcp, plain
-from automodel_ckpt.checkpoint.formats.archive_reading import Fault, archive_ranges
+from automodel_ckpt.checkpoint import commit, layout, trees
+from automodel_ckpt.checkpoint.export import files as export_files
+from automodel_ckpt.checkpoint.export import gguf, gguf_llama
+from automodel_ckpt.checkpoint.files import plain
+from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
+from automodel_ckpt.checkpoint.saving import importing
+from automodel_ckpt.checkpoint.sources import base_maps, dcp_directory, hugging_face
+from automodel_ckpt.checkpoint.sources import dcp as dcp_source
+from automodel_ckpt.checkpoint.sources import opening as export_source
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.writing import placed
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
@@ -119,16 +113,16 @@ def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> Non
         plain.load(data, "here")
 
 
-def stored(shape: tuple[int, ...] = (2,), numel: int = 2) -> dcp._Stored:
-    return dcp._Stored(("storage", "F32", "0", "cpu", numel), 0, shape, (1,))
+def stored(shape: tuple[int, ...] = (2,), numel: int = 2) -> dcp_directory._Stored:
+    return dcp_directory._Stored(("storage", "F32", "0", "cpu", numel), 0, shape, (1,))
 
 
 def test_a_chunk_of_dcp_that_is_not_what_its_description_says() -> None:
-    assert dcp._checked_key(stored(), "F32", (2,)) == "0"
+    assert dcp_directory._checked_key(stored(), "F32", (2,)) == "0"
     with pytest.raises(Fault, match="a tensor of another shape"):
-        dcp._checked_key(stored((3,)), "F32", (2,))
+        dcp_directory._checked_key(stored((3,)), "F32", (2,))
     with pytest.raises(Fault, match="takes 99999999 bytes"):
-        dcp._record(memoryview(b""), {"data.pkl": (0, 99_999_999)}, "data.pkl")
+        dcp_directory._record(memoryview(b""), {"data.pkl": (0, 99_999_999)}, "data.pkl")
 
 
 @pytest.mark.parametrize(
@@ -169,21 +163,21 @@ def of_another_config(directory: Path) -> object:
     config = directory / "c/model" / layout.HF_METADATA / "config.json"
     config.write_text(json.dumps(json.loads(config.read_bytes()) | {"intermediate_size": 7}))
     (directory / "c" / layout.MANIFEST).unlink()
-    return gguf_export.export_gguf(directory / "c/model", directory / "model.gguf")
+    return gguf.export_gguf(directory / "c/model", directory / "model.gguf")
 
 
 def broken_template(directory: Path) -> object:
     (directory / "chat_template.jinja").write_bytes(b"\xff")
-    return gguf_export._chat_template(directory)
+    return gguf._chat_template(directory)
 
 
 def nothing_written(directory: Path) -> object:
-    with gguf_export._staged(directory / "model.gguf"):
+    with gguf._staged(directory / "model.gguf"):
         return None
 
 
 def full(directory: Path) -> object:
-    with gguf_export._staged(directory / "model.gguf"):
+    with gguf._staged(directory / "model.gguf"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -194,7 +188,7 @@ def full(directory: Path) -> object:
         (broken_map, "this side file cannot be read"),
         (lambda d: base_maps._file_numbers({"a": 0}, d), "no.* file numbers from 1|not give file numbers"),
         (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
-        (lambda d: hf_source._safetensors(d / "gone"), "the directory cannot be read"),
+        (lambda d: hugging_face._safetensors(d / "gone"), "the directory cannot be read"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import layout, resume
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from automodel_ckpt.checkpoint.safetensors_header import MAX_HEADER_BYTES, TensorEntry, build_header, read_header
+from automodel_ckpt.checkpoint.files.safetensors_header import MAX_HEADER_BYTES, TensorEntry, build_header, read_header
 from automodel_ckpt.errors import CheckpointUnusable
 
 

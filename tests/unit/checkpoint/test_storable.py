@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from automodel_ckpt import own_code
-from automodel_ckpt.checkpoint import discover, storable
-from automodel_ckpt.checkpoint.formats import plain
-from automodel_ckpt.checkpoint.formats.plain_writing import saved
-from automodel_ckpt.checkpoint.storable import refuse_unsafe
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.files import plain
+from automodel_ckpt.checkpoint.files.plain_writing import saved
+from automodel_ckpt.checkpoint.state import storable
+from automodel_ckpt.checkpoint.state.storable import refuse_unsafe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
 

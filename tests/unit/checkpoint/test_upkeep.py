@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint import Manifest, commit, upkeep
-from automodel_ckpt.checkpoint.lease import Lease
+from automodel_ckpt.checkpoint import Manifest, commit
+from automodel_ckpt.checkpoint.run import upkeep
+from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny

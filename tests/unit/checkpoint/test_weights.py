@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.starting import Filling, fill_module, module_shapes, rows_of
-from automodel_ckpt.checkpoint.weights import Tensors, open_weights
+from automodel_ckpt.checkpoint.sources.weights import Tensors, open_weights
+from automodel_ckpt.checkpoint.state.starting import Filling, fill_module, module_shapes, rows_of
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
 

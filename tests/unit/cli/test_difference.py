@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint import box_reader
-from automodel_ckpt.checkpoint.box_reader import boxes
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.tensors import box_reader
+from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.difference import Side, resume_lines
 from tests.support import tiny

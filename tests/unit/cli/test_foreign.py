@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.hf_source import open_hf
+from automodel_ckpt.checkpoint.sources.hugging_face import open_hf
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.shards import checkpoint_in

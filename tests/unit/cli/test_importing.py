@@ -16,10 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from automodel_ckpt.checkpoint import discover, importing
+from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.saving import importing
+from automodel_ckpt.checkpoint.sources.weights import open_weights
 from automodel_ckpt.checkpoint.verify import verify_deep
-from automodel_ckpt.checkpoint.weights import open_weights
 from automodel_ckpt.cli.ckpt import main
 from tests.support import tiny
 from tests.support.shards import bits, checkpoint_in

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import box_reader
-from automodel_ckpt.checkpoint.float_cast import EIGHT_BIT_FLOATS, eight_bit_values
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.statistics import _Sums, statistics_of
+from automodel_ckpt.checkpoint.tensors import box_reader
+from automodel_ckpt.checkpoint.tensors.float_cast import EIGHT_BIT_FLOATS, eight_bit_values
+from automodel_ckpt.checkpoint.tensors.statistics import _Sums, statistics_of
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny

@@ -1,0 +1,1 @@
+"""From described tensors to the files that other programs load: Hugging Face's, merged adapters, GGUF."""

@@ -1,0 +1,71 @@
+"""What a checkpoint of adapters says of them: automodel_peft_config.json, and where their base is. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.errors import CheckpointUnusable
+
+FORMAT_VERSION = 1
+_MAX_BYTES = 16 << 20
+
+
+def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
+    """The content of automodel_peft_config.json in a module's *directory*, with at least ``base`` and ``adapter``.
+
+    Raises :class:`CheckpointUnusable` where there is none, or none of ours.
+    """
+    places = [f"{directory}/{layout.AUTOMODEL_PEFT_CONFIG}"]
+    places.append(f"{directory}/{layout.HF_METADATA}/{layout.AUTOMODEL_PEFT_CONFIG}")
+    for place in places:
+        try:
+            record = json.loads(read_inside(checkpoint, place, limit=_MAX_BYTES))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            _refuse_record(checkpoint / place, repr(error)[:200])
+        if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("base", "adapter")):
+            _refuse_record(checkpoint / place, "it lacks base or adapter")
+        if record.get("format_version", 0) > FORMAT_VERSION:
+            _refuse_record(
+                checkpoint / place, f"format_version {record['format_version']} is later than {FORMAT_VERSION}"
+            )
+        return record
+    raise CheckpointUnusable(
+        "this checkpoint holds no adapters",
+        where=str(checkpoint / directory),
+        value=f"no {layout.AUTOMODEL_PEFT_CONFIG}",
+        remedy="resume without a peft section, or start anew in another checkpoint.checkpoint_dir",
+    )
+
+
+def _refuse_record(path: Path, value: str) -> NoReturn:
+    raise CheckpointUnusable(
+        "the description of the adapters cannot be read", where=str(path), value=value,
+        remedy="restore the file from another copy, or use another checkpoint",
+    )  # fmt: skip
+
+
+def find_base(record: Mapping[str, Any], run: Path) -> str:
+    """Where the base of an adapter is now: the recorded path or, when the run was moved with it, the relative one;
+    a Hub name as it is. Raises :class:`CheckpointUnusable` where it is gone."""
+    base = record["base"]
+    name, relative = str(base.get("name")), base.get("relative_to_run")
+    if not isinstance(relative, str):
+        return name
+    moved = os.path.normpath(run.resolve() / relative)
+    for place in (name, moved):
+        if Path(place).is_dir():
+            return place
+    raise CheckpointUnusable(
+        "the base model of this adapter is not where it was",
+        where=name,
+        value=f"nor at {moved}",
+        remedy="put it back, or name its place with --base",
+    )

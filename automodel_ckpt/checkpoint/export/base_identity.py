@@ -1,0 +1,136 @@
+"""Which base model an adapter belongs to: a name to find it by, and a digest that tells it from any other.
+
+The digest is made of the bytes of ``config.json`` and of the weight files: a base with other values in the same shapes
+is another base. That costs one read of the files when a base is met first; after that it is kept, and trusted while the
+files' sizes, inodes and times are the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable import file_record
+from automodel_ckpt.errors import RecipeError, os_problem
+
+_INDEXES = (layout.HF_INDEX, "pytorch_model.bin.index.json")
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """A base model: the *name* that finds it (Hub name or absolute path), for a local one its path *relative* to the
+    run's directory, and the digests of its files. *seconds* and *nbytes* are what reading them took, 0 if nothing."""
+
+    name: str
+    relative: str | None
+    files: Mapping[str, FileRecord]
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    @property
+    def digest(self) -> str:
+        """That of all files together, whatever the base is called."""
+        return combined_digest({name: record.digest for name, record in self.files.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        files = {name: {"size": record.size, "digest": record.digest} for name, record in self.files.items()}
+        return {"name": self.name, "relative_to_run": self.relative, "digest": self.digest, "files": files}
+
+
+def combined_digest(digests: Mapping[str, str]) -> str:
+    """One digest of {file name: digest}."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+    return digest_of(lines.encode())
+
+
+def identify_base(name: str, directory: Path, *, run: Path, cache: Path | None = None) -> BaseIdentity:
+    """The identity of the base called *name* whose files lie in *directory*; digests are kept below *cache*.
+
+    Raises :class:`RecipeError` where there are no weight files, or they cannot be read.
+    """
+    started = time.monotonic()
+    is_local = Path(name).expanduser().is_dir()
+    shown = os.path.realpath(directory) if is_local else name
+    relative = os.path.relpath(shown, os.path.realpath(run)) if is_local else None
+    try:
+        names = _weight_files(directory)
+        stamps = {file: _stamp(directory / file) for file in names}
+        kept = _read_kept(_kept_file(cache, directory), stamps)
+        new = [file for file in names if file not in kept]
+        with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
+            made = executor.map(lambda file: file_record(Path(os.path.realpath(directory / file))), new)
+            records = kept | dict(zip(new, made, strict=True))
+        if new:
+            _keep(_kept_file(cache, directory), stamps, records)
+    except OSError as error:
+        problem = os_problem(error, "a file of the base model cannot be read", remedy="load the base model again")
+        raise RecipeError.all_of([problem]) from error
+    files = {file: records[file] for file in names}
+    return BaseIdentity(shown, relative, files, time.monotonic() - started, sum(files[file].size for file in new))
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """config.json and the files that transformers reads the weights from."""
+    for index in _INDEXES:
+        if (directory / index).is_file():
+            weight_map = json.loads((directory / index).read_bytes())["weight_map"]
+            return ["config.json", index, *sorted(set(weight_map.values()))]
+    for single in _SINGLES:
+        if (directory / single).is_file():
+            return ["config.json", single]
+    raise RecipeError(
+        "the base model has no weights",
+        where="model.from_pretrained",
+        value=str(directory),
+        remedy="name a directory with model.safetensors, or with its index and files",
+    )
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _kept_file(cache: Path | None, directory: Path) -> Path | None:
+    name = xxhash.xxh3_128(os.fsencode(os.path.realpath(directory))).hexdigest()
+    return None if cache is None else cache / "base-digests" / f"{name}.json"
+
+
+def _read_kept(file: Path | None, stamps: Mapping[str, Sequence[int]]) -> dict[str, FileRecord]:
+    if file is None:
+        return {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = json.loads(file.read_bytes())
+        return {
+            name: FileRecord(stamps[name][0], str(entry["digest"]))
+            for name, entry in kept.items()
+            if name in stamps and entry["stamp"] == stamps[name]
+        }
+    return {}
+
+
+def _keep(file: Path | None, stamps: Mapping[str, Sequence[int]], records: Mapping[str, FileRecord]) -> None:
+    """Best effort: without a place to write to, the next start reads the base again."""
+    if file is None:
+        return
+    entries = {name: {"stamp": stamps[name], "digest": records[name].digest} for name in stamps}
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+        partial.write_text(json.dumps(entries))
+        partial.rename(file)

@@ -1,0 +1,159 @@
+"""What an export holds beside its weights: the index, the base's side files, a config that agrees, and its own list.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
+from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
+from automodel_ckpt.checkpoint.files.durable import file_record
+from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.errors import CheckpointUnusable, os_problem
+
+# Tokenizers of large vocabularies take some ten megabytes.
+_MAX_SIDE_BYTES = 128 << 20
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def cast_lines(plan: Plan) -> list[str]:
+    """What was cast, for the log."""
+    return [f"cast {count} tensors from {a} to {b}" for (a, b), count in sorted(plan.casts.items())]
+
+
+def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
+    """The content of every other file of the export, and what the user should know about them."""
+    directory = source.metadata_directory
+    if directory is None:
+        return {layout.HF_INDEX: plan.index()}, [
+            "there is no .hf_metadata: the export has no config.json and no tokenizer"
+        ]
+    try:
+        names = _side_names(source, directory)
+        files = {name: read_inside(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
+    except OSError as error:
+        problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
+        raise CheckpointUnusable.all_of([problem]) from None
+    warnings = []
+    if clash := sorted(name for name in files if name == layout.HF_INDEX or name.endswith(".safetensors")):
+        warnings.append(f"left out, since the export writes such files itself: {', '.join(map(repr, clash))}")
+    kept = {name: data for name, data in files.items() if name not in clash and name != layout.EXPORT_MANIFEST}
+    if "config.json" in kept:
+        kept["config.json"], more = agreeing_config(kept["config.json"], plan, maps, directory / "config.json")
+        warnings += more
+    return kept if maps.is_adapter else {**kept, layout.HF_INDEX: plan.index()}, warnings
+
+
+def _side_names(source: Source, directory: Path) -> Iterable[str]:
+    """What stands beside the weights; of Hugging Face files only what the checkpoint names."""
+    if not source.finished or source.manifest is None:
+        return [name for name in _regular_files(directory) if name not in MAPS]
+    names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
+    made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT}
+    return [name for name in names if name not in made_anew and not name.endswith((".safetensors", ".bin"))]
+
+
+def _regular_files(directory: Path) -> Iterable[str]:
+    """Files below *directory*, relative; links are not followed, as they may lead anywhere."""
+    for parent, _, names in os.walk(directory):
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.is_file() and not path.is_symlink():
+                yield path.relative_to(directory).as_posix()
+
+
+def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple[bytes, list[str]]:
+    """config.json with the dtype that most of the weights have, and without a quantization that none of them has.
+
+    Returned unchanged, byte for byte, where it agrees already.
+    """
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointUnusable(
+            "config.json is not a JSON mapping", where=str(path), value=repr(raw[:40]),
+            remedy="restore the file from another copy",
+        )  # fmt: skip
+    before = json.dumps(config)
+    tensors = [tensor for file in plan.files for tensor in file.tensors]
+    if (code := main_dtype((tensor.dtype, tensor.nbytes) for tensor in tensors)) is not None:
+        _set_dtype(config, TORCH_NAMES[code])
+    warnings = _drop_quantization(config, tensors, maps)
+    unchanged = json.dumps(config) == before
+    return (raw if unchanged else json.dumps(config, indent=2).encode() + b"\n"), warnings
+
+
+def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
+    """State the dtype where the config states one (``dtype``, ``torch_dtype`` before transformers 5), nested too."""
+    stated = [key for key in _DTYPE_KEYS if config.get(key) is not None]
+    for key in stated or (["dtype"] if top else []):
+        config[key] = name
+    for key, value in config.items():
+        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            _set_dtype(value, name, top=False)
+
+
+def _drop_quantization(config: dict[str, Any], tensors: list[ExportTensor], maps: BaseMaps) -> list[str]:
+    floated = {tensor.fqn for tensor in quantized_in_base(tensors, maps)}
+    if "quantization_config" not in config or not floated:
+        return []
+    originals = maps.dtype or {}
+    still = [t.fqn for t in tensors if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS and t.fqn not in floated]
+    if still:
+        return [f"config.json keeps its quantization_config: {len(still)} tensors are still quantized, some are float"]
+    del config["quantization_config"]
+    return ["config.json loses its quantization_config: the weights are float now"]
+
+
+def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
+    """Write what :func:`side_files` gave, durably but for directory entries. Raises OSError."""
+    for name, data in sorted(files.items()):
+        path = staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        commit.write_file(path, data)
+
+
+def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
+    """Write the export's list of its files, the last of them. *parts* are the digests of all bytes of the weights."""
+    manifest = source.manifest
+    document = {
+        "format": "automodel_ckpt.export",
+        "format_version": 1,
+        "created": time.time(),
+        "step": manifest.step if manifest else None,
+        "epoch": manifest.epoch if manifest else None,
+        "checkpoint": source.root.name,
+        "checked": manifest is not None,
+        "casts": {f"{a}->{b}": count for (a, b), count in sorted(plan.casts.items())},
+        "files": _listed(plan, staging, parts),
+    }
+    commit.write_file(staging / layout.EXPORT_MANIFEST, json.dumps(document).encode() + b"\n")
+
+
+def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, dict[str, Any]]:
+    """Size and digest of every file; of the weights, the digests of the parts that make a file up, in their order."""
+    found: dict[str, list[tuple[int, int, str]]] = {file.name: [] for file in plan.files}
+    for part in parts:
+        found[part.file].append((part.start, part.nbytes, part.digest))
+    listed: dict[str, dict[str, Any]] = {}
+    for name in sorted(_regular_files(staging)):
+        if name in found:
+            ends = sorted(found[name])
+            listed[name] = {"size": sum(nbytes for _, nbytes, _ in ends), "parts": [[n, d] for _, n, d in ends]}
+        else:
+            record = file_record(staging / name)
+            listed[name] = {"size": record.size, "digest": record.digest}
+    return listed

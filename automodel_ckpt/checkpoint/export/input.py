@@ -1,0 +1,166 @@
+"""The files of a checkpoint while they are consolidated: from the page cache what is in it, past it what is not.
+
+What the page cache does not hold comes faster from the disk into blocks of our own: memory that is there already, in
+pieces that a disk takes whole (``files/direct.py``). What it holds must come from it: that is a copy in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, begins_at_a_sector, block_of, bypass_page_cache
+from automodel_ckpt.checkpoint.files.inside import open_inside
+from automodel_ckpt.errors import CheckpointUnusable
+
+# Less than this is not worth asking where it is.
+_ASK_FROM_BYTES = 64 << 10
+_CACHEFUL_BYTES = 256 << 10
+_BOUNCE_BYTES = 2 << 20
+_MAX_OPEN = 64
+# A page of so many bytes is looked at: the kernel reads ahead, and drops, in pieces of such sizes.
+_SAMPLED_BYTES = 512 << 10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Inputs:
+    """The files below *root* that one thread reads, opened when they are needed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: OrderedDict[str, _Input] = OrderedDict()
+        self._bounce = block_of(_BOUNCE_BYTES)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def descriptor(self, file: str) -> int:
+        """For reading, as long as not many other files are opened."""
+        return self._input(file).plain
+
+    def read(self, file: str, start: int, memory: memoryview) -> None:
+        """Fill *memory* with the bytes from *start*. Raises :class:`CheckpointUnusable` where there are none."""
+        source = self._input(file)
+        try:
+            count = 0
+            if len(memory) >= _ASK_FROM_BYTES and not source.is_cached(start, len(memory)):
+                count = source.read_past_cache(start, memory, self._bounce)
+            count += source.read_cached(start + count, memory[count:])
+        except OSError as error:
+            raise _unreadable(self._root / file, start, str(error.strerror)) from error
+        if count < len(memory):
+            raise _unreadable(self._root / file, start + count, "the file ends here")
+
+    def _input(self, file: str) -> _Input:
+        if file not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            self._open[file] = _Input(open_inside(self._root, file), open_inside(self._root, file))
+        self._open.move_to_end(file)
+        return self._open[file]
+
+
+class _Input:
+    """One file: a descriptor that reads through the page cache, and one that, where that goes, does not."""
+
+    def __init__(self, plain: int, other: int) -> None:
+        self.plain, self._direct = plain, other
+        os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._is_direct = bypass_page_cache(other, True)
+        self._map = _Map(plain)
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self.plain)
+        os.close(self._direct)
+
+    def is_cached(self, start: int, nbytes: int) -> bool:
+        """Whether these bytes seem to be in the page cache, by a few of their pages; they do where nobody can tell."""
+        if not self._is_direct or start + nbytes > self._map.nbytes:
+            return True
+        return all(map(self._map.holds, range(start, start + nbytes, _SAMPLED_BYTES)))
+
+    def read_past_cache(self, start: int, memory: memoryview, bounce: memoryview) -> int:
+        """How many bytes were read; the rest has to come through the page cache."""
+        if start % SECTOR_BYTES == 0 and len(memory) % SECTOR_BYTES == 0 and begins_at_a_sector(memory):
+            return self._read_direct(start, memory)
+        done, step = 0, len(bounce) - 2 * SECTOR_BYTES
+        while done < len(memory):
+            first = (start + done) // SECTOR_BYTES * SECTOR_BYTES
+            wanted = memory[done : done + step]
+            last = -(-(start + done + len(wanted)) // SECTOR_BYTES) * SECTOR_BYTES
+            skip = start + done - first
+            count = min(self._read_direct(first, bounce[: last - first]) - skip, len(wanted))
+            if count <= 0:
+                break
+            wanted[:count] = bounce[skip : skip + count]
+            done += count
+        return done
+
+    def _read_direct(self, start: int, memory: memoryview) -> int:
+        done = 0
+        while done < len(memory) and self._is_direct:
+            try:
+                count = os.preadv(self._direct, [memory[done:]], start + done)
+            except OSError as error:
+                # Some file systems take the flag and refuse the read.
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False
+                break
+            done += count
+            if count == 0 or count % SECTOR_BYTES:
+                break
+        return done
+
+    def read_cached(self, start: int, memory: memoryview) -> int:
+        """How many bytes were read: fewer only where the file ends."""
+        if memory:
+            # The disk gets one large request; what comes is copied in cachefuls.
+            os.posix_fadvise(self.plain, start, len(memory), os.POSIX_FADV_WILLNEED)
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self.plain, [memory[done : done + _CACHEFUL_BYTES]], start + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+
+class _Map:
+    """A file's pages, mapped and never touched, to ask the kernel which of them it holds (mincore(2), Linux)."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.nbytes = os.fstat(descriptor).st_size
+        self._library = ctypes.CDLL(None)
+        self._library.mmap.restype = ctypes.c_void_p
+        address = self._library.mmap(
+            None, ctypes.c_size_t(self.nbytes), mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, ctypes.c_int64(0)
+        )
+        self._address = None if address == _MAP_FAILED else address
+        self._mincore = self._library.mincore
+        self._mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        self._state = (ctypes.c_ubyte * 1)()
+
+    def holds(self, at: int) -> bool:
+        """Whether the page with byte *at* is in memory; True where that is not known."""
+        if self._address is None:
+            return True
+        failed = self._mincore(self._address + at // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE, self._state)
+        return bool(failed) or bool(self._state[0] & 1)
+
+    def close(self) -> None:
+        if self._address is not None:
+            self._library.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self.nbytes))
+
+
+def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "a slice cannot be read", where=str(path), value=f"at byte {start}: {why}",
+        remedy="restore the file from another copy, or use another checkpoint",
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""How an export appears: staged beside its place, durable before it has its name, and whole or not at all.
+
+A directory is replaced only when an export of ours made every file in it. Where the system can swap two directories in
+one step (RENAME_EXCHANGE), a reader always finds the old export or the new one. Elsewhere there is a short gap, named
+in the log; a process killed in it leaves the old export under a name from which the next one restores it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.verify import MAX_LIST_BYTES
+from automodel_ckpt.errors import SaveFailed, os_problem
+
+_REMEDY = "free space or choose another --output; nothing was changed"
+
+Log = Callable[[str], None]
+
+
+def check_target(target: Path) -> None:
+    """Raise :class:`SaveFailed` unless the export may take the place *target*: free, empty, or an export's own."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        _refuse_target(target, "not a directory")
+    if strangers := sorted(_files(target) - _exported_files(target)):
+        _refuse_target(target, ", ".join(map(repr, strangers[:5])))
+
+
+def _refuse_target(target: Path, value: str) -> None:
+    raise SaveFailed(
+        "the output directory holds files that no export made",
+        where=str(target),
+        value=value,
+        remedy="move them away, or choose another --output",
+    )
+
+
+def _files(directory: Path) -> set[str]:
+    return {
+        os.path.relpath(os.path.join(parent, name), directory)
+        for parent, directories, names in os.walk(directory)
+        for name in [*names, *(d for d in directories if os.path.islink(os.path.join(parent, d)))]
+    }
+
+
+def _exported_files(directory: Path) -> set[str]:
+    """The files that the export in *directory* lists as its own; none where there is no such list."""
+    try:
+        document = json.loads(read_inside(directory, layout.EXPORT_MANIFEST, limit=MAX_LIST_BYTES))
+        return {*document["files"], layout.EXPORT_MANIFEST}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+@contextlib.contextmanager
+def staged(target: Path, log: Log) -> Iterator[Path]:
+    """A staging directory that takes *target*'s place when the block ends, and is removed when it raises.
+
+    An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
+    """
+    staging = target.with_name(layout.staging_name(target.name, uuid.uuid4().hex))
+    try:
+        commit.make_run_directory(target.parent)
+        clear_leftovers(target, log)
+        os.mkdir(staging)
+        with _locked(staging):
+            yield staging
+            check_target(target)
+            _publish(staging, target, log)
+    except OSError as error:
+        raise SaveFailed.all_of([os_problem(error, "the export could not be written", remedy=_REMEDY)]) from error
+    finally:
+        # After a swap the staging name holds the export that was replaced.
+        commit.discard(staging)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Held while a staging directory is in use, so that another export does not take it for a leftover."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def clear_leftovers(target: Path, log: Log) -> None:
+    """Remove what killed exports to *target* left beside it; one that was killed in the gap is undone."""
+    name = re.escape(target.name)
+    for entry in sorted(os.listdir(target.parent)):
+        path = target.parent / entry
+        if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(target):
+            os.rename(path, target)
+            log(f"restored {target}: an earlier export was interrupted while replacing it")
+        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and _is_free(path):
+            log(f"removing {path}, left by an interrupted export")
+            commit.discard(path)
+
+
+def _is_free(directory: Path) -> bool:
+    try:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+    return True
+
+
+def _publish(staging: Path, target: Path, log: Log) -> None:
+    for directory, _, _ in os.walk(staging, topdown=False):
+        commit.fsync_directory(Path(directory))
+    if not os.path.lexists(target):
+        os.rename(staging, target)
+    elif not commit.exchange(staging, target):
+        _replace_with_gap(staging, target, log)
+    commit.fsync_directory(target.parent)
+
+
+def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
+    aside = target.with_name(f".{target.name}.previous-{uuid.uuid4().hex}")
+    log(f"this filesystem cannot swap directories: for a moment {target} is missing")
+    os.rename(target, aside)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    commit.discard(aside)

@@ -1,0 +1,56 @@
+"""Plain data as ``torch.save`` writes it; NumPy's arrays and numbers go in as tensors that know what they were.
+
+So such a file still holds nothing but what ``torch.load(weights_only=True)`` takes, where they are tensors; our own
+reader (``plain.py``) makes them again what they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+NUMPY_MARK = "automodel_ckpt.numpy"
+"""The attribute of a tensor that was NumPy's: ``array`` or ``scalar``."""
+
+
+class Pickler(pickle.Pickler):
+    """What ``torch.save`` extends; it asks a module for this name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray | np.generic):
+            return NotImplemented
+        tensor = torch.from_numpy(np.array(value))
+        setattr(tensor, NUMPY_MARK, "array" if isinstance(value, np.ndarray) else "scalar")
+        return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+
+def saved(value: Any) -> memoryview:
+    """The bytes of a file that holds *value*, in which
+    :func:`~automodel_ckpt.checkpoint.state.storable.refuse_unsafe` found nothing to refuse."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=sys.modules[__name__])
+    return buffer.getbuffer()
+
+
+def has_counterpart(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has this type of NumPy's, in this byte order."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).numpy().dtype == dtype
+    except (TypeError, ValueError):
+        return False
+
+
+@functools.cache
+def is_saved(dtype: torch.dtype) -> bool:
+    """Whether ``torch.save`` knows this type."""
+    try:
+        torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+    except (KeyError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,215 @@
+"""A run's directory: who holds it, where its pointers point, which of its checkpoints stay.
+
+Only the leader writes here; nothing in this file talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.failures import RETRY
+from automodel_ckpt.checkpoint.run import late_validations, resume
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.errors import os_problem
+
+log = logging.getLogger("automodel_ckpt")
+
+_NOT_RANKED = "LOWEST_VAL never names this checkpoint unless it is validated again"
+
+
+class RunDirectory:
+    """The directory *path* (as the user wrote it, for messages), kept by *keep* and ranked by *metric_key*."""
+
+    def __init__(self, path: Path, keep: policy.KeepPolicy, metric_key: str) -> None:
+        self.path = path
+        self._keep, self._metric_key = keep, metric_key
+        self._lease: Lease | None = None
+        self._made = False
+        self._removals: list[threading.Thread] = []
+        self._known: resume.Known = {}
+        self._pointers_are_behind = False
+        self.went_back_to: int | None = None
+        """The step of the checkpoint that the run went on from, until its next one is published."""
+
+    @property
+    def root(self) -> Path:
+        """The same, absolute."""
+        return self.path.absolute()
+
+    def shown(self, checkpoint: Path) -> Path:
+        """A checkpoint's path as the user wrote the run directory."""
+        return self.path / checkpoint.name if checkpoint.parent == self.root else checkpoint
+
+    def sibling(self) -> RunDirectory:
+        """The one beside it for another model's checkpoints."""
+        return RunDirectory(layout.sibling(self.path), self._keep, self._metric_key)
+
+    # ---------------------------------------------------------------- who writes here
+
+    def hold(self) -> None:
+        """Be the only run that writes here; a directory that vanishes later is not made again.
+
+        Raises :class:`RecipeError` where another live run holds it, OSError where it cannot be written.
+        """
+        if self._lease is not None:
+            return
+        if not self.root.is_dir():
+            commit.make_run_directory(self.root)
+            self._made = True
+        self._lease = Lease(self.root)
+
+    def release(self) -> None:
+        """Let the next run have it; one that was made here and is empty goes."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        if self._made:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.root)  # only where nothing came into it
+
+    # ---------------------------------------------------------------- pointers
+
+    def candidates(self, restore_from: str | None) -> resume.Request:
+        """What a run may resume from, once leftovers are gone and pointers mended."""
+        if self.root.is_dir():
+            self.hold()
+            for name in commit.recover(self.root):
+                log.info("Removed the leftover of an unfinished save: %s", self.path / name)
+            self._mend_pointers()
+        return resume.candidates(self.root, restore_from)
+
+    def best(self) -> str | None:
+        """The name of the checkpoint that LOWEST_VAL points to."""
+        return commit.pointed(self.root, layout.LOWEST_VAL)
+
+    def publish(self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]) -> None:
+        """Give a sealed checkpoint its name, and point to it; *losses* are those of its own step, if it was validated.
+
+        Where the run went back, checkpoints of later steps are set aside first. Raises OSError where it has not got its
+        name.
+        """
+        if self.went_back_to is not None:
+            step, self.went_back_to = self.went_back_to, None
+            self._set_aside_after(step)
+        path = commit.publish(staging, str(name))
+        with contextlib.suppress(OSError):  # then it is read when it is asked for
+            metric = policy.metric_of(losses, self._metric_key)
+            self._known[str(name)] = resume.stamp(path), policy.Record(str(name), name.step, name.epoch, metric)
+        self._point(str(name))
+
+    def _point(self, newest: str) -> None:
+        """Swap LOWEST_VAL where another checkpoint is the best of those validated at their own step, then LATEST: while
+        that names the newest, a start need not doubt the other."""
+        behind, self._pointers_are_behind = self._pointers_are_behind, True
+        try:
+            self._point_to_best(None if behind else newest)
+            commit.point(self.root, layout.LATEST, newest)
+            self._pointers_are_behind = False
+        except OSError as error:
+            # The checkpoint itself is safe, and the next start mends the pointers.
+            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=RETRY))
+
+    def _mend_pointers(self) -> None:
+        """A run killed between publishing and pointing left them behind."""
+        newest = next(self._records(), None)
+        if newest is None:
+            return
+        is_behind = commit.pointed(self.root, layout.LATEST) != newest.name
+        self._point_to_best(None if is_behind else newest.name)
+        if is_behind:
+            commit.point(self.root, layout.LATEST, newest.name)
+
+    def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
+        """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards."""
+        try:
+            late_validations.note(self.root / name, digest, losses)
+            self._known.pop(name, None)
+            self._point_to_best(None if self._pointers_are_behind else name)
+        except OSError as error:
+            self._pointers_are_behind = True
+            log.warning("%s", os_problem(error, f"could not note the validation of {name}", remedy=_NOT_RANKED))
+
+    def _point_to_best(self, changed: str | None) -> None:
+        """Mend LOWEST_VAL. Only the one that has *changed* can have overtaken a best that stands; where that is not
+        known (None), or none stands, all are asked."""
+        before, mode = self.best(), self._keep.mode
+        standing = self._metric_of(before) if changed is not None else None
+        if standing is not None and policy.is_better(self._metric_of(changed), standing, mode):
+            best = changed
+        elif standing is not None:
+            best = before
+        else:
+            record = policy.best(self._records(), mode)
+            best = record.name if record else None
+        if best is None:
+            commit.unpoint(self.root, layout.LOWEST_VAL)
+        elif best != before:
+            commit.point(self.root, layout.LOWEST_VAL, best)
+
+    def _metric_of(self, name: str | None) -> float | None:
+        """What ranks a checkpoint; None where it is gone, damaged, or was not validated at its own step."""
+        if name is None:
+            return None
+        record = resume.record(self.root, name, self._metric_key, self._known)
+        return record.metric if record is not None else None
+
+    def _records(self) -> Iterator[policy.Record]:
+        return resume.records(self.root, self._metric_key, self._known)
+
+    # ---------------------------------------------------------------- what stays
+
+    def _set_aside_after(self, step: int) -> None:
+        """Of a run that went back to *step*: the checkpoints after it give up their names."""
+        abandoned = [name for name in resume.checkpoint_names(self.root) if name.step > step]
+        if self.best() in {str(name) for name in abandoned}:
+            # A new checkpoint may soon have that name; the best of what is left is looked for after it.
+            commit.unpoint(self.root, layout.LOWEST_VAL)
+        for name in abandoned:
+            aside = commit.supersede(self.root, str(name))
+            log.warning("Abandoned checkpoint %s is kept as %s", self.path / str(name), aside)
+
+    def prune(self, just_saved: str) -> tuple[str, ...]:
+        """Remove what the keep policy lets go, in the background: a slow or failed removal never stops training."""
+        if self._keep.last is None:
+            return ()
+        try:
+            records = [*self._records()]
+            protected = resume.protected_names(self.root) | {just_saved}
+            if self._pointers_are_behind and (best := policy.best(records, self._keep.mode)):
+                protected.add(best.name)  # LOWEST_VAL is yet to name it
+            removable = self._keep.removable(records, protected)
+        except OSError as error:
+            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
+            return ()
+        withdrawn = {record.name: trash for record in removable if (trash := _withdraw(self.root / record.name))}
+        if withdrawn:
+            thread = threading.Thread(target=_discard, args=(withdrawn.values(),), name="prune", daemon=True)
+            thread.start()
+            self._removals = [t for t in self._removals if t.is_alive()] + [thread]
+        return tuple(withdrawn)
+
+    def wait(self) -> None:
+        """Return when no removal is under way."""
+        for thread in self._removals:
+            thread.join()
+        self._removals = []
+
+
+def _withdraw(path: Path) -> Path | None:
+    try:
+        return commit.withdraw(path)
+    except OSError as error:
+        log.warning("%s", os_problem(error, f"could not remove {path.name}", remedy="it is tried again after a save"))
+        return None
+
+
+def _discard(paths: Iterable[Path]) -> None:
+    for path in paths:
+        commit.discard(path)

@@ -1,0 +1,44 @@
+"""Validations that were made after their checkpoint was published: a signal had cut them off, the next start made up.
+
+A published checkpoint is never changed, so what they found stands beside it, bound to its manifest's digest: it goes
+along when a run is copied, and counts no more when another checkpoint has the name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files.inside import read_inside
+
+_MAX_BYTES = 1 << 22
+
+
+def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
+    """Enter the *losses* of a checkpoint whose manifest has this digest. Raises OSError."""
+    run = checkpoint.parent
+    kept = {
+        name: entry
+        for name, entry in _read(run).items()
+        if layout.parse_checkpoint_name(name) and (run / name).is_dir()
+    }
+    kept[checkpoint.name] = {"manifest": digest, "losses": dict(losses)}
+    commit.replace_file(run / layout.LATE_VALIDATIONS, json.dumps(kept, indent=1).encode() + b"\n")
+
+
+def recall(checkpoint: Path, digest: str) -> dict[str, Any]:
+    """What was found of it later; empty where nothing was."""
+    entry = _read(checkpoint.parent).get(checkpoint.name)
+    losses = entry.get("losses") if isinstance(entry, dict) and entry.get("manifest") == digest else None
+    return losses if isinstance(losses, dict) else {}
+
+
+def _read(run: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(read_inside(run, layout.LATE_VALIDATIONS, limit=_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}

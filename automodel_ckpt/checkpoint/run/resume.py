@@ -1,0 +1,207 @@
+"""Which checkpoint a run starts from: what stands in the run directory, and what ``restore_from`` asks for.
+
+Imports no torch; shared by the trainer and ``ckpt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.run import late_validations
+from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
+"""Records that were read before, with the :func:`stamp` that each checkpoint had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A checkpoint that was passed over, and why."""
+
+    path: Path
+    step: int | None
+    complete: bool
+    compatible: bool
+    problems: tuple[Problem, ...]
+
+    def reason(self) -> str:
+        return "; ".join(f"{p.what} ({p.where}: {p.value})" for p in self.problems)
+
+
+def checkpoint_names(root: Path) -> list[layout.CheckpointName]:
+    """The directories of a run that are named like checkpoints, newest first; nothing inside them is read."""
+    try:
+        entries = list(os.scandir(root))
+    except FileNotFoundError:
+        return []
+    named = ((entry, layout.parse_checkpoint_name(entry.name)) for entry in entries)
+    return sorted((name for entry, name in named if name and entry.is_dir(follow_symlinks=False)), reverse=True)
+
+
+def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator[policy.Record]:
+    """The complete checkpoints of a run, newest first, with the value that ranks them; the others are passed over.
+
+    What was read before, and is *known*, is not read again.
+    """
+    known = {} if known is None else known
+    for name in checkpoint_names(root):
+        if (found := record(root, str(name), metric_key, known)) is not None:
+            yield found
+
+
+def newest(root: Path) -> policy.Record | None:
+    """The newest complete checkpoint of a run, whatever ranks them; None where there is none."""
+    return next(records(root, ""), None)
+
+
+def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
+    """One of them; None where it is gone or damaged."""
+    parsed = layout.parse_checkpoint_name(name)
+    with contextlib.suppress(OSError, CheckpointUnusable):
+        now = stamp(root / name)
+        if parsed is not None and (name not in known or known[name][0] != now):
+            summary = Summary.read(root / name)
+            late = late_validations.recall(root / name, summary.digest)
+            ranks = summary.validated or bool(late)
+            metric = policy.metric_of({**summary.losses, **late}, metric_key) if ranks else None
+            known[name] = now, policy.Record(name, parsed.step, parsed.epoch, metric)
+        return known[name][1] if parsed is not None else None
+    return None
+
+
+def stamp(checkpoint: Path) -> tuple[int, int, int]:
+    """What tells a checkpoint's manifest from one that takes its place. Raises OSError where there is none."""
+    found = os.lstat(checkpoint / layout.MANIFEST)
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def protected_names(root: Path) -> set[str]:
+    """The checkpoints that some link in the run directory points to: LATEST, LOWEST_VAL, pins, and the user's own, at
+    any depth outside of the checkpoints.
+
+    A pointer's text file counts like its link.
+    """
+    names, top = set(), root.resolve()
+    for link in _links(root):
+        target = Path(os.path.realpath(link))
+        names |= {p.name for p in (target, *target.parents) if p.parent == top}
+    for entry in os.scandir(root):
+        if entry.name.endswith(".txt") and (name := commit.pointed(root, entry.name[:-4])):
+            names.add(name)
+    return names
+
+
+def _links(directory: Path | str, at_top: bool = True) -> Iterator[str]:
+    """The symbolic links below a run's directory. What vanishes meanwhile is passed over below it, not at its top."""
+    try:
+        entries = [*os.scandir(directory)]
+    except OSError:
+        if at_top:
+            raise
+        return
+    for entry in entries:
+        if entry.is_symlink():
+            yield entry.path
+        elif entry.is_dir(follow_symlinks=False) and not (at_top and _is_ours(entry.name)):
+            yield from _links(entry.path, at_top=False)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a directory of a run is made by the program, so that no link of a user's is in it."""
+    named = layout.parse_checkpoint_name(name) is not None or layout.is_superseded(name)
+    return named or layout.is_staging(name) or layout.is_trash(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Where to resume from. *by_name*: the user named one, so that no other will do."""
+
+    candidates: list[Path]
+    by_name: bool
+    note: str | None = None
+
+
+def candidates(root: Path, restore_from: str | None) -> Request:
+    """The checkpoints to try, in order. Raises :class:`CheckpointUnusable` where one is named that is not there.
+
+    ``restore_from`` (a pointer, a checkpoint's name, or a path) applies until the run has published something newer
+    under the same request, so that a requeued command goes on instead of rewinding.
+    """
+    names = checkpoint_names(root)
+    newest = [root / str(name) for name in names]
+    if restore_from is None:
+        return Request(newest, by_name=False)
+    continued = _published_under(newest, request_text(root, restore_from))
+    if continued is not None:
+        note = f"restore_from {restore_from} was applied before {continued.name} was saved: going on from there"
+        return Request(newest[newest.index(continued) :], by_name=False, note=note)
+    return Request([named_checkpoint(root, restore_from)], by_name=True)
+
+
+def request_text(root: Path, restore_from: str | None) -> str | None:
+    """How a checkpoint notes under which ``restore_from`` it was saved."""
+    if restore_from is None or restore_from in layout.POINTERS:
+        return restore_from
+    own = root / restore_from
+    return str(own.resolve() if layout.parse_checkpoint_name(restore_from) else Path(restore_from).resolve())
+
+
+def _published_under(newest: list[Path], request: str | None) -> Path | None:
+    for path in newest:
+        try:
+            lineage = Summary.read(path).lineage
+        except CheckpointUnusable:
+            continue
+        return path if lineage.get("restore_from") == request else None
+    return None
+
+
+def named_checkpoint(root: Path, name: str) -> Path:
+    """The checkpoint that a pointer's name, a checkpoint's name, or a path (to either) means."""
+    if name in layout.POINTERS:
+        target = commit.pointed(root, name)
+        found = root / target if target else None
+    elif layout.parse_checkpoint_name(name):
+        found = root / name
+    else:
+        found = pointed_path(Path(name))
+    if found is None or not found.is_dir() or (name in layout.POINTERS and found.is_symlink()):
+        there = ", ".join(str(n) for n in checkpoint_names(root)[:10]) or "no checkpoints"
+        raise CheckpointUnusable(
+            "the checkpoint to restore from is not there",
+            where="checkpoint.restore_from",
+            value=name,
+            remedy=f"name one that is ({root} holds {there}), LATEST, LOWEST_VAL, or a path",
+        )
+    return found
+
+
+def pointed_path(path: Path) -> Path | None:
+    """A checkpoint's path from its own path, its link's, or that of a pointer's text file; None where that dangles."""
+    if path.name in (f"{pointer}.txt" for pointer in layout.POINTERS):
+        path = path.with_suffix("")
+    if path.name in layout.POINTERS:
+        target = commit.pointed(path.parent, path.name)
+        return path.parent / target if target else None
+    return path
+
+
+def refusal_table(refused: list[Refused]) -> str:
+    """The checkpoints that cannot be used, a line each."""
+    rows = [("path", "step", "complete", "compatible", "reason")]
+    rows += [
+        (str(r.path), "?" if r.step is None else str(r.step), _yes(r.complete), _yes(r.compatible), r.reason())
+        for r in refused
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,153 @@
+"""Looking after the checkpoints of a run that is not training: pin, prune, drop old optimizer state. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+PIN = "pin-"
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A checkpoint that the policy lets go, and the bytes that this frees."""
+
+    name: str
+    nbytes: int
+
+
+def pin(root: Path, name: str) -> None:
+    """Keep a checkpoint whatever the policy says: a link beside it, as any link in the run directory protects."""
+    commit.point(root, PIN + name, name)
+
+
+def unpin(root: Path, name: str) -> bool:
+    """Take a pin away; False where there was none."""
+    pinned = commit.pointed(root, PIN + name) is not None
+    commit.unpoint(root, PIN + name)
+    return pinned
+
+
+def pinned_names(root: Path) -> set[str]:
+    """The checkpoints with a pin of :func:`pin`."""
+    found = (entry.name.removesuffix(".txt") for entry in os.scandir(root) if entry.name.startswith(PIN))
+    return {name for pointer in found if (name := commit.pointed(root, pointer)) == pointer[len(PIN) :] and name}
+
+
+def superseded_names(root: Path) -> list[str]:
+    """The checkpoints that were set aside when the run went back, and that no link protects."""
+    protected = resume.protected_names(root)
+    found = (entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+    return sorted(name for name in found if layout.is_superseded(name) and name not in protected)
+
+
+def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False) -> list[Removal]:
+    """What :func:`remove` would be given, oldest first; with *superseded* also what was set aside.
+
+    Never among them: the newest complete checkpoint (one of which a file is missing or cut off is not), targets of
+    links, what the policy keeps, and directories that are no complete checkpoints.
+    """
+    records = [*resume.records(root, metric_key)]
+    whole = next((record.name for record in records if _is_whole(root / record.name)), None)
+    protected = resume.protected_names(root) | ({whole} if whole is not None else set())
+    names = [record.name for record in keep.removable(records, protected)]
+    names += superseded_names(root) if superseded else []
+    return [Removal(name, size_on_disk(root / name)) for name in names]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files are there, as long as they were; they are not read."""
+    try:
+        return not verify(checkpoint, Manifest.read(checkpoint), "size")
+    except CheckpointUnusable:
+        return False
+
+
+def remove(root: Path, names: Collection[str]) -> None:
+    """Remove checkpoints. Raises :class:`OSError`; what was withdrawn by then is cleared at the next start."""
+    for trash in [commit.withdraw(root / name) for name in names]:
+        commit.discard(trash)
+
+
+def drop_optimizer(root: Path, name: str) -> int:
+    """Keep a checkpoint's weights and small state only; returns the bytes freed (0: there was no optimizer state).
+
+    The checkpoint without it is built beside it from hard links, sealed, and takes its place in one step; nothing is
+    changed in place. Raises :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` where the file
+    system cannot swap two directories.
+    """
+    manifest = Manifest.read(root / name)
+    slim = without_optimizer(manifest)
+    dropped = manifest.files.keys() - slim.files.keys()
+    if not dropped:
+        return 0
+    staging = commit.reserve(root, name)
+    try:
+        _link_files(root / name, staging, omit=dropped | {layout.MANIFEST})
+        commit.seal(staging, slim.to_bytes())
+        if not commit.exchange(staging, root / name):
+            raise SaveFailed(
+                "this file system cannot swap two directories in one step",
+                where=str(root),
+                value=name,
+                remedy="remove whole checkpoints instead: leave out --drop-optimizer",
+            )
+        commit.fsync_directory(root)
+    finally:
+        # After the swap the staging name holds the old checkpoint.
+        commit.discard(staging)
+    return sum(manifest.files[path].size for path in dropped)
+
+
+def without_optimizer(manifest: Manifest) -> Manifest:
+    """The manifest of the same checkpoint without the state of its optimizers and their schedules."""
+    gone = {name for name, record in manifest.state.items() if record.kind in ("optimizer", "lr_scheduler")}
+    places = tuple(manifest.state[name].path for name in gone)
+    return replace(
+        manifest,
+        state={n: replace(r, scope="not saved") if n in gone else r for n, r in manifest.state.items()},
+        trees={name: tree for name, tree in manifest.trees.items() if name not in gone},
+        files={path: r for path, r in manifest.files.items() if not path.startswith(places)}
+        if places
+        else manifest.files,
+    )
+
+
+def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
+    """The same files under another directory, exports included."""
+    for parent, directories, names in os.walk(source):
+        relative = Path(parent).relative_to(source)
+        for directory in directories:
+            (target / relative / directory).mkdir()
+        for name in names:
+            path = (relative / name).as_posix()
+            if path not in omit:
+                os.link(source / path, target / path, follow_symlinks=False)
+    for directory in {os.path.dirname(path) for path in omit} - {""}:
+        if not os.listdir(target / directory):
+            os.rmdir(target / directory)
+
+
+def size_on_disk(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(
+        os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(directory) for name in names
+    )
+
+
+def run_of(checkpoint: Path) -> tuple[Path, str]:
+    """(run directory, name) of a checkpoint's path. Raises :class:`CheckpointUnusable` for any other directory."""
+    if layout.parse_checkpoint_name(checkpoint.name) is None:
+        raise CheckpointUnusable(
+            "not a checkpoint of a run", where=str(checkpoint), value=checkpoint.name,
+            remedy="name one like checkpoints/epoch_0_step_20, or a pointer to it",
+        )  # fmt: skip
+    return checkpoint.parent, checkpoint.name

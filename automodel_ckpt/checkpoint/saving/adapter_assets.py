@@ -1,0 +1,119 @@
+"""The side files of an adapter: what peft reads, what is needed to make the same adapter again, and the tokenizer's.
+
+``adapter_config.json`` is peft's own. ``automodel_peft_config.json`` holds the recipe's ``peft`` section, the layers it
+came to, and the base's identity (``export/base_identity.py``), by which a resume on another base is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity
+from automodel_ckpt.checkpoint.hf_assets import HFAssets, TensorSpec
+from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
+from automodel_ckpt.errors import CheckpointUnusable
+
+# What decides which function an adapter computes. The others matter to training only, or show in the tensors.
+_BINDING = ("r", "alpha", "use_dora", "use_rslora", "targets", "saved")
+
+
+class AdapterAssets:
+    """What belongs beside an adapter's weights.
+
+    *peft_config* is the content of adapter_config.json but for the base's name, *description* what the recipe asked
+    for, *tensors* those of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
+    nothing), *tokenizer* a tokenizer or processor, *base_dir* where the base's files lie.
+    """
+
+    def __init__(
+        self,
+        peft_config: Mapping[str, Any],
+        description: Mapping[str, Any],
+        *,
+        tensors: Mapping[str, TensorSpec],
+        base: BaseIdentity | None = None,
+        tokenizer: Any = None,
+        base_dir: Path | str | None = None,
+    ) -> None:
+        self._peft_config, self._description = dict(peft_config), dict(description)
+        self._tensors, self._base = dict(tensors), base
+        self._tokenizer_files = HFAssets(None, tokenizer=tokenizer, base_dir=base_dir).tokenizer_files()
+
+    @property
+    def file_index_mapping(self) -> Mapping[str, int]:
+        """An adapter is one file."""
+        return dict.fromkeys(self._tensors, 1)
+
+    @property
+    def maps(self) -> BaseMaps:
+        """The adapter as an export knows it."""
+        return BaseMaps(shape={key: spec.shape for key, spec in self._tensors.items()}, is_adapter=True)
+
+    @functools.cached_property
+    def files(self) -> Mapping[str, bytes]:
+        """The side files by name, as they stand beside adapter_model.safetensors; and what an export from shards must
+        hold. Only the leader makes them."""
+        assert self._base is not None
+        expected = {key: {"shape": list(spec.shape)} for key, spec in self._tensors.items()}
+        peft_config = self._peft_config | {"base_model_name_or_path": self._base.name}
+        ours = {
+            "format": "automodel_ckpt.peft",
+            "format_version": FORMAT_VERSION,
+            "base": self._base.to_dict(),
+            "adapter": self._description,
+        }
+        return self._tokenizer_files | {
+            layout.ADAPTER_CONFIG: _json(peft_config, sort_keys=True),
+            layout.AUTOMODEL_PEFT_CONFIG: _json(ours),
+            EXPECTED_TENSORS: _json(expected),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """What the side files take, about: known where the base was not read, too."""
+        records = (_json(self._peft_config), _json(self._description))
+        return sum(map(len, (*self._tokenizer_files.values(), *records)))
+
+    def refuse_other_base(self, checkpoint: Path, directory: str) -> None:
+        """Raise :class:`CheckpointUnusable` unless the adapters in the module's *directory* of *checkpoint* belong to
+        this base and compute what these compute. For the leader."""
+        if self._base is None:
+            return
+        recorded = read_peft_record(checkpoint, directory)
+        base, where = recorded["base"], str(checkpoint / directory)
+        if base.get("digest") != self._base.digest:
+            _refuse_base(base, self._base, where)
+        saved, here = recorded["adapter"], json.loads(_json(self._description))
+        lines = [f"{key}: saved {saved.get(key)}, here {here[key]}" for key in _BINDING if saved.get(key) != here[key]]
+        if lines:
+            raise CheckpointUnusable(
+                "the checkpoint's adapters are not those of this recipe",
+                where=where,
+                value="\n    " + "\n    ".join(lines),
+                remedy="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
+                "or start anew in another checkpoint.checkpoint_dir",
+            )
+
+
+def _refuse_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> NoReturn:
+    files = saved.get("files", {})
+    differ = [n for n, record in here.files.items() if files.get(n, {}).get("digest") != record.digest]
+    differ += [name for name in files if name not in here.files]
+    moved = f"; it was {saved.get('relative_to_run')} seen from the run" if saved.get("relative_to_run") else ""
+    raise CheckpointUnusable(
+        "the adapters of this checkpoint were trained on another base model",
+        where=where,
+        value=f"{saved.get('name')} then, {here.name} now; other content: {', '.join(differ[:5])}",
+        remedy=f"name the base they were trained on in model.from_pretrained{moved}; "
+        "or start anew in another checkpoint.checkpoint_dir",
+    )
+
+
+def _json(value: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=sort_keys).encode() + b"\n"

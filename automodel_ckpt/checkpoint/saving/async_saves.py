@@ -1,0 +1,309 @@
+"""Saves that training does not wait for: which plan is still good, the one that is under way, and how it ends.
+
+What the ranks say to each other of such saves is said here; what one rank does by itself is ``background.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.background import Background, Cancelled
+from automodel_ckpt.checkpoint.discovery import Item, classify
+from automodel_ckpt.checkpoint.export.publish import clear_leftovers
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.plain_writing import saved
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
+from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
+from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport, Snapshot
+from automodel_ckpt.checkpoint.state.live_state import LiveState, look
+from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values
+from automodel_ckpt.checkpoint.together import failing_together
+from automodel_ckpt.checkpoint.writing.jobs import Job
+from automodel_ckpt.checkpoint.writing.parts import Part
+from automodel_ckpt.checkpoint.writing.sealing import part_files, parts_in
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import ExportFailed, SaveFailed
+
+log = logging.getLogger("automodel_ckpt")
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class _Again:
+    """What a rank tells the others where its plan of the save before is still good."""
+
+    digests: dict[str, str]
+    staging: str
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The plan of a save, for those that follow: it is good as long as the state has this *outline*.
+
+    *layout* is that of the trees in the writer's memory; *values* are those in it that are no tensors, pickled;
+    *part* is what the manifest learns of the trees beside what is written; *nbytes* what a save takes on the disk.
+    """
+
+    outline: list[Any]
+    snapshot: Snapshot
+    dp_ranks: list[int]
+    layout: MemoryLayout
+    part: Part
+    nbytes: int
+    values: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+
+class AsyncSaves:
+    """The asynchronous saves of all ranks of *group*, one at a time.
+
+    One whose writer does not move at all for *patience_seconds* while it is waited for has failed. Raises
+    :class:`OSError` or :class:`AttributeError` where this machine cannot do it.
+    """
+
+    def __init__(self, planner: Planner, group: ProcessGroup | None, *, patience_seconds: float, on_cuda: bool) -> None:
+        self._planner, self._group = planner, group
+        self._patience_seconds = patience_seconds
+        self._background = Background(on_cuda=on_cuda)
+        self._in_flight: Save | None = None
+        self._kept: _Kept | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate now what saves of so many bytes of this rank's will need. Raises OSError."""
+        self._background.reserve(nbytes)
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._planner.ranks.rank == 0
+
+    # ---------------------------------------------------------------- a new plan
+
+    def save(self, save: Save, proposals: list[Proposal]) -> SaveReport:
+        """Plan, copy, and have written; returns when the state is copied. Called on all ranks.
+
+        Raises :class:`SaveFailed`, the same on all ranks.
+        """
+        try:
+            with failing_together(self._group, f"saving {save.name}", self._planner.run.path):
+                part, jobs, objects = self._planner.plan(save, proposals)
+                live = self._live(save.snapshot)
+                trees = lay_out(jobs)
+                self._upload(save, part, trees, objects)
+        except SaveFailed:
+            self._abandon(save)
+            raise
+        if all(agree.gather_objects(self._group, live is not None)) and live is not None:
+            dp_ranks = [proposal.dp_rank for proposal in proposals]
+            self._kept = _Kept(live.outline, save.snapshot, dp_ranks, trees, part, self._planner.expected_bytes)
+        return self._under_way(save)
+
+    def _under_way(self, save: Save) -> SaveReport:
+        for tree in save.snapshot.trees.values():
+            tree.hold({})  # what training replaces is to be freed
+            tree.state_dict = {}
+        save.stall_seconds = time.monotonic() - save.started
+        path = self._planner.run.path / str(save.name)
+        return SaveReport(path, save.name.step, save.stall_seconds, published=False)
+
+    def _upload(self, save: Save, part: Part, trees: MemoryLayout, objects: Iterable[Job]) -> None:
+        """Copy the state, and have the copy written."""
+        self._in_flight = save
+        staged = self._background.stage(
+            [trees, lay_out(list(objects), trees.end)], at_once=_buffers(save.snapshot.items)
+        )
+        # From here on the state may change.
+        then = partial(self._complete, save) if self._is_leader else None
+        self._background.start(save.staging, part, staged, then=then, doing=f"saving {save.name}")
+
+    def _live(self, snapshot: Snapshot) -> LiveState | None:
+        """The state as a later save can look at it; None where that is not what was planned."""
+        with contextlib.suppress(Exception):  # a custom state_dict may do anything: it has succeeded otherwise
+            live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
+            if live.is_what({name: tree.flat() for name, tree in snapshot.trees.items()}):
+                return live
+        return None
+
+    # ---------------------------------------------------------------- the plan of the save before
+
+    def save_again(self, state: Mapping[str, Any], make: Callable[..., Save]) -> SaveReport | None:
+        """Save with the plan of the save before; None, and nothing has happened, where it does not fit on some rank.
+        Called on all ranks. *make* a save of its staging directory and snapshot.
+
+        What fails from the agreement on is raised by :meth:`settle`, on all ranks.
+        """
+        kept = self._kept
+        if kept is None:
+            return None
+        before = kept.snapshot
+        snapshot = Snapshot(classify(state), before.trees, before.tied, before.placements, before.metadata)
+        save, live = make(staging=Path(), snapshot=snapshot), LiveState()
+        with contextlib.suppress(Exception):  # planning anew meets it again, and says so
+            live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
+        answers = agree.gather_objects(self._group, self._again(kept, live, save))
+        agreed = [answer for answer in answers if answer is not None]
+        if len(agreed) < len(answers):
+            self._kept = None
+            if self._is_leader and answers[0] is not None:
+                commit.discard(Path(answers[0].staging))
+            return None
+        save.staging = Path(agreed[0].staging)
+        try:
+            for name, tree in before.trees.items():
+                tree.hold(live.trees[name])
+            objects = self._planner.object_plans(save, [answer.digests for answer in agreed], kept.dp_ranks)
+            self._upload(save, kept.part, kept.layout, objects)
+        except Exception as error:
+            self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
+        return self._under_way(save)
+
+    def _again(self, kept: _Kept, live: LiveState, save: Save) -> _Again | None:
+        """This rank's word on whether the plan is good for what it has now; on the leader that reserves a place."""
+        snapshot, staging = save.snapshot, ""
+        with contextlib.suppress(Exception):
+            if live.outline == kept.outline and self._refreshed(kept, live):
+                snapshot.objects = {i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"}
+                digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+                if self._is_leader:
+                    forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
+                    staging = self._planner.reserve(snapshot, save.name, forecast)
+                return _Again(digests, staging)
+        return None
+
+    def _refreshed(self, kept: _Kept, live: LiveState) -> bool:
+        """Lay out what values are now; False where one does not fit where it stood."""
+        for name in kept.layout.values:
+            value = live.trees[name[0]][name[1]]
+            now = pickle.dumps(value)
+            if kept.values.get(name) != now:
+                refuse_unsafe_values(name[0], {name[1]: value})
+                if not kept.layout.replace(name, bytes(saved(value))):
+                    return False
+                kept.values[name] = now
+        return True
+
+    # ---------------------------------------------------------------- in the leader's thread
+
+    def _complete(self, save: Save) -> None:
+        """When the leader's own share is written: what there is to do until the checkpoint is published, and its
+        export. Whatever grows with the number of tensors is the writer's: here it would take turns with training."""
+        planner, common = self._planner, Part(self._planner.ranks.rank)
+        planner.write_common(save, common)
+        self._await_parts(save.staging)
+        num_ranks = planner.ranks.world_size
+        common.files.update(planner.write_metadata(save, lambda: parts_in(save.staging, num_ranks)))
+        if save.before_publishing is not None:
+            save.before_publishing()
+        report = planner.publish(save, self._background.seal(save.staging, planner.draft(save), common))
+        save.is_published = True
+        if save.on_saved is not None:
+            save.on_saved(report)
+        if planner.exports(save.last):
+            self._export_in_background(save)
+
+    def _await_parts(self, staging: Path) -> None:
+        for path in part_files(staging, self._planner.ranks.world_size):
+            while not path.exists():
+                self._background.pause(_POLL_SECONDS)
+
+    def _export_in_background(self, save: Save) -> None:
+        path = self._planner.run.root / str(save.name)
+        sources = [path / layout.state_directory(name) for name in self._planner.assets]
+        try:
+            output, said = self._background.export(sources)
+        except Cancelled:
+            for source in sources:
+                clear_leftovers(source / layout.CONSOLIDATED, log.debug)
+            return
+        except Exception as error:
+            failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed)
+            raise ExportFailed.all_of(failure.problems) from error
+        for line in said:
+            log.info("%s", line)
+        log.info("Hugging Face export of %s: %s", save.name, output)
+
+    def leave_out_exports(self) -> None:
+        """End the export that is under way, if one is, and make none from now on."""
+        self._background.leave_out_exports()
+
+    # ---------------------------------------------------------------- until it has ended
+
+    @property
+    def progress(self) -> tuple[int, int, int] | None:
+        """Of the save that is being written: its step, bytes of this rank's that are written, of about how many."""
+        save = self._in_flight
+        if save is None or save.is_published or self._background.state != "busy":
+            return None
+        return save.name.step, *self._background.progress
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows of a failure: let all ranks :meth:`settle`."""
+        return self._background.state == "failed"
+
+    def await_copies(self) -> None:
+        """See :meth:`~automodel_ckpt.checkpoint.background.Background.await_copies`."""
+        self._background.await_copies()
+
+    def settle(self) -> bool:
+        """Return when nothing is under way; True if something was. Called on all ranks.
+
+        Raises :class:`SaveFailed`, the same on all ranks, where it failed on one or came to a standstill; then there is
+        no trace of it.
+        """
+        save, background = self._in_flight, self._background
+        if save is None:
+            return False
+        while True:
+            mine = (background.state, background.still_seconds(), background.is_at_work)
+            reports = agree.gather_objects(self._group, mine)
+            states = [state for state, _, _ in reports]
+            if "failed" in states:
+                self._abandon(save)
+            if "busy" not in states:
+                break
+            if all(still > self._patience_seconds for _, still, _ in reports):
+                background.give_up(anyhow=not any(is_at_work for _, _, is_at_work in reports))
+            background.wait(_POLL_SECONDS)
+        self._in_flight = None
+        return True
+
+    def _abandon(self, save: Save) -> None:
+        """A save failed: end it on all ranks, clear it away, and raise what it was."""
+        failure = self._background.abandon()
+        self._in_flight, self._kept = None, None
+        try:
+            agree.all_or_nothing(self._group, failure)
+        finally:
+            if self._is_leader:
+                commit.discard(save.staging)
+
+    def wait(self) -> None:
+        """Return when nothing of this rank's is under way."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait, and give everything back."""
+        self._kept = None
+        self._background.close()
+
+
+def on_cuda(state: Mapping[str, Any]) -> bool:
+    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+    return any(parameter.is_cuda for module in modules for parameter in module.parameters())
+
+
+def _buffers(items: Iterable[Item]) -> set[int]:
+    """The addresses of modules' tensors that a forward pass may change."""
+    return {buffer.data_ptr() for item in items if item.kind == "module" for buffer in item.value.buffers()}

@@ -1,0 +1,103 @@
+"""The export of a checkpoint whose state is still in memory: all ranks write it from there, and nothing is read again.
+
+It begins when the checkpoint has its name, so that whatever happens to it, the checkpoint is there. Every rank casts
+and writes its slices at their places (:mod:`automodel_ckpt.checkpoint.writing.placement`); the leader adds the rest and
+publishes it all as every export is (:mod:`automodel_ckpt.checkpoint.export.publish`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
+from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
+from automodel_ckpt.checkpoint.export.publish import Log, check_target, staged
+from automodel_ckpt.checkpoint.files.durable import stretch_digest
+from automodel_ckpt.checkpoint.formats import hf
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.writing.jobs import run_all
+from automodel_ckpt.checkpoint.writing.parts import Part, merge_tree
+from automodel_ckpt.checkpoint.writing.placement import Placement
+from automodel_ckpt.distributed import agree
+
+Together = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def export_from_memory(
+    plan: TreePlan,
+    checkpoint: Path,
+    assets: Assets,
+    tied: Mapping[str, str],
+    *,
+    rank: int,
+    group: ProcessGroup | None,
+    together: Together,
+    log: Log,
+) -> Path:
+    """Export the module of a settled *plan*, whose state is what the published *checkpoint* holds; returns where.
+
+    Called on all ranks; the leader's *assets* and *tied* names count, and *log* is called there. *together* makes a
+    block whose failure on one rank is raised on all; the export is then absent. No collective waits for data.
+    """
+    directory = checkpoint / plan.directory
+    target = directory / layout.CONSOLIDATED
+    name, naming = "", hf.Naming()
+    with contextlib.ExitStack() as stack:
+        with together():
+            if rank == 0:
+                check_target(target)
+                name, naming = stack.enter_context(staged(target, log)).name, hf.Naming(assets.maps, tied)
+        name, naming = agree.broadcast_object(group, (name, naming))
+        part = Part(rank)
+        with together():
+            placement = hf.placement_of(plan, name, naming)
+        with together():
+            jobs = hf.placed_jobs(plan, rank, placement)
+            agree.while_working(group, partial(run_all, jobs, directory, part))
+        parts = agree.gather_objects(group, part)
+
+        def finish() -> None:
+            if rank == 0:
+                _complete(directory, placement, merge_tree(plan.name, hf.NAME, parts, {}), parts, log)
+                stack.close()
+
+        with together():
+            agree.while_working(group, finish)
+    return target
+
+
+def _complete(directory: Path, placement: Placement, tree: Tree, parts: list[Part], log: Log) -> None:
+    """What the leader adds when all weights are written."""
+    source = open_source(directory)
+    plan = Plan(placement.files, counted_casts(placement.files), placement.warnings)
+    files, more = side_files(source, plan, maps_of(source))
+    for text in [*(f"warning: {text}" for text in (*source.notes, *plan.warnings, *more)), *cast_lines(plan)]:
+        log(text)
+    staging = directory / placement.directory
+    write_side_files(files, staging)
+    write_manifest(plan, source, staging, [*_heads(placement, parts), *_stretches(directory, tree.stored)])
+
+
+def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:
+    lengths = {f"{placement.directory}/{file.name}": len(file.header) for file in placement.files}
+    for path, head in (item for part in parts for item in part.placed.items()):
+        yield Digested(Path(path).name, 0, lengths[path], head.digest)
+
+
+def _stretches(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
+    """The digest of each stretch of bytes that one rank wrote; of a tensor whose slices interleave, read again."""
+    for piece in (piece for tensor in tensors for piece in in_one_piece(tensor) if piece.nbytes):
+        digest = piece.digest or stretch_digest(directory / piece.file, piece.start, piece.nbytes)
+        yield Digested(Path(piece.file).name, piece.start, piece.nbytes, digest)

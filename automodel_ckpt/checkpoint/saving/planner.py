@@ -1,0 +1,349 @@
+"""One save as one rank sees it: its state, what the rank writes of it, and what the manifest says of it.
+
+The same for saves that training waits for (``checkpointer.py``) and for those it does not (``async_saves.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.discovery import Item, classify
+from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
+from automodel_ckpt.checkpoint.saving.side_files import Assets, write_finished, write_for_export
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
+from automodel_ckpt.checkpoint.state.optimizer_state import digests_of_own, refuse_unlike
+from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values
+from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, trained_by_all, whole_of
+from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
+from automodel_ckpt.checkpoint.writing.parts import Part, TreePart
+from automodel_ckpt.checkpoint.writing.placement import Placement
+from automodel_ckpt.checkpoint.writing.sealing import Draft
+from automodel_ckpt.errors import AutomodelError, SaveFailed
+
+ModelFormat = Literal["safetensors", "torch_save"]
+ModelLayout = Literal["shards", "hf", "adapter"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A save that became a checkpoint, or will (*published* false: asynchronous, only the stall is known yet).
+
+    Seconds of wall time, bytes of all its files; *export* is the consolidated directory where one was made,
+    *export_failure* why there is none though one was due. Training waits for the *stall*, the checkpoint is there after
+    the *total*; *export_command* makes the Hugging Face files, None where there is nothing to be made.
+    """
+
+    path: Path
+    step: int
+    stall_seconds: float
+    total_seconds: float = 0.0
+    nbytes: int = 0
+    free_bytes: int | None = None
+    pruned: tuple[str, ...] = ()
+    export: Path | None = None
+    export_failure: AutomodelError | None = None
+    published: bool = True
+    export_command: str | None = None
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.nbytes / self.total_seconds if self.total_seconds else 0.0
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of one rank at a save: a plan per tree, a value per other object.
+
+    *metadata* is what torch's reader asks of a tree in its format, once it is known: it is the plan's, not the bytes'.
+    """
+
+    items: list[Item]
+    trees: dict[str, TreePlan] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    metadata: dict[str, bytes] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What a rank tells the others before a save: its plans, the digests of its other state, its place, and of the
+    trees whose files all ranks fill together, how these are named."""
+
+    plans: dict[str, SavePlan]
+    digests: dict[str, str]
+    dp_rank: int
+    staging: str | None
+    naming: dict[str, hf.Naming]
+
+
+@dataclass(slots=True)
+class Save:
+    """One save, from its plan to its publication. *staging* is where it is written, *records* how each attribute is."""
+
+    name: layout.CheckpointName
+    staging: Path
+    snapshot: Snapshot
+    config_yaml: str
+    losses: dict[str, Any]
+    progress: dict[str, Any]
+    validated: bool
+    last: bool
+    before_publishing: Callable[[], None] | None
+    on_saved: Callable[[SaveReport], None] | None
+    started: float
+    stall_seconds: float | None = None
+    is_published: bool = False
+    records: dict[str, StateRecord] = field(default_factory=dict)
+
+
+class Planner:
+    """Plans saves into *run*, and has them published; speaks to no other rank.
+
+    *assets*, by attribute name, may get entries before the first save. For the other arguments see
+    :class:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        ranks: layout.RankLayout,
+        assets: dict[str, Assets],
+        *,
+        model_save_format: ModelFormat,
+        model_layout: ModelLayout,
+        save_consolidated: bool | str | None,
+        save_optimizer: bool,
+        restore_from: str | None,
+    ) -> None:
+        self.run, self.ranks, self.assets = run, ranks, assets
+        self.save_optimizer = save_optimizer
+        self.restore_from = restore_from
+        self.resumed_from: str | None = None
+        self.export_when = _export_when(save_consolidated, model_save_format, model_layout)
+        self.expected_bytes = 0
+        """What the save that was proposed last takes on the disk, about; known to the leader."""
+        self._format, self._layout = model_save_format, model_layout
+
+    # ---------------------------------------------------------------- before
+
+    def forecast(self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None) -> Forecast:
+        """What one save of these will take, and what is free."""
+        expected = forecast_bytes(
+            items,
+            world_size=self.ranks.world_size,
+            save_optimizer=self.save_optimizer,
+            num_exports=1 if self.assets and self.export_when == "every" else 0,
+            states=states,
+            side_bytes=sum(assets.nbytes for assets in self.assets.values()),
+        )
+        return Forecast(expected, free_bytes(self.run.path))
+
+    def refuse_what_does_not_fit(self, forecast: Forecast) -> None:
+        if not forecast.fits:
+            raise SaveFailed(
+                "a checkpoint does not fit on the disk",
+                where=str(self.run.path),
+                value=f"it takes about {size_text(forecast.nbytes)}, {size_text(forecast.free_bytes)} are free",
+                remedy="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
+                "or another checkpoint.checkpoint_dir",
+            )
+
+    # ---------------------------------------------------------------- plan
+
+    def snapshot(self, state: Mapping[str, Any]) -> Snapshot:
+        """Raises :class:`RecipeError` where something could not be read back safely."""
+        snapshot = Snapshot(classify(state))
+        owners = Owners(snapshot.items)
+        for item in snapshot.items:
+            if item.kind == "module":
+                (tree, tied), whole = module_state(item.value), whole_of(item.value)
+                snapshot.tied[item.name] = tied if whole is None else dict(whole.tied)
+                snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=False)
+            elif item.kind == "optimizer" and self.save_optimizer:
+                tree = optimizer_tree(item, snapshot.items, owners)
+                snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=True)
+            elif item.kind == "object":
+                snapshot.objects[item.name] = item.value.state_dict()
+        return snapshot
+
+    def propose(self, snapshot: Snapshot, name: layout.CheckpointName) -> Proposal:
+        """On the leader that reserves a place. Raises OSError, and :class:`SaveFailed` where the disk is too full."""
+        plans = {tree.name: tree.local() for tree in snapshot.trees.values()}
+        for tree in snapshot.trees.values():
+            refuse_unsafe_values(tree.name, tree.flat())
+        digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+        for item in snapshot.items:
+            if item.kind == "optimizer" and self.save_optimizer and trained_by_all(item.value) is None:
+                digests |= digests_of_own(item.name, item.value)
+        staging = None
+        if self.ranks.rank == 0:
+            states = {tree.name: tree.state_dict for tree in snapshot.trees.values()}
+            forecast = self.forecast(snapshot.items, states)
+            self.expected_bytes = forecast.nbytes
+            staging = self.reserve(snapshot, name, forecast)
+        return Proposal(plans, digests, self.ranks.dp_rank, staging, self._naming(snapshot))
+
+    def reserve(self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast) -> str:
+        """On the leader: a staging directory for a checkpoint. Raises as :meth:`propose`."""
+        self.run.hold()
+        self.refuse_what_does_not_fit(forecast)
+        path = commit.reserve(self.run.root, str(name))
+        for tree in snapshot.trees.values():
+            (path / tree.directory).mkdir()
+        return str(path)
+
+    def _naming(self, snapshot: Snapshot) -> dict[str, hf.Naming]:
+        """In the layout hf: what the base says of each module's files. The dtype is that of training. In the layout
+        adapter, of adapters only."""
+        if self._layout == "shards":
+            return {}
+        maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
+        naming = {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
+        return {name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter}
+
+    def plan(self, save: Save, proposals: list[Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
+        """What this rank has to write of trees and of objects, and the part that will say so; *save* learns how each
+        attribute is stored."""
+        refuse_unlike([proposal.digests for proposal in proposals])
+        part, jobs, snapshot = Part(self.ranks.rank), list[Job](), save.snapshot
+        kinds = {item.name: item.kind for item in snapshot.items}
+        for tree in snapshot.trees.values():
+            tree.settle([proposal.plans[tree.name] for proposal in proposals], self.ranks.rank)
+            if (naming := proposals[0].naming.get(tree.name)) is not None:
+                placement = snapshot.placements[tree.name] = hf.placement_of(tree, tree.directory, naming)
+                part.trees[tree.name] = TreePart()
+                jobs += hf.plan_jobs(tree, part.rank, placement)
+            elif kinds[tree.name] == "module" and self._format == "safetensors":
+                assets = self.assets.get(tree.name)
+                part.trees[tree.name] = TreePart()
+                jobs += safetensors.plan_jobs(tree, part.rank, assets.file_index_mapping if assets else None)
+            else:
+                job, items = torch_save.plan_jobs(tree, part.rank)
+                part.trees[tree.name] = TreePart(dcp_items=items)
+                jobs.append(job)
+        objects = self.object_plans(save, [p.digests for p in proposals], [p.dp_rank for p in proposals])
+        return part, jobs, objects
+
+    def object_plans(self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]) -> list[FileJob]:
+        """The part of :meth:`plan` that is new at each save."""
+        objects = ObjectPlanner(self.ranks, digests, dp_ranks)
+        save.records = {item.name: self._record(item, save.snapshot, objects) for item in save.snapshot.items}
+        return objects.jobs
+
+    def _record(self, item: Item, snapshot: Snapshot, objects: ObjectPlanner) -> StateRecord:
+        if item.kind == "object":
+            return objects.plan(item, snapshot.objects[item.name])
+        saved = item.kind == "module" or self.save_optimizer
+        return StateRecord(item.kind, item.scope if saved else "not saved", item.path, aliases=item.aliases)
+
+    # ---------------------------------------------------------------- what the leader adds
+
+    def write_common(self, save: Save, part: Part) -> None:
+        """The recipe, the losses, and what exporting each module needs, entered into *part*. Raises OSError."""
+        for file, data in (
+            (layout.CONFIG, save.config_yaml.encode()),
+            (layout.LOSSES, (json.dumps(plain(save.losses), indent=2) + "\n").encode()),
+        ):
+            part.files[file] = commit.write_file(save.staging / file, data)
+        placements = save.snapshot.placements
+        for name, placement in placements.items():
+            write_finished(self.assets.get(name), placement, save.staging, part)
+        for name, assets in self.assets.items():
+            if name not in placements:
+                write_for_export(assets, save.staging, part, save.snapshot.trees[name].directory)
+
+    def write_metadata(self, save: Save, parts: Callable[[], Sequence[Part]]) -> dict[str, FileRecord]:
+        """What torch's reader needs of each tree in its format; the *parts* are asked for where that is new."""
+        written = {}
+        known, formats = save.snapshot.metadata, self._formats(save)
+        for name, tree in save.snapshot.trees.items():
+            if formats[name] == torch_save.NAME:
+                known[name] = known.get(name) or torch_save.metadata_of(tree, parts())
+                file = f"{tree.directory}/{layout.DCP_METADATA}"
+                written[file] = commit.write_file(save.staging / file, known[name])
+        return written
+
+    def draft(self, save: Save) -> Draft:
+        """The manifest, as far as it is known before the parts."""
+        manifest = Manifest(
+            step=save.name.step, epoch=save.name.epoch, created=0.0,
+            world_size=self.ranks.world_size, dp_size=self.ranks.dp_size,
+            progress=save.progress, losses=plain(save.losses), validated=save.validated,
+            environment=environment(), lineage=self._lineage(), state=save.records, trees={}, files={},
+        )  # fmt: skip
+        return Draft(manifest, self._formats(save), save.snapshot.tied)
+
+    def _formats(self, save: Save) -> dict[str, str]:
+        """Of each tree."""
+        own = {"module": self._format}
+        formats = {name: own.get(save.records[name].kind, torch_save.NAME) for name in save.snapshot.trees}
+        return formats | dict.fromkeys(save.snapshot.placements, hf.NAME)
+
+    def _lineage(self) -> dict[str, Any]:
+        request = resume.request_text(self.run.path, self.restore_from)
+        return {"restore_from": request, "resumed_from": self.resumed_from}
+
+    def publish(self, save: Save, nbytes: int) -> SaveReport:
+        """Give a sealed checkpoint of so many bytes its name, swap the pointers, and remove what the keep policy lets
+        go. Raises OSError where it has not got its name."""
+        self.run.publish(save.staging, save.name, plain(save.losses) if save.validated else {})
+        return replace(self.report(save), nbytes=nbytes, pruned=self.run.prune(str(save.name)))
+
+    # ---------------------------------------------------------------- what is said of it
+
+    def report(self, save: Save) -> SaveReport:
+        seconds = time.monotonic() - save.started
+        free = None
+        with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now
+            free = free_bytes(self.run.path)
+        stall = seconds if save.stall_seconds is None else save.stall_seconds
+        path = self.run.path / str(save.name)
+        return SaveReport(
+            path, save.name.step, stall, seconds, free_bytes=free, export_command=self.export_command(path)
+        )
+
+    def export_command(self, path: Path) -> str | None:
+        """See :meth:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer.export_command`."""
+        if not self.assets or self._layout != "shards":
+            return None
+        return f"ckpt consolidate {shlex.quote(str(path))}"
+
+    def exports(self, last: bool) -> bool:
+        """Whether a save, the *last* of a run or not, is exported too."""
+        return bool(self.assets) and (self.export_when == "every" or (self.export_when == "final" and last))
+
+
+def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:
+    if model_layout != "shards":
+        return "never"
+    if save_consolidated is None:
+        return "final" if model_format == "safetensors" else "never"
+    if isinstance(save_consolidated, bool):
+        return "every" if save_consolidated else "never"
+    return {"true": "every", "false": "never"}.get(save_consolidated, save_consolidated)
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has no NaN and no infinities: those become text."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

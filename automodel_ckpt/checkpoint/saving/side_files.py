@@ -1,0 +1,64 @@
+"""The files beside a model's weights that the leader alone writes: what an export needs, or an export's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.export.files import agreeing_config
+from automodel_ckpt.checkpoint.export.plan import Plan
+from automodel_ckpt.checkpoint.export.script import consolidate_script, no_need_script
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
+from automodel_ckpt.checkpoint.writing.parts import Part
+from automodel_ckpt.checkpoint.writing.placement import Placement
+
+_CONFIG = "config.json"
+
+
+class Assets(Protocol):
+    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.hf_assets.HFAssets`)."""
+
+    @property
+    def file_index_mapping(self) -> Mapping[str, int]: ...
+    @property
+    def maps(self) -> BaseMaps: ...
+    @property
+    def files(self) -> Mapping[str, bytes]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def write_for_export(assets: Assets, staging: Path, part: Part, directory: str) -> None:
+    """Beside shards: ``.hf_metadata/`` and ``consolidate.sh``. Raises OSError."""
+    _write(staging, part, f"{directory}/{layout.CONSOLIDATE_SCRIPT}", consolidate_script(sys.executable).encode())
+    for name, data in assets.files.items():
+        _write(staging, part, f"{directory}/{layout.HF_METADATA}/{name}", data)
+
+
+def write_finished(assets: Assets | None, placement: Placement, staging: Path, part: Part) -> None:
+    """Beside Hugging Face files: the index and, with *assets*, all that a loader looks for. Raises OSError.
+
+    config.json is made to state the dtype that the weights have. An adapter has neither.
+    """
+    if assets is not None and assets.maps.is_adapter:
+        for name, data in assets.files.items():
+            if name not in MAPS:
+                _write(staging, part, f"{placement.directory}/{name}", data)
+        return
+    plan = Plan(placement.files, {}, ())
+    files = {layout.HF_INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
+    if assets is not None:
+        files |= {name: data for name, data in assets.files.items() if name not in MAPS}
+        where = Path(placement.directory, _CONFIG)
+        files[_CONFIG], _ = agreeing_config(files[_CONFIG], plan, assets.maps, where)
+    for name, data in files.items():
+        _write(staging, part, f"{placement.directory}/{name}", data)
+
+
+def _write(staging: Path, part: Part, file: str, data: bytes) -> None:
+    path = staging / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.files[file] = commit.write_file(path, data)

@@ -1,0 +1,1 @@
+"""What tensors there are, and where they stand, in whatever holds a model: described by slices, no tensor is read."""

@@ -1,0 +1,319 @@
+"""What another program's PyTorch DCP directory holds: ``.metadata`` and the archives in the ``.distcp`` files.
+
+Our own checkpoints say all of this in their manifest, and their ``.metadata`` is not looked at. Of a directory without
+one it is all there is to know, and it is a pickle: it is read as a description (``files/records.py``), by which nothing
+is imported, called or executed. Nothing here is checked against digests, since there are none. Imports no torch.
+
+Layout (source: torch.distributed.checkpoint.metadata and .filesystem, torch 2.13): ``.metadata`` pickles a ``Metadata``
+with, per name, the tensor's dtype, shape and chunks; per chunk the file, offset and length of an item; and the path in
+the nested state dict that a name was flattened from. An item is an archive of ``torch.save``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
+from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
+from automodel_ckpt.checkpoint.files.records import RECORD, Names, Record, read_records
+from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, counts, nbytes_of, tiling_fault
+from automodel_ckpt.errors import CheckpointUnusable
+
+# Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
+_FREE_BYTES = 4 << 20
+_MAX_BYTES = 1 << 29
+_DATA_RATIO = 128
+_MAX_DIMENSIONS = 64
+_MAX_PATH = 64
+# Of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
+_MAX_PROGRAM_BYTES = 1 << 16
+_META = "torch.distributed.checkpoint.metadata"
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128",
+}  # fmt: skip
+
+
+def _nothing(*_: Any) -> None:
+    """What stands for a value that nobody asks for (a path, a memory format)."""
+
+
+def _pair(value: Any = ()) -> Any:
+    return value
+
+
+_METADATA_NAMES: Names = {
+    **{
+        f"{_META}.{name}": RECORD
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "MetadataIndex", "StorageMeta",
+        )
+    },
+    "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
+    **{f"torch.{name}": code for name, code in CODES.items()},
+    "torch.Size": _pair, "collections.OrderedDict": dict,
+    "torch.serialization._get_layout": _nothing, f"{_META}._MEM_FORMAT_ENCODING": _nothing,
+    # How some versions of Python pickle the member of an enumeration (the memory format).
+    "builtins.getattr": _nothing, "__builtin__.getattr": _nothing,
+    **{f"{module}.{name}": _nothing for module in ("pathlib", "pathlib._local")
+       for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor as a torch archive describes it: storage, its key, where it begins, shape and strides, in elements."""
+
+    storage: Any
+    offset: Any
+    shape: Any
+    strides: Any
+    dtype: Any = None
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Stored:
+    # _rebuild_tensor_v3: requires_grad, hooks, dtype; v2 ends before the last.
+    return _Stored(storage, offset, shape, strides, rest[2] if len(rest) > 2 and isinstance(rest[2], str) else None)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+_ARCHIVE_NAMES: Names = {
+    "torch._utils._rebuild_tensor_v2": _tensor, "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _parameter, "collections.OrderedDict": dict, "torch.Size": _pair,
+    "torch.storage.UntypedStorage": "U8", "torch.serialization._get_layout": _nothing,
+    **{f"torch.{name}": code for name, code in (_STORAGES | CODES).items()},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An item of a ``.distcp`` file: *nbytes* at *start*."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor as ``.metadata`` describes it: safetensors dtype code, global shape, and its chunks with their items."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Place], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpContent:
+    """All that ``.metadata`` says: tensors, the names of values that are not tensors, and the path of each name in the
+    nested state dict that was saved (where it was nested)."""
+
+    tensors: Mapping[str, Described]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+
+def read_content(directory: Path) -> DcpContent:
+    """What a DCP directory holds. Raises :class:`CheckpointUnusable` where ``.metadata`` is missing or of no known
+    form, or contradicts itself."""
+    path = directory / layout.DCP_METADATA
+    try:
+        program = read_inside(directory, layout.DCP_METADATA, limit=_most_bytes(directory))
+        value = read_records(program, _METADATA_NAMES)
+        return _content(value, len(program))
+    except FileNotFoundError as error:
+        raise _unusable("these .distcp files have no .metadata beside them", path, "no such file") from error
+    except Exception as error:
+        said = str(error) if isinstance(error, Fault) else repr(error)
+        raise _unusable("this .metadata cannot be read", path, said.split("\n")[0][:300]) from error
+
+
+def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
+    """The tensors with their raw bytes' places in the files, looked up in each item's archive.
+
+    Raises :class:`CheckpointUnusable` for a tensor that its chunks do not make up, and for an item that is no
+    contiguous tensor of the stated kind.
+    """
+    with _Mapped(directory) as files:
+        for fqn, described in content.tensors.items():
+            pieces = tuple(_piece(fqn, described, box, place, files) for box, place in described.chunks)
+            if fault := tiling_fault([piece.box for piece in pieces], described.shape):
+                raise _unusable(f"the chunks of {fqn!r} do not make it up", directory / layout.DCP_METADATA, fault)
+            yield Tensor(fqn, described.dtype, described.shape, pieces)
+
+
+# ---------------------------------------------------------------- .metadata
+
+
+def _most_bytes(directory: Path) -> int:
+    on_disk = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
+    return min(_MAX_BYTES, max(_FREE_BYTES, on_disk // _DATA_RATIO))
+
+
+def _content(value: Any, budget: int) -> DcpContent:
+    """*budget*: the program's bytes. Each thing it describes takes at least one, unless it names one thing twice."""
+    if type(value) is not Record or value.kind != f"{_META}.Metadata":
+        raise Fault("it is not a Metadata of PyTorch DCP")
+    described, stored = value.get("state_dict_metadata"), value.get("storage_data")
+    if type(described) is not dict or type(stored) is not dict:
+        raise Fault("it lacks state_dict_metadata or storage_data")
+    places = dict(_places(stored))
+    tensors: dict[str, Described] = {}
+    values: list[str] = []
+    for fqn, entry in described.items():
+        if type(fqn) is not str or type(entry) is not Record:
+            raise Fault("a name in it is not text, or what it names is not a description")
+        if entry.kind.endswith(".BytesStorageMetadata"):
+            values.append(fqn)
+        else:
+            tensors[fqn] = _described(fqn, entry, places)
+            budget -= 1 + len(tensors[fqn].chunks)
+        if budget < 0:
+            raise Fault("it describes more than it has room for")
+    return DcpContent(tensors, tuple(values), dict(_paths(value.get("planner_data"))))
+
+
+def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+    for index, info in stored.items():
+        if type(index) is not Record or type(info) is not Record or type(index.get("fqn")) is not str:
+            raise Fault("its storage_data is of another form")
+        if info.get("transform_descriptors"):
+            raise Fault("its items are compressed or otherwise transformed")
+        offset, file = index.get("offset"), info.get("relative_path")
+        start, length = info.get("offset"), info.get("length")
+        if type(file) is not str or counts([start, length]) is None:
+            raise Fault("its storage_data is of another form")
+        if reason := layout.unsafe_path(file):
+            raise Fault(f"it names the file {file[:200]!r}: {reason}")
+        yield (index.get("fqn"), None if offset is None else _extents(offset)), Place(file, start, length)
+
+
+def _described(fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Place]) -> Described:
+    properties, chunks = entry.get("properties"), entry.get("chunks")
+    state = properties.state if type(properties) is Record else None
+    dtype = state[0] if type(state) is tuple and state else properties.get("dtype") if properties else None
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS or type(chunks) is not list:
+        raise Fault(f"the tensor {fqn[:200]!r} is not described in full")
+    found = []
+    for chunk in chunks:
+        if type(chunk) is not Record:
+            raise Fault(f"a chunk of {fqn[:200]!r} is not described")
+        box = Box(_extents(chunk.get("offsets")), _extents(chunk.get("sizes")))
+        place = places.get((fqn, box.offsets))
+        if place is None:
+            raise Fault(f"it does not say where the chunk at {list(box.offsets)} of {fqn[:200]!r} is stored")
+        found.append((box, place))
+    return Described(dtype, _extents(entry.get("size")), tuple(found))
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    found = counts(value)
+    if found is None or len(found) > _MAX_DIMENSIONS:
+        raise Fault("a shape or an offset in it is not a list of counts")
+    return found
+
+
+def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """The paths that are of the known form; torch ignores planner data that is not its own, too."""
+    for fqn, path in planner_data.items() if type(planner_data) is dict else ():
+        known = type(path) in (tuple, list) and 0 < len(path) <= _MAX_PATH
+        if type(fqn) is str and known and all(type(part) in (str, int) for part in path):
+            yield fqn, tuple(path)
+
+
+# ---------------------------------------------------------------- items
+
+
+class _Mapped:
+    """The files of a directory as memory, each mapped once; nothing is read that nobody looks at."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __enter__(self) -> _Mapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for content in self._maps.values():
+            content.close()
+
+    def path(self, file: str) -> Path:
+        return self._directory / file
+
+    def content(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            descriptor = open_inside(self._directory, file)
+            try:
+                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(descriptor)
+        return self._maps[file]
+
+
+def _piece(fqn: str, described: Described, box: Box, place: Place, files: _Mapped) -> Slice:
+    try:
+        start = place.start + _raw_start(files.content(place.file), place, described.dtype, box.sizes)
+    except Exception as error:
+        said = str(error) if isinstance(error, (Fault, OSError)) else repr(error)
+        what = f"the stored chunk at {list(box.offsets)} of {fqn!r} is not what .metadata says"
+        raise _unusable(what, files.path(place.file), said[:300]) from error
+    nbytes = nbytes_of(described.dtype, box.sizes)
+    return Slice(fqn, described.dtype, box.offsets, box.sizes, place.file, start, nbytes)
+
+
+def _raw_start(content: mmap.mmap, place: Place, dtype: str, sizes: tuple[int, ...]) -> int:
+    """Where in an item the tensor's row-major bytes begin."""
+    if place.start + place.nbytes > len(content):
+        raise Fault(f"the file has {len(content)} bytes, the item ends at {place.start + place.nbytes}")
+    with memoryview(content) as whole, whole[place.start : place.start + place.nbytes] as item:
+        ranges = archive_ranges(item)
+        if bytes(_record(item, ranges, "byteorder")) not in (b"", b"little"):
+            raise Fault("it was written on a machine of the other byte order")
+        key = _checked_key(read_records(_record(item, ranges, "data.pkl"), _ARCHIVE_NAMES), dtype, sizes)
+        begin, end = ranges.get(f"data/{key}", (0, 0))
+    if end - begin != nbytes_of(dtype, sizes):
+        raise Fault(f"its record has {end - begin} bytes, not {nbytes_of(dtype, sizes)}")
+    return begin
+
+
+def _record(item: memoryview, ranges: Mapping[str, tuple[int, int]], name: str) -> bytes:
+    begin, end = ranges.get(name, (0, 0))
+    if end - begin > _MAX_PROGRAM_BYTES:
+        raise Fault(f"its record {name} takes {end - begin} bytes")
+    return bytes(item[begin:end])
+
+
+def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
+    """The name of the storage of a contiguous tensor that begins where its storage does."""
+    if type(stored) is not _Stored or type(stored.storage) is not tuple or len(stored.storage) != 5:
+        raise Fault("it is not a plain tensor")
+    kind, storage, key, _, _ = stored.storage
+    if kind != "storage" or type(key) is not str or (stored.dtype or storage) != dtype:
+        raise Fault(f"it is a tensor of another dtype than {dtype}")
+    if stored.shape != sizes or stored.offset != 0:
+        raise Fault("it is a tensor of another shape, or a view into a larger one")
+    strides, expected = stored.strides, 1
+    for size, stride in zip(reversed(sizes), reversed(strides) if type(strides) is tuple else (), strict=True):
+        if size > 1 and stride != expected:
+            raise Fault("its elements are not in row-major order (it was saved transposed, or as channels_last)")
+        expected *= max(size, 1)
+    return key
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=str(where), value=value, remedy="take the files from another copy, or export them with PyTorch"
+    )

@@ -1,0 +1,105 @@
+"""A directory of whole Hugging Face files, as an export or a download leaves it: its tensors, without reading them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
+from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
+from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.sources.opening import SHARDING_INFO
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_JSON_BYTES = 16 << 20
+
+
+def is_hf_directory(directory: Path) -> bool:
+    """Whether whole safetensors files stand here: an index, or files whose headers do not call them shards."""
+    if (directory / layout.HF_INDEX).is_file():
+        return True
+    names = _safetensors(directory)
+    try:
+        return bool(names) and SHARDING_INFO not in header_inside(directory, names[0]).metadata
+    except (CheckpointUnusable, OSError):
+        return False
+
+
+def open_hf(directory: Path) -> Source:
+    """The model in a directory of Hugging Face files. Raises :class:`CheckpointUnusable` where its files and its index
+    do not fit together."""
+    index = _weight_map(directory)
+    names = sorted(set(index.values())) if index is not None else _safetensors(directory)
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        for fqn, tensor in tensors_in(directory, name).items():
+            if fqn in tensors:
+                raise _unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
+            tensors[fqn] = tensor
+    if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
+        raise _unusable("the index names a tensor that is not in its file", directory / layout.HF_INDEX, missing[0])
+    notes = ("these files are unchecked: there is no manifest with their digests",)
+    return Source(directory, directory, tensors, notes=notes, finished=True)
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any] | None:
+    """A JSON mapping in *directory*; None where there is no such file. Raises :class:`CheckpointUnusable`."""
+    try:
+        value = json.loads(read_inside(directory, name, limit=_MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable("this file cannot be read", directory / name, repr(error)[:300]) from error
+    if not isinstance(value, dict):
+        raise _unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
+    return value
+
+
+def header_inside(directory: Path, name: str) -> Header:
+    """The header of a regular file in *directory*; no link is followed. Raises as :func:`read_header`."""
+    os.close(open_inside(directory, name))
+    return read_header(directory / name)
+
+
+def _safetensors(directory: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+    except OSError as error:
+        raise _unusable("the directory cannot be read", directory, error.strerror) from error
+
+
+def _weight_map(directory: Path) -> Mapping[str, str] | None:
+    index = read_json(directory, layout.HF_INDEX)
+    if index is None:
+        return None
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise _unusable("the index has no weight_map of names", directory / layout.HF_INDEX, type(found).__name__)
+    for name in set(found.values()):
+        if reason := layout.unsafe_path(name):
+            raise _unusable("the index names a file outside", directory / layout.HF_INDEX, f"{name[:200]!r}: {reason}")
+    return found
+
+
+def tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of one file. Raises :class:`CheckpointUnusable`."""
+    try:
+        header = header_inside(directory, name)
+    except OSError as error:
+        raise _unusable("a file of the model cannot be read", directory / name, error.strerror) from error
+    if SHARDING_INFO in header.metadata:
+        raise _unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
+    return {fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()}
+
+
+def _in(tensor: Tensor, name: str) -> bool:
+    return tensor.slices[0].file == name
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(what, where=str(where), value=value, remedy="take the files from another copy")

@@ -1,0 +1,40 @@
+"""Which files belong beside the weights of a Hugging Face model: config, tokenizer or processor, code, licence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "*processor_config.json",
+)  # fmt: skip
+MODEL_FILES = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
+GENERATION_CONFIG = "generation_config.json"
+
+
+_SIDE_FILES = ("config.json", GENERATION_CONFIG, *MODEL_FILES, *TOKENIZER_FILES)
+
+
+def base_files(directory: Path) -> dict[str, bytes]:
+    """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, licence."""
+    return read_files(directory, _SIDE_FILES)
+
+
+def is_side_file(name: str) -> bool:
+    """Whether :func:`base_files` would take a file of that name."""
+    return any(fnmatch(name, pattern) for pattern in _SIDE_FILES)
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of that name, relative to the model's directory, is a tokenizer's or a processor's."""
+    return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
+    """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
+    wanted = tuple(patterns)
+    candidates = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    names = {path.relative_to(directory).as_posix(): path for path in sorted(candidates) if path.is_file()}
+    return {name: path.read_bytes() for name, path in names.items() if any(fnmatch(name, p) for p in wanted)}

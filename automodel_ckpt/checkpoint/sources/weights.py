@@ -1,0 +1,150 @@
+"""Weights to start from, wherever they lie: a checkpoint of ours in any form, bare shards, or Hugging Face files.
+
+All of them become slices (``slices.py``), so that a rank reads of them what it needs, as of its own checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
+from automodel_ckpt.checkpoint.sources.opening import MODEL, SHARDING_INFO, open_source
+from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_INDEX_BYTES = 64 << 20
+_REMEDY = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The weights of one module: slices in files relative to *root*, and the further names of tied ones."""
+
+    root: Path
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The modules found in *path*, by attribute name. *checkpoint* has a manifest, by which it can be verified."""
+
+    path: Path
+    modules: Mapping[str, Tensors]
+    checkpoint: Path | None = None
+
+    def verify(self, level: Level, rank: int, num_ranks: int) -> None:
+        """Compare this rank's share of the files with the manifest, where there is one: :class:`CheckpointUnusable`."""
+        if self.checkpoint is None:
+            return
+        manifest = Manifest.read(self.checkpoint)
+        if problems := verify(self.checkpoint, manifest, level, rank=rank, num_ranks=num_ranks):
+            raise CheckpointUnusable.all_of(problems)
+
+
+def open_weights(path: str | os.PathLike[str]) -> Weights:
+    """The weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one, a
+    module's directory in one, bare shards, or a directory of Hugging Face files.
+
+    Reads manifests and headers only. Raises :class:`CheckpointUnusable` where there are none, or not in order.
+    """
+    found = _resolved(Path(path).expanduser())
+    if os.path.lexists(found / layout.MANIFEST):
+        return Weights(found, _modules_of(found), found)
+    if os.path.lexists(found.parent / layout.MANIFEST):
+        return Weights(found, {MODEL: _module_in(found)}, found.parent)
+    if is_hugging_face(found):
+        return Weights(found, {MODEL: _hugging_face(found)})
+    return Weights(found, {MODEL: _opened(found)})
+
+
+def _resolved(path: Path) -> Path:
+    """A pointer's or run directory's checkpoint; any other path as it is."""
+    path = Path(os.path.realpath(resume.pointed_path(path) or path))
+    if not path.is_dir():
+        raise _unusable("there are no weights here", path, "no such directory")
+    if os.path.lexists(path / layout.MANIFEST):
+        return path
+    newest = resume.newest(path)
+    return path / newest.name if newest else path
+
+
+def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
+    manifest = Manifest.read(checkpoint)
+    modules = {name for name, record in manifest.state.items() if record.kind == "module"}
+    trees = {name: tree for name, tree in manifest.trees.items() if name in modules}
+    if not trees:
+        raise _unusable("this checkpoint holds no module", checkpoint, ", ".join(manifest.state) or "no state")
+    whole = {
+        name: {fqn: replace(tensor, slices=in_one_piece(tensor)) for fqn, tensor in tree.tensors.items()}
+        for name, tree in trees.items()
+    }
+    return {name: Tensors(checkpoint, whole[name], tree.tied) for name, tree in trees.items()}
+
+
+def _module_in(directory: Path) -> Tensors:
+    """The module that a checkpoint keeps in *directory*."""
+    modules = {layout.state_directory(name): module for name, module in _modules_of(directory.parent).items()}
+    if directory.name not in modules:
+        raise _unusable("this directory of a checkpoint holds no module", directory, f"those of it: {sorted(modules)}")
+    return modules[directory.name]
+
+
+def _opened(directory: Path) -> Tensors:
+    source = open_source(directory)
+    return Tensors(source.root, source.tensors, source.tied)
+
+
+def is_hugging_face(directory: Path) -> bool:
+    """Whether there are whole tensors: an index, or safetensors without the marks of shards."""
+    files = sorted(directory.glob("*.safetensors"))
+    if (directory / layout.HF_INDEX).is_file():
+        return True
+    return bool(files) and SHARDING_INFO not in read_header(_real(files[0])).metadata
+
+
+def _hugging_face(directory: Path) -> Tensors:
+    """The tensors of the files that the index names, or of all. Links are followed: the Hub's cache is made of them."""
+    tensors: dict[str, Tensor] = {}
+    for name in _file_names(directory):
+        real = _real(directory / name)
+        if not real.is_file():
+            raise _unusable("a file of weights is missing", directory / name, "the index names it")
+        for fqn, entry in read_header(real).tensors.items():
+            if fqn in tensors:
+                raise _unusable(f"two files hold the tensor {fqn!r}", directory, name)
+            tensors[fqn] = whole_tensor(fqn, entry.dtype, entry.shape, str(real).lstrip("/"), entry.start)
+    return Tensors(Path("/"), tensors)
+
+
+def _file_names(directory: Path) -> list[str]:
+    index = directory / layout.HF_INDEX
+    if not index.is_file():
+        return sorted(path.name for path in directory.glob("*.safetensors"))
+    real = _real(index)
+    try:
+        weight_map = json.loads(read_inside(real.parent, real.name, limit=_MAX_INDEX_BYTES))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _unusable("the index of the weights cannot be read", index, repr(error)[:200]) from error
+    unsafe = [name for name in names if not isinstance(name, str) or "/" in name or layout.unsafe_path(name)]
+    if unsafe:
+        raise _unusable("the index names files elsewhere", index, unsafe[0])
+    return names
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(what, where=str(where), value=value, remedy=_REMEDY)

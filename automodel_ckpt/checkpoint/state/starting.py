@@ -1,0 +1,118 @@
+"""Weights into modules: each rank reads of the files what its own share of the parameters needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from automodel_ckpt.checkpoint.formats.planning import DTYPES
+from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, intersection, nbytes_of
+from automodel_ckpt.checkpoint.sources.weights import Tensors
+from automodel_ckpt.checkpoint.trees import module_state, set_module_state, whole_state
+
+NewRows = Literal["mean", "init"]
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Which stored tensor fills which of a module: its *source*, and its name there; *resized* by rows if need be."""
+
+    source: Tensors
+    name: str
+    resized: bool = False
+
+
+def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The global shapes of a module's stored tensors by FQN, and {further name: name} of tied ones."""
+    state, tied = module_state(module)
+    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, tied
+
+
+def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The same of all that the ranks hold of the module."""
+    state, tied = whole_state(module)
+    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, dict(tied)
+
+
+def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: NewRows) -> None:
+    """Read the stored tensors into the module's own (FQN -> filling); the others keep their values.
+
+    Sharded or not, on any device; values are cast to the parameter's dtype. Of a resized tensor the common rows are
+    read, and with *new_rows* ``mean`` the others become the mean of all stored rows; with ``init`` they stay. What only
+    other ranks hold is left to them. Needs no other rank. Raises :class:`CheckpointUnusable` naming the file.
+    """
+    state, tied = module_state(module)
+    for source in {id(filling.source): filling.source for filling in fillings.values()}.values():
+        mine = {fqn: f for fqn, f in fillings.items() if f.source is source and fqn in state}
+        whole = {fqn: _renamed(source.tensors[f.name], fqn) for fqn, f in mine.items() if not f.resized}
+        read_tree(source.root, Tree("", whole, {}), {fqn: state[fqn] for fqn in whole})
+        for fqn in mine.keys() - whole.keys():
+            _fill_rows(source, source.tensors[mine[fqn].name], state[fqn], new_rows)
+    set_module_state(module, state, tied, strict=True)
+
+
+def _renamed(tensor: Tensor, fqn: str) -> Tensor:
+    return replace(tensor, fqn=fqn, slices=tuple(replace(piece, fqn=fqn) for piece in tensor.slices))
+
+
+def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: NewRows) -> None:
+    local, box = _local(target)
+    if local.numel() == 0:
+        return
+    num_stored, first, stop = stored.shape[0], box.offsets[0], box.offsets[0] + box.sizes[0]
+    columns = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
+    for start, block in _blocks(source, stored, first, min(stop, num_stored)):
+        local[start - first : start - first + len(block)].copy_(block[:, *columns])
+    if stop > num_stored and new_rows == "mean":
+        total = torch.zeros(stored.shape[1:], dtype=torch.float64)
+        for _, block in _blocks(source, stored, 0, num_stored):
+            total += block.sum(0, dtype=torch.float64)
+        local[max(num_stored - first, 0) :].copy_((total / num_stored)[columns])
+
+
+def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """This rank's part of a tensor, and where it lies in the whole."""
+    if not isinstance(target, DTensor):
+        return target.detach(), Box((0,) * target.dim(), tuple(target.shape))
+    sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    return target.to_local().detach(), Box(tuple(offsets), tuple(sizes))
+
+
+def _blocks(source: Tensors, stored: Tensor, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows ``first .. stop`` of a stored tensor, some at a time: (number of the first, rows in host memory)."""
+    step = max(1, _BLOCK_BYTES // max(1, nbytes_of(stored.dtype, stored.shape[1:])))
+    for start in range(first, stop, step):
+        rows = rows_of(stored, start, min(start + step, stop))
+        block = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
+        state: dict[str, Any] = {stored.fqn: block}
+        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), state)
+        yield start, block
+
+
+def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
+    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a tensor of their own."""
+    wanted = Box((first, *(0 for _ in tensor.shape[1:])), (stop - first, *tensor.shape[1:]))
+    pieces = [piece for each in tensor.slices if (piece := _cut(each, wanted)) is not None]
+    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(pieces))
+
+
+def _cut(piece: Slice, wanted: Box) -> Slice | None:
+    """The part of a slice in *wanted*, a range of whole rows, counted from its first row; it is contiguous."""
+    common = intersection(piece.box, wanted)
+    if common is None:
+        return None
+    row_bytes = nbytes_of(piece.dtype, piece.sizes[1:])
+    start = piece.start + (common.offsets[0] - piece.offsets[0]) * row_bytes
+    offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
+    return replace(
+        piece, offsets=offsets, sizes=common.sizes, start=start, nbytes=common.sizes[0] * row_bytes, digest=None
+    )

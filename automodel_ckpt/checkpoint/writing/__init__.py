@@ -1,0 +1,1 @@
+"""What a rank has to write, as plain data, and carrying it out up to the sealed directory. Imports no torch."""
