@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
@@ -33,12 +34,16 @@ class InitialValues:
         """Whether ``_init_weights`` gives every tensor a value; what only a constructor knows cannot be made here."""
         tensors = [t for module in self._modules.values() for t in _own_tensors(module).values()]
         before = [tensor._version for tensor in tensors]
-        for name in self._modules:
-            self._initialise(name)
+        with guard_torch_init_functions(), _Touching():
+            for name in self._modules:
+                self._initialise(name)
         return all(tensor._version > old for tensor, old in zip(tensors, before, strict=True))
 
     def of_module(self, name: str, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-        """The whole tensors that the module *name* itself holds and that are *wanted* (by their own names)."""
+        """The whole tensors that the module *name* itself holds and that are *wanted* (by their own names), on the CPU.
+
+        Called under transformers' ``guard_torch_init_functions``.
+        """
         module = self._modules[name]
         kept = _own_tensors(module)
         lent = {own: torch.empty_like(tensor, device="cpu") for own, tensor in kept.items()}
@@ -47,7 +52,7 @@ class InitialValues:
         _replace(module, lent)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_mixed(self._seed, name))
+                torch.default_generator.manual_seed(_mixed(self._seed, name))  # an accelerator's draws are not ours
                 for outer in _outwards(name):
                     self._initialise(outer)
             return {own: tensor.detach() for own, tensor in _own_tensors(module).items() if wanted(own)}
@@ -58,11 +63,23 @@ class InitialValues:
     def _initialise(self, name: str) -> None:
         """What transformers does to one module; a module further out may go over those inside it (GPT-2's does)."""
         owner = next(self._modules[outer] for outer in _outwards(name) if self._is_model(outer))
-        with guard_torch_init_functions():
-            owner._init_weights(self._modules[name])
+        owner._init_weights(self._modules[name])
 
     def _is_model(self, name: str) -> bool:
         return isinstance(self._modules[name], PreTrainedModel)
+
+
+class _Touching(TorchFunctionMode):
+    """A normal draw without memory, which torch composes of ten operations in Python, becomes one write."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if function in (nn.init.normal_, torch.Tensor.normal_):
+            tensor: torch.Tensor = args[0] if args else named["tensor"]
+            return tensor.zero_() if tensor.is_meta else function(*args, **named)
+        return function(*args, **named)
 
 
 def _outwards(name: str) -> Iterator[str]:
@@ -125,12 +142,13 @@ def initialise(
     get those of the first name.
     """
     done: set[int] = set()
-    for name, module in modules.items():
-        own = {key: tensor for key, tensor in _own_tensors(module).items() if id(tensor) not in done}
-        done.update(id(tensor) for tensor in own.values())
-        asked = wanted(name, module)
-        for key, whole in values.of_module(name, lambda key: key in own and asked(key)).items():  # noqa: B023
-            put(own[key], whole)
+    with guard_torch_init_functions():
+        for name, module in modules.items():
+            own = {key: tensor for key, tensor in _own_tensors(module).items() if id(tensor) not in done}
+            done.update(id(tensor) for tensor in own.values())
+            asked = wanted(name, module)
+            for key, whole in values.of_module(name, lambda key: key in own and asked(key)).items():  # noqa: B023
+                put(own[key], whole)
 
 
 def put(target: torch.Tensor, whole: torch.Tensor) -> None:
