@@ -6,11 +6,12 @@ rendering the conversation up to each assistant turn, with and without it.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -24,13 +25,24 @@ from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.turns import Unlearnable, as_rendered, is_learnt, plain, turns_of
+from automodel_ckpt.data.turns import (
+    Unlearnable,
+    as_rendered,
+    calls_of,
+    is_learnt,
+    plain,
+    turns_of,
+    with_functions,
+)
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
 _Span = tuple[int, int]
 """The first character, and the one after the last."""
+_MARK = "__shown__"
+"""What no text has: it shows whether a template writes something."""
+_WATCHED = "{% macro strftime_now(form) %}" + _MARK + "{% endmacro %}"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -54,9 +66,10 @@ def messages(
 
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
     as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are, but for
-    contents that are lists of text parts: a template that knows texts only gets their text. What the assistant says in
-    a message with ``"weight": 0`` is not learnt (with ``1``, or without a weight, it is). ShareGPT's messages,
-    ``{"from", "value"}``, are read too, mostly in a field ``conversations``.
+    contents that are lists of text parts: a template that knows texts only gets their text; and the arguments of
+    ``tool_calls`` as texts of JSON, which a template that writes JSON itself gets as what they hold.
+    What the assistant says in a message with ``"weight": 0`` is not learnt (with ``1``, or without a weight, it is).
+    ShareGPT's messages, ``{"from", "value"}``, are read too, mostly in a field ``conversations``.
     *chat_template* is one, or the path of a file with one; without it the tokenizer's. *template_kwargs* are its
     further variables, such as ``enable_thinking``. *learn* ``last`` takes the assistant's last turn only. Conversations
     of more than *seq_length* tokens are refused with their place, or with *truncation* ``right`` cut, or left out where
@@ -72,12 +85,18 @@ def messages(
         tokenizer, template_of(tokenizer, chat_template), dict(template_kwargs or {}), learn == "last"
     )
     log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
+    if template.writes_the_date:
+        log.warning(
+            "%s: the chat template writes the date of the day on which samples are prepared; to have the same ones on "
+            "another day or machine give it one, as dataset.template_kwargs.date_string '26 Jul 2024'", source.path,
+        )  # fmt: skip
 
     def encode(rows: Rows) -> list[TokenizedSample]:
         return conversations(template, rows, [messages_field], tools_field, turns_of)
 
     return samples_of(
-        source, tokenizer, encode, policy, key=("messages", messages_field, tools_field, *template.key),
+        source, tokenizer, encode, policy,
+        fields=(messages_field, tools_field), key=("messages", messages_field, tools_field, *template.key),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
 
@@ -108,13 +127,22 @@ class ChatTemplate:
 
     def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """The tokens of the whole conversation (of :func:`turns_of`), those of the assistant labelled."""
-        turns, offered = self._as_taken(conversation), plain(tools) or None
+        turns, offered = self._with_arguments(self._as_taken(conversation)), plain(tools) or None
         self._refuse_lost_calls(turns, offered)
         sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
         labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
         if not any(labelled[1:]):
             raise _nothing_learnt(turns)
         return TokenizedSample(sample.tokens, labelled)
+
+    @property
+    def writes_the_date(self) -> bool:
+        """Whether the template asks for the present time, which samples then depend on."""
+        watched = replace(self, template=_WATCHED + self.template)
+        question = [{"role": "user", "content": "probe"}]
+        with suppress(Unlearnable):
+            return "strftime_now" in self.template and _MARK in watched._apply(question, None, tokenize=False)
+        return False
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -132,12 +160,32 @@ class ChatTemplate:
             return turns
         return [turn | {"content": _text_of(turn["content"])} if "content" in turn else turn for turn in turns]
 
+    @cached_property
+    def quotes_arguments(self) -> bool:
+        """Whether the template writes a call's arguments as JSON, so that a text of JSON would become one in quotes."""
+        function = {"name": "probe", "arguments": '{"probe": 1}'}
+        call = {"id": "probe0000", "type": "function", "function": function}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            shown = self._apply([{"role": "user", "content": "probe"}, calling], None, tokenize=False)
+        except Unlearnable:
+            return False
+        return '{\\"probe' in str(shown)
+
+    def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the arguments of calls read, where they are texts of JSON that would be quoted."""
+        if not any(isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn)):
+            return turns
+        return [with_functions(turn, _with_arguments_read) for turn in turns] if self.quotes_arguments else turns
+
     def _refuse_lost_calls(self, turns: list[dict[str, Any]], tools: Any) -> None:
         """An assistant that only calls a tool would be learnt as one that says nothing."""
-        calls = [call for turn in turns for call in turn.get("tool_calls") or [] if isinstance(call, dict)]
-        names = {str((call.get("function") or call).get("name", "")) for call in calls}
-        text = str(self._apply(turns, tools, tokenize=False)) if names else ""
-        lost = sorted(name for name in names if name not in text)
+        names = {str(call.get("name")) for turn in turns for call in calls_of(turn)}
+        if not names:
+            return
+        marked = [with_functions(turn, lambda call: call | {"name": f"{call.get('name')}{_MARK}"}) for turn in turns]
+        text = str(self._apply(marked, tools, tokenize=False))
+        lost = sorted(name for name in names if name + _MARK not in text)
         if lost:
             raise Unlearnable(
                 "the chat template leaves out the calls of tools in this conversation", ", ".join(lost),
@@ -307,6 +355,14 @@ def conversations(
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
     return samples
+
+
+def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with what its arguments, a text of JSON, hold; any other as it is."""
+    try:
+        return call | {"arguments": json.loads(call["arguments"])}
+    except (KeyError, TypeError, ValueError):
+        return call
 
 
 def _text_of(content: Any) -> Any:

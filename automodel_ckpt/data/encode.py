@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass

@@ -1,28 +1,40 @@
 """Local data files: which ones a path means, of which kind they are, and the line at which one cannot be read.
 
-A file is ``.jsonl``, ``.json``, ``.parquet``, ``.csv`` or ``.tsv`` (whose values are texts all), or ``.txt`` with a
-document on each line; behind ``.gz`` it is compressed.
+A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv`` or ``.tsv`` (whose values are texts
+all), or ``.txt`` with a document on each line; behind ``.gz``, ``.bz2`` or ``.xz`` it is compressed.
 """
 
 from __future__ import annotations
 
+import bz2
 import csv
 import glob
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.errors import RecipeError, os_problem
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+LOADERS = {
+    ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv",
+    ".txt": "text",
+}  # fmt: skip
 """Suffix -> the builder of ``datasets`` that reads it."""
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""What reading a damaged file raises; without an errno it is of what a compressed one holds."""
+_COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_BESIDE_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_TABLES = (".parquet", ".arrow")
+"""Kinds without lines."""
 _REMOTE = re.compile(r"\w+:/")
 
 
@@ -71,15 +83,17 @@ def digest(path: Path) -> str:
 
 def kind_of(path: Path) -> str:
     """The suffix that says how a file is read: in small letters, of a compressed file the one before ``.gz``."""
-    return (path.with_suffix("") if _is_compressed(path) else path).suffix.lower()
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
+    kind = (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+    return ".jsonl" if kind == ".ndjson" else kind
 
 
 def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if _is_compressed(path) else path.open("rb")  # type: ignore[return-value]
+    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), _plainly)(path)
+    return opened
+
+
+def _plainly(path: Path) -> IO[bytes]:
+    return path.open("rb")
 
 
 def holds_anything(path: Path) -> bool:
@@ -108,17 +122,41 @@ def reading_options(files: Sequence[Path], datasets: Any) -> dict[str, Any]:
 
 
 def _as_texts(path: Path, datasets: Any) -> dict[str, Any]:
-    """Options for a table in which ``3`` and ``NA`` are texts as well, and only an empty place is none."""
+    """Options for a table in which ``3`` and ``NA`` are texts as well, and only an empty place is none.
+
+    :class:`RecipeError` for a first row of more values than there are names: readers would move all to the right.
+    """
     separator = "\t" if kind_of(path) == ".tsv" else ","
     options = {"sep": separator, "keep_default_na": False, "na_values": [""]}
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
-            names = next(filter(None, csv.reader(text, delimiter=separator)), [])
+            rows = filter(None, csv.reader(text, delimiter=separator))
+            names, first = next(rows, []), next(rows, [])
     except (UnicodeDecodeError, csv.Error):  # told by the reader
         return options
+    if len(first) > len(names):
+        raise RecipeError(
+            "a row has more values than the table has columns",
+            where=f"{path}, row 0",
+            value=f"{len(first)} values for {', '.join(names)}",
+            remedy="put quotes around values with separators in them, or name all columns in the first line",
+        )
     if len(set(names)) < len(names) or "" in names:  # which pandas would rename
         return options
     return options | {"features": datasets.Features({name: datasets.Value("string") for name in names})}
+
+
+def is_about_data(path: Path) -> bool:
+    """Whether a file is one that ``datasets`` writes beside data, or hidden."""
+    return path.name in _BESIDE_DATA or path.name.startswith(".")
+
+
+def saved_table(directory: Path) -> list[Path] | None:
+    """The files, in their order, of what ``Dataset.save_to_disk`` of ``datasets`` wrote; None for other directories."""
+    state = directory / "state.json"
+    if not (state.is_file() and (directory / "dataset_info.json").is_file()):
+        return None
+    return [directory / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
 
 
 def require_readable(path: Path) -> Path:
@@ -138,7 +176,7 @@ def require_readable(path: Path) -> Path:
 
 def bad_line(path: Path) -> RecipeError | None:
     """The first line of a file that is no text, or of JSONL no object; None where there is none."""
-    if kind_of(path) not in LOADERS or kind_of(path) == ".parquet":
+    if kind_of(path) not in LOADERS or kind_of(path) in _TABLES:
         return None
     for number, line in lines_of(path):
         where = f"{path}:{number}"
@@ -174,6 +212,12 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that hold something, numbered from 1."""
-    with _open(path) as file:
-        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    """The lines that hold something, numbered from 1; :class:`RecipeError` for a compressed file that is damaged."""
+    try:
+        with _open(path) as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    except UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        remedy = "get it anew or compress it again, and check that the end of its name says how it is compressed"
+        raise RecipeError("a compressed file is damaged", where=str(path), value=error, remedy=remedy) from error

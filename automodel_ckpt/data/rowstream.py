@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.encode import Truncation
+from automodel_ckpt.data.files import UNREADABLE
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import OneRow, Rows, Source
@@ -77,7 +78,7 @@ class RowStream(IterableDataset[Row]):
     def _read_block(self, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             return list(islice(rows, self._block_size))
-        except (ValueError, RuntimeError) as error:
+        except (*UNREADABLE, ValueError, RuntimeError) as error:
             if not self.source.is_file:
                 raise
             raise self.source.unreadable(error) from error

@@ -6,29 +6,36 @@ Read by the ``datasets`` library. The kinds of files: see :mod:`.files`.
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from automodel_ckpt.data.fields import FieldTemplate, is_template, names_in
 from automodel_ckpt.data.files import (
     LOADERS,
+    UNREADABLE,
     bad_line,
     digest,
     files_of,
     holds_anything,
+    is_about_data,
     is_pattern,
     kind_of,
     lines_of,
     reading_options,
+    saved_table,
 )
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -74,26 +81,35 @@ class Rows:
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
-        """:meth:`columns` of texts; :class:`RecipeError` with the row for a value that is no text."""
-        columns = self.columns(fields)
-        for field, values in zip(fields, columns, strict=True):
-            self._require_texts(field, values)
-        return columns
+        """A column of texts for each field, or template of fields; :class:`RecipeError` with the row for no text."""
+        self.require([name for field in fields for name in names_in(field)])
+        return [self._written(field) if is_template(field) else self._texts_of(field) for field in fields]
 
     def hold_lists(self, fields: Sequence[str]) -> bool:
-        """Whether one of these fields has lists rather than texts; :class:`RecipeError` as of :meth:`columns`."""
-        return any(isinstance(next(filter(None, values), None), list) for values in self.columns(fields))
+        """Whether one of these fields has lists of messages; :class:`RecipeError` as of :meth:`columns`."""
+        self.require([name for field in fields for name in names_in(field)])
+        named = (self.values(field) for field in fields if not is_template(field))
+        first = [next(filter(None, values), None) for values in named]
+        return any(isinstance(value, list) and isinstance(value[0], Mapping) for value in first)
 
     def has_field(self, field: str) -> bool:
         """Whether the rows have this field."""
         return field in self.fields
 
-    def _require_texts(self, field: str, values: list[Any]) -> None:
+    def _written(self, field: str) -> list[str]:
+        template = FieldTemplate(field)
+        columns = {name: self.values(name) for name in template.names}
+        rows = ({name: values[number] for name, values in columns.items()} for number in range(self.num_rows))
+        return [template.write(row, partial(self.place, number)) for number, row in enumerate(rows)]
+
+    def _texts_of(self, field: str) -> list[str]:
+        values = self.values(field)
         for row, value in enumerate(values):
             if not isinstance(value, str):
                 what = f"field {field} of a sample is {'missing' if value is None else 'not a text'}"
                 remedy = "correct or leave out this sample"
                 raise RecipeError(what, where=self.place(row), value=value, remedy=remedy)
+        return values
 
 
 @dataclass(frozen=True)
@@ -193,12 +209,14 @@ class Source(Rows):
             raise RecipeError("a stream has no parts of splits", where="dataset.split", value=self.split, remedy=remedy)
         try:
             if not self.is_file:
-                return datasets.load_dataset(**self._of_name(datasets), split=self.split, streaming=True)
+                return self._telling_others(
+                    datasets.load_dataset(**self._of_name(datasets), split=self.split, streaming=True)
+                )
             if not self._filled:
                 raise _empty(self.path)
             with _quiet(datasets):
                 return datasets.load_dataset(**self._of_files(datasets), split=self.split, streaming=True)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._bad_line() or self._refused(error) from error
 
     @property
@@ -270,12 +288,16 @@ class Source(Rows):
         path = Path(self.path).expanduser()
         if not path.is_dir():
             return {"path": str(path), "name": self.name}
+        if (saved := saved_table(path)) is not None:
+            if not saved:
+                raise _empty(self.path)
+            return {"path": "arrow", "data_files": {"train": [glob.escape(str(file)) for file in saved]}}
         options = {} if self.name is not None else reading_options(self._in_directory(), datasets)
         return {"path": str(path.resolve()), "name": self.name, **options}  # it needs a name for a directory
 
     def _in_directory(self) -> list[Path]:
         found = sorted(each for each in Path(self.path).expanduser().rglob("*") if each.is_file())
-        return [file for file in found if kind_of(file) in LOADERS]
+        return [file for file in found if kind_of(file) in LOADERS and not is_about_data(file)]
 
     @cached_property
     def _table(self) -> Any:
@@ -295,7 +317,7 @@ class Source(Rows):
                 return datasets.load_dataset(
                     **self._of_files(datasets), split=self.split, cache_dir=scratch, keep_in_memory=True
                 )
-            except (datasets.exceptions.DatasetGenerationError, ArrowInvalid) as error:
+            except (datasets.exceptions.DatasetGenerationError, ArrowInvalid, *UNREADABLE) as error:
                 raise self.unreadable(error) from error
             except ValueError as error:
                 raise self._bad_line() or self._refused(error) from error
@@ -313,9 +335,18 @@ class Source(Rows):
 
     def _read_named(self, datasets: Any) -> Any:
         try:
-            return datasets.load_dataset(**self._of_name(datasets), split=self.split)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            return self._telling_others(datasets.load_dataset(**self._of_name(datasets), split=self.split))
+        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._bad_line() or self._refused(error) from error
+
+    def _telling_others(self, rows: Any) -> Any:
+        """*rows* of a directory, of whose files only those of the commonest kind are read."""
+        reader = rows.info.builder_name
+        others = [file.name for file in self._in_directory() if LOADERS[kind_of(file)] != reader]
+        if others and reader in LOADERS.values():
+            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            log.warning("%s: files of another kind than most are not read: %s", self.path, shown)
+        return rows
 
     def _refused(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
@@ -334,14 +365,18 @@ class Source(Rows):
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Without progress bars, and without log lines of what is told by an exception as well."""
+    """Without progress bars, and without log lines of what is told by an exception as well, or means nothing here."""
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    cards = logging.getLogger("huggingface_hub.repocard")  # of a directory's README
+    cards_level = cards.level
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    cards.setLevel(logging.ERROR)
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
+        cards.setLevel(cards_level)
         if shown:
             datasets.enable_progress_bars()
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import ChatTemplate, conversations, template_of
 from automodel_ckpt.data.encode import Encoder, Truncation
+from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
@@ -34,7 +35,8 @@ def text(
 ) -> TokenizedDataset | RowStream:
     """One sample per document, learnt as a whole, its end token included.
 
-    *field* names the column that holds the text (of ``.txt`` it is ``text``). A document of more than *seq_length*
+    *field* names the column that holds the text (of ``.txt`` it is ``text``), or is a template as for
+    :func:`prompt_completion`. A document of more than *seq_length*
     tokens is refused with its place, or with *truncation* ``right`` cut and counted in the log.
     """
     encoder = Encoder(tokenizer)
@@ -44,7 +46,8 @@ def text(
         return encoder.documents(documents)
 
     return samples_of(
-        Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length), key=("text", field),
+        Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length),
+        fields=names_in(field), key=("text", field),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip
 
@@ -67,6 +70,7 @@ def prompt_completion(
     """A sample per row: the prompt without labels, then the completion and the end token with them.
 
     Prompt and completion are texts, joined as they are: a space or line break between them belongs to one of the two.
+    In place of a field's name there may be a Jinja template of fields, ``"{{ question }}\\nAnswer: "``.
     Or both are lists of messages (TRL's conversational form), written by *chat_template* with *template_kwargs* as
     :func:`~automodel_ckpt.data.chat.messages` does, with labels on what the assistant says in the completion; a field
     ``tools`` is given to the template, too. A sample of more than *seq_length* tokens is refused with its place; with
@@ -92,6 +96,7 @@ def prompt_completion(
 
     return samples_of(
         Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length),
+        fields=[name for field in (*fields, "tools") for name in names_in(field)],
         key=("prompt_completion", *fields, *template.key),
         max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
     )  # fmt: skip

@@ -7,7 +7,7 @@ is ShareGPT's form of a message.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _WEIGHT = "weight"
@@ -81,6 +81,28 @@ def plain(value: Any) -> Any:
     return _without_nulls(value)
 
 
+def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions, with name and arguments, that a message calls, in each of the forms that calls have."""
+    calls = [turn.get("function_call"), *(turn.get("tool_calls") or [])]
+    return [call.get("function") or call for call in calls if isinstance(call, dict)]
+
+
+def with_functions(turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A message with what *change* makes of each of :func:`calls_of` it."""
+    changed = dict(turn)
+    if isinstance(turn.get("function_call"), dict):
+        changed["function_call"] = change(turn["function_call"])
+    if isinstance(turn.get("tool_calls"), list):
+        changed["tool_calls"] = [_changed(call, change) for call in turn["tool_calls"]]
+    return changed
+
+
+def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if not isinstance(call, dict):
+        return call
+    return call | {"function": change(call["function"])} if isinstance(call.get("function"), dict) else change(call)
+
+
 def _in_roles(turn: Any) -> Any:
     """A message of ShareGPT's form with role and content; anything else as it is."""
     if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
@@ -102,6 +124,10 @@ def _require_content(turn: dict[str, Any]) -> None:
         raise Unlearnable(
             "a message has no content", repr(turn)[:80], "give it a content, or tool_calls, or leave it out"
         )
+    content = turn.get("content", "")
+    if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
+        remedy = 'give it a text, or a list of parts as {"type": "text", "text": "..."}'
+        raise Unlearnable("a message's content is neither a text nor a list of parts", repr(content)[:80], remedy)
 
 
 def _require_weight(turn: dict[str, Any]) -> None:

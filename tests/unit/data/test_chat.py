@@ -172,6 +172,7 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         ({"messages": [{"content": "hello"}]}, "this is not a conversation"),
         ({"messages": TALK[2:]}, "the assistant speaks first"),
         ({"messages": [*TALK[1:2], {"role": "assistant", "content": None}]}, "a message has no content"),
+        ({"messages": [{"role": "user", "content": 4}, TALK[2]]}, "neither a text nor a list of parts"),
         ({"turns": TALK}, "the data has no field messages"),
     ],
 )
@@ -225,6 +226,29 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused(tokenizer: Any, tm
     assert "add_up" in learnt(tokenizer, messages(tokenizer, path, chat_template=PLAIN)[0])[0]
     with pytest.raises(RecipeError, match=r"leaves out the calls of tools[\s\S]*add_up"):
         messages(tokenizer, path, chat_template=MARKED)
+    said = {"role": "assistant", "content": "", "function_call": {"name": "user", "arguments": "{}"}}
+    with pytest.raises(RecipeError, match=r"leaves out the calls of tools[\s\S]*value:  user"):
+        messages(tokenizer, write(tmp_path, {"messages": [TALK[1], said]}), chat_template=PLAIN)
+
+
+@pytest.mark.parametrize("ending", ["| tojson", ""])
+def test_arguments_in_json_are_written_once(tokenizer: Any, tmp_path: Path, ending: str) -> None:
+    calling = "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments ending }}"
+    template = PLAIN.replace("call {{ m.tool_calls | tojson }}", calling.replace("ending", ending))
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    path = write(tmp_path, {"messages": [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert learnt(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == ['call add {"a": 1}</s>\n']
+
+
+def test_a_template_that_writes_the_date_is_told_of(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{{ date_string if date_string is defined else strftime_now('%Y') }}" + PLAIN
+    path = write(tmp_path, {"messages": TALK})
+    messages(tokenizer, path, chat_template=template, template_kwargs={"date_string": "1 May"})
+    assert "writes the date" not in caplog.text
+    messages(tokenizer, path, chat_template=template)
+    assert "writes the date" in caplog.text
 
 
 def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
+import datasets  # type: ignore[import-untyped]
 import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
@@ -76,12 +80,21 @@ def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.Monkey
         Source("nobody/nothing").fingerprint()
 
 
-def test_a_compressed_file_is_read_like_the_plain_one(tmp_path: Path) -> None:
-    path = tmp_path / "data.JSONL.gz"
-    path.write_bytes(gzip.compress(b'{"text": "one"}\n\n{"text": "two"}\n'))
+@pytest.mark.parametrize(
+    ("name", "compress"), [("a.JSONL.gz", gzip.compress), ("a.jsonl.bz2", bz2.compress), ("a.ndjson.xz", lzma.compress)]
+)
+def test_a_compressed_file_is_read_like_the_plain_one_and_a_damaged_one_is_named(
+    tmp_path: Path, name: str, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(compress(b'{"text": "one"}\n\n{"text": "two"}\n'))
     assert Source(str(path)).values("text") == ["one", "two"]
     assert next(iter(Source(str(path)).stream()))["text"] == "one"
     assert Source(str(path)).place(1) == f"{path}:3"
+    path.write_bytes(compress(LINES * 100)[:-9])
+    for read in (lambda: list(Source(str(path)).texts(["text"])), lambda: first_samples(Source(str(path)))):
+        with pytest.raises(RecipeError, match=f"a compressed file is damaged\n  where:  {path}\n"):
+            read()
 
 
 def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
@@ -92,6 +105,9 @@ def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
     assert source.values("empty") == [None, None, None]
     path.write_text("a,a\n1,2\n")
     assert Source(str(path)).fields == ["a", "a.1"]
+    path.write_text("a,b\n1,2,3\n4,5\n")
+    with pytest.raises(RecipeError, match=r"more values than the table has columns[\s\S]*3 values for a, b"):
+        Source(str(path)).texts(["a"])
 
 
 def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
@@ -101,6 +117,10 @@ def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
         Source(str(path)).stream()
     with pytest.raises(RecipeError, match="the data file is empty"):
         Source(str(path)).texts(["text"])
+
+
+def first_samples(source: Source) -> None:
+    list(row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
 
 
 LINES = b'{"text": "a"}\n' * 40
@@ -124,7 +144,7 @@ def test_the_one_line_that_is_no_json_is_named(directory: Path, line: bytes, fau
 
     def read() -> None:
         if place == "a stream":
-            list(row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
+            first_samples(source)
         source.texts(["text"])
 
     with pytest.raises(RecipeError, match=rf"a line is not JSON\n  where:  {path}:41\n  value:  {fault}"):
@@ -213,6 +233,24 @@ def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
         Source(str(directory)).texts(["text"])
     (directory / "train.tsv").write_text("question\tanswer\nNamibia\tNA\n1\t2\n")
     assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
+
+
+def test_what_save_to_disk_wrote_is_read_in_its_order(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"text": text} for text in "abc"])
+    rows.select([2, 0]).save_to_disk(tmp_path / "kept", num_shards=2)
+    rows.select([]).save_to_disk(tmp_path / "none")
+    assert Source(str(tmp_path / "kept")).texts(["text"]) == [["c", "a"]]
+    assert [row["text"] for row in Source(str(tmp_path / "kept")).stream()] == ["c", "a"]
+    with pytest.raises(RecipeError, match="the data file is empty"):
+        Source(str(tmp_path / "none")).texts(["text"])
+
+
+def test_files_that_a_directory_of_another_kind_leaves_out_are_named(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (directory / "more.csv").write_text("text\nfour\n")
+    assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
+    assert "files of another kind than most are not read: more.csv" in caplog.text
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:

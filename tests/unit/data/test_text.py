@@ -43,6 +43,37 @@ def test_a_tokenizer_that_begins_with_bos_does_so_here(tokenizer: Any, tmp_path:
     assert with_bos == {"input_ids": [1, *without["input_ids"]], "labels": [-100, *without["labels"]]}
 
 
+ALPACA = "{{ instruction }}\n{% if input %}{{ input }}\n{% endif %}"
+
+
+def test_a_text_may_be_written_from_several_fields(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = ({"instruction": "Add", "input": "1 2", "output": "3"}, {"instruction": "Go", "input": None, "output": "on"})
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    with caplog.at_level("INFO"):
+        dataset = prompt_completion(tokenizer, path, prompt_field=ALPACA, completion_field="output")
+        assert "not used" not in caplog.text
+        prompt_completion(tokenizer, path, prompt_field="instruction", completion_field="output")
+    assert "of its fields these are not used: input" in caplog.text
+    assert [tokenizer.decode(dataset[i]["input_ids"]) for i in range(2)] == ["Add\n1 2\n3</s>", "Go\non</s>"]
+    assert tokenizer.decode(text(tokenizer, path, field="{{ output }}!")[0]["labels"]) == "3!</s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{{ instructions }}", "the data has no field instructions"),
+        ("{{ prompt }", "a template of fields is not Jinja"),
+        ("{{ prompt / 0 }}", "a template of fields fails on a sample\n.*a.jsonl:1"),
+        ("{{ prompt.__class__ }}x{{ prompt.__class__.__mro__ }}", "SecurityError"),
+    ],
+)
+def test_a_template_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Path, template: str, what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        prompt_completion(tokenizer, jsonl(tmp_path / "a.jsonl", *PAIRS), prompt_field=template)
+
+
 def test_documents_are_learnt_whole(tokenizer: Any, tmp_path: Path) -> None:
     dataset = text(tokenizer, jsonl(tmp_path / "a.jsonl", {"body": "first"}, "", {"body": "second"}), field="body")
     assert [tokenizer.decode(dataset[i]["labels"]) for i in range(2)] == ["first</s>", "second</s>"]

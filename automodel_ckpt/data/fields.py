@@ -1,0 +1,52 @@
+"""What a recipe calls a field: its name, or a Jinja template that writes a text of several, as ``{{ a }}, {{ b }}``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from automodel_ckpt.errors import RecipeError
+
+
+def is_template(field: str) -> bool:
+    """Whether *field* writes a text, rather than naming a field."""
+    return "{{" in field or "{%" in field
+
+
+def names_in(field: str) -> list[str]:
+    """The fields that *field* needs; :class:`RecipeError` for a template that is none."""
+    return FieldTemplate(field).names if is_template(field) else [field]
+
+
+class FieldTemplate:
+    """A template over the fields of a row; what is missing in a row, or null, is written as nothing."""
+
+    def __init__(self, text: str) -> None:
+        environment = ImmutableSandboxedEnvironment(keep_trailing_newline=True, finalize=_or_nothing)
+        try:
+            undeclared = find_undeclared_variables(environment.parse(text))
+            self._template = environment.from_string(text)
+        except TemplateSyntaxError as error:
+            remedy = "write fields as {{ name }}, and parts that depend on one as {% if name %}...{% endif %}"
+            what = "a template of fields is not Jinja"
+            raise RecipeError(what, where="dataset", value=f"{error} in {text[:80]!r}", remedy=remedy) from error
+        self.names = sorted(undeclared - environment.globals.keys())
+
+    def write(self, row: Mapping[str, Any], where: Callable[[], str]) -> str:
+        """The text for a row; :class:`RecipeError` names *where* it stands."""
+        try:
+            return self._template.render(row)
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            value = f"{type(error).__name__}: {error}"
+            remedy = "correct this sample, or the template"
+            raise RecipeError(
+                "a template of fields fails on a sample", where=where(), value=value, remedy=remedy
+            ) from error
+
+
+def _or_nothing(value: Any) -> Any:
+    return "" if value is None else value
