@@ -27,7 +27,7 @@ from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.models.vocabulary import num_embeddings, refuse_unknown_ids
 from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
 from automodel_ckpt.recipes.stages import Staged
-from automodel_ckpt.training.loss import WHOLE, LossFn, labelled_positions, next_token_loss, num_label_tokens
+from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_positions, next_token_loss, num_label_tokens
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import refuse_unsharded
 from automodel_ckpt.training.step_scheduler import Due
@@ -365,4 +365,4 @@ def _sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
 
 def _num_tokens(micro_batch: Mapping[str, torch.Tensor]) -> int:
     mask = micro_batch.get("attention_mask")
-    return micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(mask.numpy(force=True)))
+    return micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))

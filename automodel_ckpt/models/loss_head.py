@@ -67,10 +67,14 @@ class _Labelled(AbstractContextManager[None]):
         self._head, self._labelled = head, (positions, targets)
 
     def __enter__(self) -> None:
-        self._head._labelled = self._labelled
+        _set_past_torch(self._head, "_labelled", self._labelled)
 
     def __exit__(self, *_: object) -> None:
-        self._head._labelled = None
+        _set_past_torch(self._head, "_labelled", None)
+
+
+_set_past_torch = object.__setattr__
+"""A module looks first whether a value is a parameter or a module, six times as long, twice in each step."""
 
 
 class LossHead(GivesLoss, nn.Linear):

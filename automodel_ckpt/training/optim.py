@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,6 +73,11 @@ class FusedAdamW(torch.optim.AdamW):
     def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
         super().__init__(params, **{"fused": True, **settings})
 
+    @cached_property
+    def _moments(self) -> dict[int, _Moments]:
+        """By the group's index. Made anew for a copy of the optimizer, which has tensors of its own."""
+        return {}
+
     def divide_in_step(self, divisor: float) -> None:
         """Let the next step divide all gradients by *divisor*."""
         self.grad_scale = torch.tensor(divisor, dtype=torch.float32)
@@ -104,12 +112,11 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def _update_all(self) -> bool:
         """False, with nothing done, where only torch knows how."""
-        parts = [self._parts_of(group) for group in self.param_groups]
-        known = [each for each in parts if each is not None]
-        if len(known) < len(parts):
+        known = [each for each in map(self._parts_of, range(len(self.param_groups))) if each is not None]
+        if len(known) < len(self.param_groups):
             return False
-        for group, part in zip(self.param_groups, known, strict=True):
-            self._update(group, part)
+        for group, parts in zip(self.param_groups, known, strict=True):
+            self._update(group, parts)
         self.grad_scale = None
         return True
 
@@ -121,36 +128,89 @@ class FusedAdamW(torch.optim.AdamW):
             self.grad_scale = None
         return _STEP_OF_TORCH(self, closure)  # type: ignore[no-any-return]
 
-    def _parts_of(self, group: dict[str, Any]) -> list[list[torch.Tensor]] | None:
-        """This rank's parts of what has a gradient in *group*: parameters, gradients, averages, averages of squares,
-        and the numbers of their steps. None for what only torch knows to do, off the CPU above all."""
-        if not group["fused"] or group["amsgrad"] or group["maximize"]:
-            return None
+    def _parts_of(self, index: int) -> _Parts | None:
+        """What the step of a group reads and writes on this rank. None for what only torch knows to do, off the CPU
+        above all."""
+        group, state = self.param_groups[index], self.state
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in trained]
-        if not all(states):
-            self._init_group(group, *([] for _ in range(6)))  # type: ignore[no-untyped-call]
-        values = [trained, [parameter.grad for parameter in trained]]
-        values += [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
-        if any(isinstance(parameter, DTensor) for parameter in trained):
-            if not all(_alike(*tensors) for tensors in zip(*values, strict=True)):
-                return None
-            values = [_here(tensors) for tensors in values]
-        values.append([state["step"] for state in states])
-        plain = all(tensor.is_cpu and tensor.is_contiguous() for tensors in values for tensor in tensors)
-        return values if plain else None
+        if not group["fused"] or group["amsgrad"] or group["maximize"] or not all(map(_is_on_cpu, trained)):
+            return None
+        entries = [state[parameter] for parameter in trained]
+        moments = self._moments.get(index)
+        if moments is None or not moments.are_of(entries):
+            if not all(entries):
+                self._init_group(group, *([] for _ in range(6)))  # type: ignore[no-untyped-call]
+            moments = self._moments[index] = _Moments(entries)
+        return moments.with_gradients(trained)
 
-    def _update(self, group: dict[str, Any], parts: list[list[torch.Tensor]]) -> None:
-        parameters, gradients, averages, squares, steps = parts
-        if not steps:
+    def _update(self, group: dict[str, Any], parts: _Parts) -> None:
+        if not parts.steps:
             return
         beta1, beta2 = group["betas"]
-        torch._foreach_add_(steps, 1)
+        parts.all_steps.add_(1)
         torch._fused_adamw_(
-            parameters, gradients, averages, squares, [], steps,
+            parts.parameters, parts.gradients, parts.averages, parts.squares, [], parts.steps,
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
             amsgrad=False, maximize=False, grad_scale=self.grad_scale,
         )  # fmt: skip
+
+
+class _Parts(NamedTuple):
+    """Of each parameter that has a gradient, this rank's part, and the number of its step, 0-dim; *all_steps* [N] holds
+    these numbers."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    steps: list[torch.Tensor]
+    all_steps: torch.Tensor
+
+
+class _Moments:
+    """The state of the parameters that a step updates, kept until it is another: to look all of it through takes a
+    small model as long as half of the update, and so does to count the steps one by one. They come to lie in one
+    tensor, so that one addition counts them."""
+
+    def __init__(self, entries: list[dict[str, torch.Tensor]]) -> None:
+        self._all_steps = torch.stack([entry["step"] for entry in entries]) if entries else torch.zeros(0)
+        self._steps = list(self._all_steps.unbind())
+        for entry, step in zip(entries, self._steps, strict=True):
+            entry["step"] = step
+        self._entries = entries
+        self._averages = [entry["exp_avg"] for entry in entries]
+        self._squares = [entry["exp_avg_sq"] for entry in entries]
+        self._averages_here, self._squares_here = _here(self._averages), _here(self._squares)
+        self._plain = all(map(_is_plain, chain(self._averages_here, self._squares_here, self._steps)))
+
+    def are_of(self, entries: list[dict[str, torch.Tensor]]) -> bool:
+        """Whether these are the *entries* of the optimizer's state, and in them the tensors that were there."""
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            return False
+        return (
+            all(map(is_, map(_AVERAGE, entries), self._averages))
+            and all(map(is_, map(_SQUARE, entries), self._squares))
+            and all(map(is_, map(_STEP, entries), self._steps))
+        )
+
+    def with_gradients(self, trained: list[torch.Tensor]) -> _Parts | None:
+        """None where torch has to see to the step."""
+        gradients = [gradient for parameter in trained if (gradient := parameter.grad) is not None]
+        if any(isinstance(parameter, DTensor) for parameter in trained):
+            if not all(map(_alike, trained, gradients, self._averages, self._squares)):
+                return None
+            trained, gradients = _here(trained), _here(gradients)
+        if not self._plain or not all(map(_is_plain, chain(trained, gradients))):
+            return None
+        return _Parts(trained, gradients, self._averages_here, self._squares_here, self._steps, self._all_steps)
+
+
+_AVERAGE, _SQUARE, _STEP = itemgetter("exp_avg"), itemgetter("exp_avg_sq"), itemgetter("step")
+_is_on_cpu = attrgetter("is_cpu")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
 
 
 _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(inspect.unwrap(torch.optim.AdamW.step))

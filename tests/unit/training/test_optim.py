@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,64 @@ def test_parameters_and_state_are_those_of_torch(settings: dict[str, Any]) -> No
     for number, state in their_state["state"].items():
         assert our_state["state"][number].keys() == state.keys()
         assert all(torch.equal(our_state["state"][number][name], state[name]) for name in state)
+
+
+def loads_another_state(optimizer: Any) -> Any:
+    state = copy.deepcopy(optimizer.state_dict())
+    for number, entry in enumerate(state["state"].values()):
+        entry["step"] += 10 * number
+        entry["exp_avg"] += 1
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def gets_other_tensors(optimizer: Any) -> Any:
+    first, second = list(optimizer.state.values())[:2]
+    first["step"], first["exp_avg"] = torch.tensor(7.0), first["exp_avg"] + 1
+    second["exp_avg_sq"] = second["exp_avg_sq"] * 2
+    return optimizer
+
+
+def gets_another_entry(optimizer: Any) -> Any:
+    parameter = optimizer.param_groups[1]["params"][0]
+    optimizer.state[parameter] = copy.deepcopy(optimizer.state[parameter])
+    optimizer.state[parameter]["exp_avg"].mul_(3)
+    return optimizer
+
+
+def starts_anew(optimizer: Any) -> Any:
+    optimizer.state.clear()
+    return optimizer
+
+
+def counts_in_place(optimizer: Any) -> Any:
+    for entry in optimizer.state.values():
+        entry["step"].fill_(5)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "happening",
+    [loads_another_state, gets_other_tensors, gets_another_entry, starts_anew, counts_in_place, copy.deepcopy],
+)
+def test_what_happens_to_the_state_between_steps_counts_as_with_torchs(happening: Callable[[Any], Any]) -> None:
+    after = []
+    for optimizer_class in (FusedAdamW, torch.optim.AdamW):
+        generator = torch.Generator().manual_seed(1)
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,), (2,)]]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        optimizer: Any = optimizer_class(groups, lr=0.1, fused=True)
+        for step in range(4):
+            optimizer = happening(optimizer) if step == 2 else optimizer
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        after.append((optimizer, parameters, optimizer.state_dict()["state"]))
+    (ours, our_parameters, our_state), (theirs, their_parameters, their_state) = after
+    mine, yours = ([p for group in each.param_groups for p in group["params"]] for each in (ours, theirs))
+    assert all(torch.equal(*pair) for pair in zip([*mine, *our_parameters], [*yours, *their_parameters], strict=True))
+    for number, entry in their_state.items():
+        assert all(torch.equal(our_state[number][name], value) for name, value in entry.items())
 
 
 def test_a_step_without_gradients_changes_nothing_and_hooks_are_called_once() -> None:
