@@ -72,6 +72,10 @@ class FailureRecord:
     """It waited for other ranks as long as a collective may."""
     absent: bool = False
     """It was in no collective when it was ended, or interrupted in a wait for data, because of others."""
+    lost: bool = False
+    """Its machine does not answer: nobody can wait for a word of it."""
+    begun: bool = True
+    """False: it was stopped before training, and other ranks may wait for it to come."""
 
 
 def record_of(error: BaseException, rank: int) -> FailureRecord:
@@ -95,6 +99,16 @@ def lost_connection(error: BaseException, rank: int, whither: str, *, where: str
         "resumes from the newest checkpoint",
     )  # fmt: skip
     return FailureRecord(time.time(), rank, EXIT_INTERNAL, f"error: {problem}", primary=False, names_rank=True)
+
+
+def lost_machine(rank: int, seconds: float) -> FailureRecord:
+    """The record of a rank whose machine went silent, left by another one."""
+    problem = Problem(
+        f"the machine of rank {rank} does not answer", "network", f"nothing came from it for {seconds:.0f} seconds",
+        "look whether it runs, and at the network between; the same command, on all machines, resumes from the newest "
+        "checkpoint",
+    )  # fmt: skip
+    return FailureRecord(time.time(), rank, EXIT_INTERNAL, f"error: {problem}", names_rank=True, lost=True)
 
 
 def lost_peer(error: BaseException | None) -> bool:
@@ -124,6 +138,14 @@ def stopped_at_once(rank: int, number: int) -> FailureRecord:
     name = signal.Signals(number).name
     message = f"stopped at once by a second {name}; the last complete checkpoint is as it was"
     return FailureRecord(time.time(), rank, STOPPED_AT_ONCE + number, message, names_rank=True)
+
+
+def stopped_early(rank: int, number: int) -> FailureRecord:
+    """The record of a rank that is stopped before training; *number* is 0 where another rank got the signal."""
+    message = (
+        f"stopped by {signal.Signals(number).name if number else 'a signal to another rank'} before training began"
+    )
+    return FailureRecord(time.time(), rank, EXIT_STOPPED, message, primary=bool(number), begun=False)
 
 
 def verdict(records: Iterable[FailureRecord]) -> FailureRecord | None:

@@ -38,6 +38,7 @@ from automodel_ckpt.cli.failure import (
     verdict,
 )
 from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
+from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.cli.topology import (
     C10D,
     LOCAL,
@@ -75,6 +76,11 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     ``prepare`` imports what the ranks need and returns the recipe's class; it is called once in this process, after
     the environment that torch reads at import is set. Raises nothing.
     """
+    with forgiving_streams():
+        return _launch(loaded, flags, prepare)
+
+
+def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     try:
         stop_request().signals = _stop_signals(loaded)
         started = started_by(os.environ, flags)
@@ -101,11 +107,12 @@ def _stopped(number: int, when: str) -> int:
 
 
 def _stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
-    """What the recipe says; a foreign configuration need not."""
+    """What the recipe says; a foreign configuration need not. A hangup that nohup has this process ignore stays so."""
     numbers: Sequence[signal.Signals] = getattr(
         getattr(loaded.config, "step_scheduler", None), "stop_signal_numbers", SIGNALS
     )
-    return numbers
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return [number for number in numbers if number not in ignored]
 
 
 def _imported(prepare: Prepare) -> RecipeClass:
@@ -142,6 +149,8 @@ def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
     stop_request().install()
     _hush(os.environ)
     store = _serve_store() if serve else None
+    # torchrun knows only success and failure, and a rank that saved for a signal did not fail.
+    exit_stopped = EXIT_DONE if "TORCHELASTIC_RUN_ID" in os.environ and not serve else EXIT_STOPPED
     try:
         recipe_class = _imported(prepare)
     except AutomodelError as error:
@@ -149,13 +158,12 @@ def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
             say(describe(error)[1])
         code = error.exit_code
     else:
-        code = joined_rank(loaded, recipe_class, claim_last_word)
+        code = joined_rank(loaded, recipe_class, claim_last_word, exit_stopped)
     if store is not None:
         if code != EXIT_DONE:
             time.sleep(STORE_SECONDS)  # the other ranks ask it who speaks
         return code
-    # torchrun knows only success and failure, and a rank that saved for a signal did not fail.
-    return EXIT_DONE if code == EXIT_STOPPED and "TORCHELASTIC_RUN_ID" in os.environ else code
+    return exit_stopped if code == EXIT_STOPPED else code
 
 
 def _serve_store() -> Any:

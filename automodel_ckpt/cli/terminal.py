@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
 from unicodedata import category, east_asian_width
 
 from automodel_ckpt.checkpoint.wording import size_text
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem
 
 __all__ = [
-    "age_text", "can_print", "coloured", "fitted", "json_text", "leave_reader", "occupy_standard_streams",
-    "print_error", "print_path", "printable", "printable_lines", "problem_json", "size_text", "table",
+    "age_text", "can_print", "coloured", "fitted", "forgiving_streams", "json_text", "leave_reader",
+    "occupy_standard_streams", "print_error", "print_path", "printable", "printable_lines", "problem_json", "size_text",
+    "table",
 ]  # fmt: skip
 
 _JOINS = ("Mn", "Me")  # marks that take no column of their own
@@ -36,6 +38,37 @@ def occupy_standard_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+class _Forgiving:
+    """A text stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def forgiving_streams() -> Iterator[None]:
+    """Inside, a terminal that was closed, a pipe without a reader or a full disk fails nobody who prints: a run that
+    nobody watches is worth as much, and its own logs tell the same."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Forgiving(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def printable(text: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from automodel_ckpt.cli.failure import FailureRecord
 
 KEY = "automodel_ckpt/failure"
+LIFELINE = "automodel_ckpt/lifeline"
 ANSWER_SECONDS = 5.0
 """So long the store may take; one that is gone answers never."""
 
@@ -44,9 +45,25 @@ class Wire:
 
     def heard(self) -> FailureRecord | None:
         """What was told; None while there is nothing, and where nobody answers."""
+        told = self._read(KEY)
+        return FailureRecord(**json.loads(told)) if told else None
+
+    def offer_lifeline(self, port: int) -> bool:
+        """Tell at which port machine 0 holds the connections of :mod:`automodel_ckpt.distributed.lifeline`. False where
+        nobody answers: rank 0 itself may serve the store, later."""
+        done: list[None] = []
+        self._ask(lambda store: done.append(store.set(LIFELINE, str(port))))
+        return bool(done)
+
+    def lifeline(self) -> tuple[str, int] | None:
+        """Where that is; None while there is nothing, and where nobody answers."""
+        port = self._read(LIFELINE)
+        return (self._address[0], int(port)) if port else None
+
+    def _read(self, key: str) -> str:
         answers: list[str] = []
-        self._ask(lambda store: answers.append(store.get(KEY).decode() if store.check([KEY]) else ""))
-        return FailureRecord(**json.loads(answers[0])) if answers and answers[0] else None
+        self._ask(lambda store: answers.append(store.get(key).decode() if store.check([key]) else ""))
+        return answers[0] if answers else ""
 
     def _ask(self, question: Callable[[Any], Any]) -> None:
         """In a thread that is left behind when the answer does not come: the network may be down."""

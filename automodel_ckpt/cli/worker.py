@@ -44,14 +44,17 @@ from automodel_ckpt.cli.failure import (
     FailureRecord,
     is_gone,
     is_stopped,
+    lost_machine,
     record_of,
     stopped_at_once,
+    stopped_early,
     text_of,
     verdict,
 )
 from automodel_ckpt.cli.wire import Wire
+from automodel_ckpt.distributed.lifeline import hold, hold_all, listen
 from automodel_ckpt.distributed.network import let_gloo_be_found
-from automodel_ckpt.distributed.stop import stop_request
+from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError
 from automodel_ckpt.own_code import telling_own_failures
 from automodel_ckpt.training.progress import Progress
@@ -88,18 +91,31 @@ class Loaded(Protocol):
     def to_yaml(self) -> str: ...
 
 
-def run_rank(loaded: Loaded, recipe_class: RecipeClass, on_failure: Callable[[FailureRecord], None]) -> int:
+def run_rank(
+    loaded: Loaded,
+    recipe_class: RecipeClass,
+    on_failure: Callable[[FailureRecord], None],
+    exit_stopped: int = EXIT_STOPPED,
+) -> int:
     """Run the recipe in this process, as the rank that RANK says (0 without it), and leave its process groups.
 
     ``on_failure`` gets the record of what ended the run, before anything is closed. Returns the exit code; raises
     nothing. In this process afterwards no thread of a process group is left, unless closing took CLOSE_SECONDS.
+    A signal before training may end the process, with ``exit_stopped``.
     """
     recipe: Recipe | None = None
+    stop, begun = stop_request(), False
+
+    def leave(number: int) -> None:
+        on_failure(stopped_early(this_rank(), number))
+        exit_now(exit_stopped)
+
     try:
         let_gloo_be_found(os.environ)
-        with telling_own_failures(RecipeError):
+        with stop.before_training(leave), telling_own_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
             recipe.setup()
+        begun = True
         with telling_own_failures(AutomodelError):
             recipe.run()
             recipe.close()
@@ -107,10 +123,17 @@ def run_rank(loaded: Loaded, recipe_class: RecipeClass, on_failure: Callable[[Fa
         return EXIT_DONE
     except BaseException as error:
         record = record_of(error, this_rank())
+        if not begun and _was_stopped(stop, error, record):
+            record = stopped_early(this_rank(), stop.requested)
         _end_line(recipe)
         on_failure(record)
         _close_quietly(recipe)
         return record.code
+
+
+def _was_stopped(stop: StopRequest, error: BaseException, record: FailureRecord) -> bool:
+    """Whether this rank was told to stop, and *error* follows from that, or from another rank's having obeyed first."""
+    return stop.wanted and (stop.interrupted or isinstance(error, StoppedWaiting) or not record.primary)
 
 
 def _end_line(recipe: Recipe | None) -> None:
@@ -134,6 +157,8 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board: Board, launc
         _announce_restart(earlier, made_room=made_room)
     done = threading.Event()
     threading.Thread(target=_watch_peers, args=(board, attempt, rank, done, wire), daemon=True).start()
+    if wire is not None and os.environ.get("LOCAL_RANK") == "0":
+        threading.Thread(target=_hold_lifeline, args=(board, attempt, rank), daemon=True).start()
     kept: list[Any] = []
     failures: list[FailureRecord] = []
 
@@ -141,7 +166,7 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board: Board, launc
         late = stop_request().interrupted and not record.primary and not record.timed_out
         failures.append(replace(record, absent=late))
         board.write(attempt, failures[-1])
-        if wire is not None and record.code != EXIT_STOPPED:
+        if wire is not None and (record.code != EXIT_STOPPED or not record.begun):
             kept.append(_the_ranks_store())
             if failures[-1].primary:
                 wire.tell(failures[-1])
@@ -153,7 +178,7 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board: Board, launc
     return _ending(board, attempt, code, failures, wire)
 
 
-def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool]) -> int:
+def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool], exit_stopped: int) -> int:
     """A rank that somebody else started (torchrun, srun). It says itself why it failed, if ``claim`` lets it."""
 
     def on_failure(record: FailureRecord) -> None:
@@ -162,7 +187,7 @@ def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], b
         if claim():
             say(text_of(record, several_ranks=world_size() > 1))
 
-    return run_rank(loaded, recipe_class, on_failure)
+    return run_rank(loaded, recipe_class, on_failure, exit_stopped)
 
 
 def say(text: str) -> None:
@@ -298,10 +323,33 @@ def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event, w
             _listen(listens, board, attempt)
         _tell_of_stopped(board.processes(attempt), rank, stopped)
         failed = _failed_peer(board, attempt, rank)
-        at_once = any(record.code > STOPPED_AT_ONCE for record in board.records(attempt))
+        at_once = any(record.code > STOPPED_AT_ONCE or record.lost for record in board.records(attempt))
         if failed is not None and not done.wait(0 if at_once else PEER_GRACE_SECONDS):
             board.write(attempt, _ended(rank, f"rank {rank} was ended because rank {failed} had failed"))
             exit_now(EXIT_INTERNAL)
+
+
+def _hold_lifeline(board: Board, attempt: int, rank: int) -> None:
+    """End the ranks of this machine when another one goes silent; rank 0 is where all lines meet, and tells all."""
+    wire = Wire.of_this_rank(os.environ)
+    assert wire is not None
+
+    def lost(other: int, seconds: float) -> None:
+        record = lost_machine(other, seconds)
+        if rank == 0:
+            wire.tell(record)
+            if int(os.environ.get("GROUP_WORLD_SIZE", "2")) > 2:
+                time.sleep(FAREWELL_SECONDS)
+        board.write(attempt, record)
+
+    if rank == 0:
+        listener = listen()
+        while not wire.offer_lifeline(listener.getsockname()[1]):
+            time.sleep(POLL_SECONDS)
+        hold_all(listener, lost)
+    while (address := wire.lifeline()) is None:
+        time.sleep(POLL_SECONDS)
+    hold(address, rank, lost)
 
 
 def _tell_of_stopped(processes: Mapping[int, int], rank: int, seen: Counter[int]) -> None:
@@ -318,9 +366,9 @@ def _tell_of_stopped(processes: Mapping[int, int], rank: int, seen: Counter[int]
 
 
 def _failed_peer(board: Board, attempt: int, rank: int) -> int | None:
-    """A rank of this machine that failed or died, if any; one that stopped for a signal did neither."""
+    """A rank of this machine that failed or died, if any; one that stopped for a signal while training did neither."""
     for record in board.records(attempt):
-        if record.rank != rank and record.code != EXIT_STOPPED:
+        if record.rank != rank and (record.code != EXIT_STOPPED or not record.begun):
             return record.rank
     gone = (peer for peer, process in board.processes(attempt).items() if peer != rank and is_gone(process))
     return next(gone, None)

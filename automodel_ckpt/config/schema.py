@@ -385,9 +385,10 @@ class StepSchedulerConfig:
     val_every_steps: int | None = setting(None, AT_LEAST_1)
     """Validate each time the step is a multiple of this; checkpoints are validated anyway."""
     stop_signals: list[str] = field(
-        default_factory=lambda: ["SIGTERM", "SIGUSR1"], metadata={"rules": (KNOWN_SIGNALS,)}
+        default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"], metadata={"rules": (KNOWN_SIGNALS,)}
     )
-    """Save and stop when one of these comes, to any rank or the launcher; Ctrl-C (SIGINT) always does."""
+    """Save and stop when one of these comes, to any rank or the launcher; Ctrl-C (SIGINT) always does. SIGHUP comes
+    when a terminal is closed; under nohup it is ignored."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from automodel_ckpt.distributed.network import is_own_address
+from automodel_ckpt.distributed.network import bound_silence, is_own_address
 from automodel_ckpt.errors import RecipeError
 
 NAME = "automodel_ckpt"
@@ -37,6 +37,8 @@ number where they meet at a master. The endpoint is HOST:PORT, port 0 for a free
 JOIN_SECONDS = 600.0
 """So long machines wait for each other, as torch's do."""
 POLL_SECONDS = 0.1
+SILENT_SECONDS = 15.0
+"""So long a launcher waits for an answer of the machine that has the rendezvous."""
 
 
 class Host(Protocol):
@@ -192,4 +194,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         "c10d", parameters.endpoint, parameters.run_id, parameters.min_nodes, parameters.max_nodes,
         parameters.local_addr, **configs,
     )  # fmt: skip
-    return HostedRendezvous(rendezvous_handler_registry.create_handler(inner), host)
+    handler = rendezvous_handler_registry.create_handler(inner)
+    bound_silence(int(port), SILENT_SECONDS)
+    return HostedRendezvous(handler, host)

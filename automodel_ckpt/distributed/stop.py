@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """What asks for a stop unless the recipe says otherwise (``step_scheduler.stop_signals``)."""
 SAME_SIGNAL_SECONDS = 1.0
 """One Ctrl-C reaches a rank from the terminal and from the launcher; what comes this close together is one request."""
 WAKE = signal.SIGURG
 """What a thread sends to have the main thread look up from a wait; other programs' SIGURG changes nothing."""
+UNHEARD_SECONDS = 2.0
+"""So long the main thread has to hear of a signal before training, where nothing can be lost."""
 PEER_SECONDS = 1.0
 """How often a rank that waits for data asks whether another one was told to stop."""
 
@@ -53,6 +55,7 @@ class StopRequest:
         self._first_at = 0.0
         self._installed = False
         self._interrupts = False
+        self._leave: Callable[[int], None] | None = None
 
     def install(self) -> None:
         """Handle :attr:`signals` from now on. Main thread only; harmless when repeated."""
@@ -88,6 +91,17 @@ class StopRequest:
         finally:
             self._interrupts = False
 
+    @contextlib.contextmanager
+    def before_training(self, leave: Callable[[int], None]) -> Iterator[None]:
+        """The same while nothing can be lost. A main thread that hears nothing (it waits for other ranks, or reads
+        weights) is not waited for: another thread calls *leave* with the signal's number, to end the process."""
+        self._leave = leave
+        try:
+            with self.interrupting():
+                yield
+        finally:
+            self._leave = None
+
     def interrupt(self) -> None:
         """Another rank was asked to stop: end a wait of the main thread. To be called by another thread."""
         self.elsewhere = True
@@ -115,8 +129,8 @@ class StopRequest:
     def _arrived(self, number: int) -> None:
         is_first = not self._first_at
         self.note(number)
-        if is_first and self.announce is not None:
-            self.announce()
+        if is_first:
+            self._first_arrived(number)
         if is_first or time.monotonic() - self._first_at < SAME_SIGNAL_SECONDS:
             return
         try:
@@ -124,6 +138,18 @@ class StopRequest:
                 self.at_once(number)
         finally:
             os._exit(128 + number)
+
+    def _first_arrived(self, number: int) -> None:
+        if self.announce is not None:
+            self.announce()
+        if self._leave is not None:
+            waiting = threading.Timer(UNHEARD_SECONDS, self._leave_unheard, (number,))
+            waiting.daemon = True
+            waiting.start()
+
+    def _leave_unheard(self, number: int) -> None:
+        if self._leave is not None and self._interrupts:
+            self._leave(number)
 
     def _let_go(self) -> None:
         """In a forked child (a data loader's worker) signals are not the child's affair, but SIGTERM ends it; unless it

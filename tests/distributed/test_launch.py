@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from automodel_ckpt.cli.launch import _stop_signals
 from tests.support.command_server import CommandServer
 from tests.support.ranks import free_port
 
@@ -103,10 +105,10 @@ class Start:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", FAKE, case]
         return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1", **self.server.on_path()})
 
-    def srun(self, case: str) -> list[Command]:
-        """What srun would start for two tasks on one node."""
+    def srun(self, case: str, come: Sequence[int] = (0, 1)) -> list[Command]:
+        """What srun would start for two tasks on one node, those of which that *come*."""
         step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-        tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in (0, 1)]
+        tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in come]
         return [self(case, ranks=0, **step, **task) for task in tasks]
 
     def _begin(self, popen: Popen, words: list[str], variables: dict[str, str]) -> Command:
@@ -254,7 +256,7 @@ def test_one_rank_is_restarted_too(start: Start) -> None:
     assert done.note("started_0")[0].split()[0] != str(done.process.pid), "forked, so that it can be started again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number: signal.Signals) -> None:
     command = start("train_until_stopped").wait_for("training_0", "training_1")
     command.process.send_signal(number)
@@ -271,6 +273,29 @@ def test_the_recipe_says_which_signals_stop(start: Start, number: signal.Signals
     assert command.wait(20).code == code
     assert ("stopped by SIGHUP" in command.err) == (number == signal.SIGHUP)
     wait_until(lambda: not any(is_alive(pid) for pid in command.pids()), 10)
+
+
+def test_under_nohup_a_hangup_stays_ignored() -> None:
+    loaded = SimpleNamespace(config=None)
+    assert signal.SIGHUP in _stop_signals(loaded)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in _stop_signals(loaded)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_ends_a_rank_whose_peers_never_come(start: Start) -> None:
+    (alone,) = start.srun("ok", [0])
+    alone.wait_for("joining_0")
+    alone.process.terminate()
+    assert (alone.wait(20).code, alone.err) == (75, "stopped by SIGTERM before training began\n")
+
+
+def test_a_terminal_that_is_gone_or_a_full_disk_behind_the_output_fails_nothing(start: Start) -> None:
+    words = ["-m", FAKE, "wrong_everywhere", "--notes", str(start.notes)]
+    with open("/dev/full", "w") as full:
+        assert start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full).wait(30) == 2
 
 
 def test_ctrl_c_to_the_whole_terminal_counts_once(start: Start) -> None:

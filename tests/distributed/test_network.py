@@ -21,6 +21,7 @@ from automodel_ckpt.distributed.network import (
     is_own_address,
     let_gloo_be_found,
 )
+from tests.distributed.test_launch import wait_until
 from tests.support.command_server import CommandServer
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,37 @@ def test_machines_that_know_themselves_as_localhost_train_together(
     ended = [machine.communicate(timeout=90) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
     assert sorted(out for out, _ in ended) == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+def test_machines_whose_cable_is_cut_end_on_both_sides(
+    hosts: tuple[str, str], commands: CommandServer, tmp_path: Path
+) -> None:
+    meet = ["--nnodes=2", f"--rdzv-endpoint={FIRST}:29473", "--rdzv-id=x", "--silence=2"]
+    machines = [
+        commands.popen(
+            "python", "-m", FAKE, "train_until_stopped", "--notes", str(tmp_path), "--network", host, *meet,
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for host in hosts
+    ]  # fmt: skip
+    for rank in (0, 1):
+        wait_until((tmp_path / f"training_{rank}").exists, 60)
+    wait_until(lambda: all(lines_held(host) for host in hosts), 20)
+    link = f"va{hosts[0].rpartition('-')[2]}"
+    ip("-n", hosts[0], "link", "set", link, "down")
+    try:
+        ended = [machine.communicate(timeout=30)[1] for machine in machines]
+    finally:
+        ip("-n", hosts[0], "link", "set", link, "up")
+    assert [machine.returncode for machine in machines] == [1, 1]
+    said = "error: the machine of rank {} does not answer\n  where:  network\n"
+    assert sorted(text[: len(said) - 1] for text in ended) == [said.format(0), said.format(1)]
+
+
+def lines_held(host: str) -> bool:
+    """Whether the kernel's probes watch over a connection of this machine."""
+    shown = subprocess.run(["ss", "-N", host, "-tno"], check=True, capture_output=True, text=True).stdout
+    return "keepalive" in shown
 
 
 def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:

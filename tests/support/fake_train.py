@@ -38,6 +38,7 @@ class FakeRecipe:
             raise RecipeError("the data set is empty", where="dataset", value="0 samples", remedy="give it samples")
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
+            self.note("joining", "")
             dist.init_process_group("gloo")
         self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
         self.fail_to_connect()
@@ -164,12 +165,17 @@ def main() -> int:
     for flag in ("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--master-addr"):
         parser.add_argument(flag)
     parser.add_argument("--network", help="a network namespace of ip(8)'s to run in")
-    parser.add_argument("--stop-signals", nargs="+", default=["SIGTERM", "SIGUSR1"])
+    parser.add_argument("--stop-signals", nargs="+", default=StepSchedulerConfig().stop_signals)
     for flag in ("--max-restarts", "--node-rank", "--master-port"):
         parser.add_argument(flag, type=int)
     parser.add_argument("--last-call", type=float, help="seconds that an elastic run waits for more machines")
     parser.add_argument("--peer-grace", type=float, help="seconds that a rank has to notice that another one failed")
+    parser.add_argument("--silence", type=int, help="seconds after which a machine that does not answer is lost")
     given = vars(parser.parse_args())
+    if (seconds := given.pop("silence")) is not None:
+        lifeline = importlib.import_module("automodel_ckpt.distributed.lifeline")
+        lifeline.IDLE_SECONDS, lifeline.PROBE_SECONDS, lifeline.NUM_PROBES = 1, 1, seconds - 1
+        importlib.import_module("automodel_ckpt.distributed.rendezvous").SILENT_SECONDS = seconds
     if (seconds := given.pop("peer_grace")) is not None:
         importlib.import_module("automodel_ckpt.cli.worker").PEER_GRACE_SECONDS = seconds
     if (seconds := given.pop("last_call")) is not None:
