@@ -106,8 +106,9 @@ def program(name: str) -> str:
 
 def train_command(directory: Path) -> list[str]:
     words = [program("ckpt-train"), "--nproc-per-node=2", RECIPE, "--checkpoint.checkpoint_dir", str(directory)]
-    changed = {"max_steps": NUM_STEPS, "ckpt_every_steps": CKPT_EVERY_STEPS} if NUM_STEPS != 60 else {}
-    return words + [f"--step_scheduler.{key}={value}" for key, value in changed.items()]
+    steps = {"step_scheduler.max_steps": NUM_STEPS, "step_scheduler.ckpt_every_steps": CKPT_EVERY_STEPS}
+    shorter = {**steps, "validation_dataset.max_samples": 16} if NUM_STEPS != 60 else {}
+    return words + [f"--{key}={value}" for key, value in shorter.items()]
 
 
 def steps_of(directory: Path) -> dict[int, dict[str, Any]]:

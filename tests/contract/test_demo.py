@@ -40,10 +40,11 @@ def test_the_demo_runs_to_its_end(
 
 @pytest.mark.timeout(300)
 def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_vlm, "RUNS", tmp_path)
-    short = ["--step_scheduler.max_steps=100", "--step_scheduler.ckpt_every_steps=null", "--validation_dataset=null"]
+    monkeypatch.setattr(demo_vlm, "subprocess", Starting(commands))
+    short = ["--step_scheduler.max_steps=60", "--step_scheduler.ckpt_every_steps=null", "--validation_dataset=null"]
     # First: a tokenizer is trained by threads, which do not survive the fork below.
     paths, expected = demo_vlm.write_scans(tmp_path / "scans")
     recipe = ROOT / demo_vlm.RECIPE

@@ -7,8 +7,9 @@ with the ranks. There are two ways to start one:
     commands.run("ckpt-train", "recipe.yaml", cwd=directory)    # or ckpt, python; like subprocess.run, popen like Popen
     environment = {**os.environ, **commands.on_path()}          # for shell scripts: all of these commands
 
-``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one. What torchrun
-starts are modules of the server too. pytest-xdist's workers come from it as well (``worker``, tests/conftest.py).
+``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one. ``plain`` runs
+a script where torch and transformers have been imported and nothing of this package. What torchrun starts are modules
+of the server too. pytest-xdist's workers come from it as well (``worker``, tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 NUMBER_BYTES = 16
+PLAIN = ".plain"
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
 if {name!r} == "python" and not sys.argv[1:2][0].endswith(".py"):
@@ -54,7 +56,7 @@ class CommandServer:
 
     def __init__(self, directory: Path) -> None:
         self.bin = directory / "bin"
-        self._place = directory / "socket"
+        self._place = directory / "server.socket"
         self._process_id = directory / "pid"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -99,7 +101,8 @@ class CommandServer:
 
     def popen(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """``subprocess.Popen``, forked by the server, which tells how it ended; text streams."""
-        return _Forked(self._place, list(words), text=True, **options)
+        place = self._place.with_suffix(PLAIN) if words[0] == "plain" else self._place
+        return _Forked(place, list(words), text=True, **options)
 
     def run(self, *words: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
         """``subprocess.run`` with its output captured."""
@@ -113,23 +116,33 @@ class CommandServer:
 
 
 class Starting:
-    """In a tool's module in the place of ``subprocess``: the tool's ``ckpt-train`` comes from the server."""
+    """In a tool's module in the place of ``subprocess``: the tool's ``ckpt-train`` comes from the server, and so does
+    the isolated Python that shows an export to transformers alone."""
 
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(self, commands: CommandServer) -> None:
         self._commands = commands
 
-    def Popen(self, words: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:  # noqa: N802
+    def Popen(  # noqa: N802
+        self, words: Sequence[str | Path], *, text: bool = True, **options: Any
+    ) -> subprocess.Popen[str]:
+        assert text
         program, *rest = [str(word) for word in words]
         if Path(program).name == "ckpt-train":
             return self._commands.popen("ckpt-train", *rest, **options)
+        if program == sys.executable and rest[0] == "-I":
+            return self._commands.popen("plain", *rest[1:], **options)
         return subprocess.Popen([program, *rest], text=True, **options)
 
-    def run(self, words: Sequence[str | Path], *, check: bool, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, words: Sequence[str | Path], *, check: bool, capture_output: bool = False, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         assert not check
-        with self.Popen(words, **options) as process:
-            return subprocess.CompletedProcess(words, process.wait())
+        streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) if capture_output else {}
+        with self.Popen(words, **streams, **options) as process:
+            out, err = process.communicate()
+            return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 class _Forked(subprocess.Popen[str]):
@@ -184,9 +197,18 @@ def serve(place: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    parent = os.getpid()
+    if os.fork() == 0:
+        assert "automodel_ckpt" not in sys.modules
+        listen(str(Path(place).with_suffix(PLAIN)), parent)
     for name in NEEDED:
         importlib.import_module(name)
     get_checkpoint_conversion_mapping("llama")
+    listen(place, os.getppid())
+
+
+def listen(place: str, parent: int) -> None:
+    """Fork for each request, until *parent* is no more."""
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -194,7 +216,6 @@ def serve(place: str) -> None:
         listener.listen()
         os.rename(place + ".new", place)
         listener.settimeout(5)
-        parent = os.getppid()
         while os.getppid() == parent:  # of tests that were killed nothing stays
             try:
                 connection, _ = listener.accept()
@@ -204,6 +225,7 @@ def serve(place: str) -> None:
                 listener.close()
                 answer(connection)
             connection.close()
+    os._exit(0)
 
 
 def answer(connection: socket.socket) -> None:
@@ -266,6 +288,10 @@ def main(words: list[str]) -> int:
         words = ["python", "-m", "torch.distributed.run", *words[1:]]
     if words[1] == "-u":
         words = [words[0], *words[2:]]
+    if words[0] == "plain":
+        sys.argv, sys.path[:] = words[1:], sys.path[1:]
+        runpy.run_path(words[1], run_name="__main__")
+        return 0
     is_module, is_text = words[1] == "-m", words[1] == "-c"
     by_path = os.path.dirname(words[1] if words[0] == "python" else sys.executable)
     first = os.getcwd() if is_module or is_text else by_path

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.trees import module_state
+from tests.support.command_server import CommandServer
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 READER = """
@@ -54,17 +52,15 @@ def export(place: Path, tied: bool, dtype: torch.dtype, dim: int) -> Any:
     return model
 
 
-def test_exports_give_equal_logits(tmp_path: Path) -> None:
+def test_exports_give_equal_logits(tmp_path: Path, commands: CommandServer) -> None:
     cases = [(torch.float32, 0, True), (torch.float32, 0, False), (torch.bfloat16, 1, True), (torch.bfloat16, 1, False)]
     places = [tmp_path / str(number) for number in range(len(cases))]
     models = [export(place, tied, dtype, dim) for place, (dtype, dim, tied) in zip(places, cases, strict=True)]
     ids = torch.arange(34).reshape(2, 17) % 97
     torch.save(ids, tmp_path / "ids.pt")
-    environment = {**os.environ, "PYTHONWARNINGS": "default"}
-    subprocess.run(
-        [sys.executable, "-c", READER, tmp_path / "ids.pt", *places],
-        check=True, env=environment, cwd=tmp_path, timeout=120,
-    )  # fmt: skip
+    (tmp_path / "reader.py").write_text(READER)
+    read = commands.run("plain", str(tmp_path / "reader.py"), str(tmp_path / "ids.pt"), *map(str, places), cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
     for model, place, (dtype, *_) in zip(models, places, cases, strict=True):
         found = torch.load(place / "out.pt", weights_only=True)
         with torch.no_grad():
