@@ -138,11 +138,19 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
     excluded = _matching(lora.exclude_modules, adaptable, modules, "peft.exclude_modules", problems)
     patterns = [lora.target_modules] if isinstance(lora.target_modules, str) else list(lora.target_modules)
     found: set[str] = set()
+    mistaken = _taken_for_experts(model, adaptable)
     if ALL_LINEAR in patterns:
         found |= _all_linear(model, adaptable) - _within(saved, adaptable)
+        if lost := sorted(found & mistaken - set(excluded)):
+            log.warning(
+                "peft takes layers of these names for experts, and they get no adapter: %s", ", ".join(_leaves(lost))
+            )
+        found -= mistaken
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
     found |= set(_matching(named, adaptable, modules, "peft.target_modules", problems))
     found -= set(excluded)
+    if lost := sorted(found & mistaken):
+        problems.append(_mistaken(lost))
     if both := sorted(found & _within(saved, adaptable)):
         what = "these modules would be trained as a whole and get an adapter too"
         problems.append(Problem(what, "peft.modules_to_save", both[:5], "name them in one of the two lists only"))
@@ -186,6 +194,32 @@ def _within(parents: Sequence[str], names: Iterable[str]) -> set[str]:
 def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {name for name, layer in adaptable.items() if isinstance(layer, _LINEAR) and layer is not output}
+
+
+def _taken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
+    """Layers beside fused experts whose names these had in older versions of the model: peft means the experts."""
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # peft that knows no fused experts
+        return set()
+
+    def kept(leaf: str) -> bool:
+        config: Any = LoraConfig(target_modules=[leaf])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # a part of what is fused
+            return False
+        return leaf in config.target_modules
+
+    mistaken = {leaf for leaf in _leaves(adaptable) if not kept(leaf)}
+    return {name for name in adaptable if name.rpartition(".")[2] in mistaken}
+
+
+def _mistaken(names: Sequence[str]) -> Problem:
+    what = "peft takes layers of these names for the experts, and would adapt those instead"
+    return Problem(what, "peft.target_modules", names[:5], "name other layers, or use all-linear")
 
 
 def _did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
@@ -267,7 +301,12 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        wrapped = get_peft_model(model, peft_config, ADAPTER_NAME, autocast_adapter_dtype=autocast)
+        try:
+            wrapped = get_peft_model(model, peft_config, ADAPTER_NAME, autocast_adapter_dtype=autocast)
+        except ValueError as error:
+            remedy = "leave such layers out by peft.exclude_modules, or name others in peft.target_modules"
+            what = "peft cannot put adapters there"
+            raise RecipeError(what, where="peft.target_modules", value=error, remedy=remedy) from error
     for text in {str(w.message) for w in caught if not issubclass(w.category, FutureWarning | DeprecationWarning)}:
         log.warning("peft: %s", text)
     return wrapped.train()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint.state.adapter import adapter_keys
 from automodel_ckpt.errors import RecipeError
@@ -68,6 +68,23 @@ def test_names_that_choose_nothing_or_contradict_each_other_are_refused(lora: di
     with pytest.raises(RecipeError) as caught:
         find_modules(llama(), Lora(**lora))
     assert said in str(caught.value) and "peft." in str(caught.value)
+
+
+def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2}
+    parts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    low_rank = {"kv_lora_rank": 2, "q_lora_rank": 2, "v_head_dim": 4, "moe_intermediate_size": 8}
+    experts = AutoConfig.for_model("deepseek_v3", **sizes, **heads, **parts, **low_rank)
+    mixture = AutoModelForCausalLM.from_config(experts)
+    added = add_adapters(mixture, Lora(), task_type="CAUSAL_LM")
+    assert not [name for name, _ in added.model.named_parameters() if "lora_" in name and ".experts." in name]
+    assert "for experts, and they get no adapter: down_proj, gate_proj, up_proj" in caplog.text
+    with pytest.raises(RecipeError, match=r"would adapt those instead[\s\S]*shared_experts\.up_proj"):
+        find_modules(mixture, Lora(target_modules=["q_proj", "*.shared_experts.*"]))
+    mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes, state_size=2))
+    with pytest.raises(RecipeError, match=r"peft cannot put adapters there[\s\S]*out_proj"):
+        add_adapters(mamba, Lora(), task_type="CAUSAL_LM")
 
 
 def test_all_wrong_names_are_reported_at_once() -> None:
