@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.trees import Owners, Whole
+from automodel_ckpt.checkpoint.state.optimizer_tree import Owners
+from automodel_ckpt.checkpoint.trees import Whole
 from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh
 from automodel_ckpt.distributed.pipeline import Kind, Pipeline, TiedEnds, Wire, idle_share

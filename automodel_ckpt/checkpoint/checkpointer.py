@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.choosing import Chooser
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.shared_storage import refuse_separate_storage
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
@@ -47,10 +47,11 @@ from automodel_ckpt.checkpoint.saving.planner import (
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.state.loading import Loader, shown
 from automodel_ckpt.checkpoint.state.optimizer_state import places
+from automodel_ckpt.checkpoint.state.optimizer_tree import Owners
 from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values, refuse_unstorable
 from automodel_ckpt.checkpoint.together import failing_together
-from automodel_ckpt.checkpoint.trees import Owners, module_state
-from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.checkpoint.trees import module_state
+from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.checkpoint.writing import sealing
 from automodel_ckpt.checkpoint.writing.jobs import run_all
@@ -59,7 +60,6 @@ from automodel_ckpt.errors import (
     AutomodelError,
     CheckpointUnusable,
     ExportFailed,
-    Problem,
     RecipeError,
     SaveFailed,
 )
@@ -137,7 +137,7 @@ class Checkpointer:
             model_save_format=model_save_format, model_layout=model_layout, save_consolidated=save_consolidated,
             save_optimizer=save_optimizer, restore_from=restore_from,
         )  # fmt: skip
-        self._verify: Level = verify
+        self._chooser = Chooser(verify, ranks, group)
         self._allow_missing = frozenset(allow_missing_state)
         self._on_incompatible = on_incompatible
         self._told = False
@@ -440,10 +440,11 @@ class Checkpointer:
         *on_incompatible* ``sibling`` looks on in :attr:`directory`, from then on one beside it. Called on all ranks.
         Raises :class:`CheckpointUnusable`, the same on all ranks, where none can be used, or it does not fit.
         """
-        found = self._find()
+        choose = partial(self._chooser.choose, restore_from=self._planner.restore_from)
+        found = choose(self._run)
         while found is not None and (lines := self._incompatible(*found, state)):
             self._move_to_sibling(found[0], lines)
-            found = self._find()
+            found = choose(self._run)
         if found is None:
             return None
         path, manifest = found
@@ -455,17 +456,6 @@ class Checkpointer:
         self._run.went_back_to = manifest.step
         self._planner.resumed_from = path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
-
-    def _find(self) -> tuple[Path, Manifest] | None:
-        """The checkpoint to load, its files compared with its manifest."""
-        with self._failing_together("looking for a checkpoint", CheckpointUnusable):
-            request = self._run.candidates(self._planner.restore_from) if self.is_leader else None
-        request = agree.broadcast_object(self._group, request)
-        assert request is not None
-        chosen = self._first_usable(request)
-        if chosen is not None and request.note and self.is_leader:
-            log.info("%s", request.note)
-        return chosen
 
     def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
         """What sends the run to a sibling directory; empty where it stays."""
@@ -490,39 +480,6 @@ class Checkpointer:
         for name, assets in self.assets.items():
             if isinstance(assets, AdapterAssets):
                 assets.refuse_other_base(path, layout.state_directory(name))
-
-    def _first_usable(self, request: resume.Request) -> tuple[Path, Manifest] | None:
-        refused: list[resume.Refused] = []
-        for path in request.candidates:
-            manifest, problems = self._examine(path)
-            if manifest is not None and not problems:
-                return path, manifest
-            name = layout.parse_checkpoint_name(path.name)
-            refused.append(
-                resume.Refused(path, name.step if name else None, manifest is not None, True, tuple(problems))
-            )
-            if self.is_leader:
-                log.warning("Skipping checkpoint %s: %s", self._run.shown(path), refused[-1].reason())
-        if not refused:
-            return None
-        raise CheckpointUnusable(
-            "the checkpoint to restore from cannot be used" if request.by_name else "no checkpoint can be used",
-            where=str(self.directory),
-            value="\n" + resume.refusal_table(refused),
-            remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-            "or start anew in another checkpoint.checkpoint_dir",
-        )
-
-    def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:
-        """The manifest, and all problems that the ranks, each reading its share of the files, have found."""
-        manifest, problems = None, []
-        try:
-            manifest = Manifest.read(path)
-            problems = verify(path, manifest, self._verify, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
-        except CheckpointUnusable as error:
-            problems = list(error.problems)
-        found = [problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs]
-        return manifest, list(dict.fromkeys(found))
 
     # ---------------------------------------------------------------- both
 

@@ -1,10 +1,8 @@
-"""State dicts of modules and optimizers under names that every strategy and world size shares (FQNs)."""
+"""State dicts of modules under names that every strategy and world size shares (FQNs)."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +11,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.state.adapter import adapter_keys
-from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
 
 
@@ -62,7 +55,7 @@ class Whole:
     def of(cls, module: nn.Module) -> Whole:
         """Of a module of which nothing has been taken away yet."""
         state, tied = module_state(module)
-        return cls({name: _outline(value) for name, value in state.items() if isinstance(value, torch.Tensor)}, tied)
+        return cls({name: outline(value) for name, value in state.items() if isinstance(value, torch.Tensor)}, tied)
 
 
 def keep_whole(module: nn.Module) -> None:
@@ -71,7 +64,8 @@ def keep_whole(module: nn.Module) -> None:
         module.whole = Whole.of(module)  # type: ignore[assignment]
 
 
-def _outline(tensor: torch.Tensor) -> torch.Tensor:
+def outline(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype without memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -89,16 +83,6 @@ def whole_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]
 
 RowPart = tuple[int, tuple[slice, ...]]
 """A row of a tensor, and what of that row."""
-
-Groups = list[dict[str, torch.Tensor]]
-"""For each of an optimizer's parameter groups, {FQN: a tensor without memory} of what it trains."""
-
-
-def trained_by_all(optimizer: Optimizer) -> Groups | None:
-    """What the ranks whose optimizers train different parameters train together, under the names of :class:`Owners`;
-    None where they all train the same. Such an optimizer has it in its attribute ``whole``."""
-    groups: Groups | None = getattr(optimizer, "whole", None)
-    return groups
 
 
 def stored_names(
@@ -201,114 +185,3 @@ def set_module_state(module: nn.Module, state: Mapping[str, Any], tied: Mapping[
         own = {fqns.get(name, name): value for name, value in whole.items() if name not in rows}
         own.update((fqn, present[fqn]) for fqn in parts if fqn in present)
     set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
-
-
-class Owners:
-    """The recipe's modules under one roof, so that an optimizer over several of them has unambiguous FQNs:
-    ``model.layers.0.weight`` of the attribute ``model`` is ``model.model.layers.0.weight`` here."""
-
-    def __init__(self, items: Iterable[Item]) -> None:
-        self.roof = nn.Module()
-        for item in items:
-            if item.kind == "module":
-                # Module names may not hold dots.
-                self.roof.add_module(item.name.replace(".", "%"), item.value)
-
-    def optimizer_state(self, item: Item) -> dict[str, Any]:
-        """``{"state": {fqn: {...}}, "param_groups": [...]}``; where there is no state at all, it is created first.
-
-        The groups name what all ranks train, the state is this rank's.
-        """
-        self.refuse_strangers(item)
-        state: dict[str, Any] = dict(get_optimizer_state_dict(self.roof, item.value))
-        for group, names in zip(state["param_groups"], trained_by_all(item.value) or (), strict=False):
-            group["params"] = list(names)
-        return state
-
-    def groups(self, item: Item) -> Groups:
-        """What this rank's optimizer trains."""
-        fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
-        return [{fqns[id(p)]: _outline(p) for p in group["params"]} for group in item.value.param_groups]
-
-    def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What this rank's optimizer trains, by FQN; *state* is what :meth:`optimizer_state` gave."""
-        mine = [list(names) for names in self.groups(item)] if trained_by_all(item.value) is not None else None
-        named = mine or [group["params"] for group in state["param_groups"]]
-        trained = [group["params"] for group in item.value.param_groups]
-        return {fqn: p for names, ps in zip(named, trained, strict=True) for fqn, p in zip(names, ps, strict=True)}
-
-    def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
-        """What *state* has none for has none afterwards."""
-        set_optimizer_state_dict(self.roof, item.value, dict(state), options=StateDictOptions(strict=False))
-
-    def refuse_strangers(self, item: Item) -> None:
-        """Raises :class:`RecipeError` where an optimizer trains what no module under the roof has."""
-        known = {id(parameter) for parameter in self.roof.parameters()}
-        mine = [parameter for group in item.value.param_groups for parameter in group["params"]]
-        strangers = [tuple(parameter.shape) for parameter in mine if id(parameter) not in known]
-        if strangers:
-            raise RecipeError(
-                "an optimizer trains parameters of no module that the recipe keeps in an attribute",
-                where=f"recipe attribute {item.name!r}",
-                value=f"{len(strangers)} parameter(s), the first of shape {list(strangers[0])}",
-                remedy="keep their module in an attribute of the recipe, so that it is saved too",
-            )
-
-
-def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create: bool = False) -> dict[str, Any]:
-    """An optimizer's state and that of its LR schedulers; theirs in a tuple, which DCP keeps whole (it would turn the
-    integer keys of a MultiStepLR into text).
-
-    A parameter that was never updated has none, unless it is to be *create*d, to be read into.
-    """
-    schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
-    with _made(item) if create else _as_it_is(item.value):
-        state = owners.optimizer_state(item)
-    if not create and (forms := forms_of(state)):
-        state[FORMS] = (forms,)
-    return {item.name: state, **schedulers}
-
-
-@contextmanager
-def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, PyTorch makes no state for an optimizer that has none: it would do so by a step, which counts."""
-    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
-    if optimizer.state or first is None:
-        yield
-        return
-    optimizer.state[first] = {}
-    try:
-        yield
-    finally:
-        del optimizer.state[first]
-
-
-@contextmanager
-def _made(item: Item) -> Iterator[None]:
-    """PyTorch makes state for all parameters or for none, and for none where one has a gradient, which would be that of
-    other weights than those to be read. It does so by a step with a closure, which not every optimizer takes."""
-    optimizer = item.value
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if len(optimizer.state) < len(trained):
-        optimizer.state.clear()
-        for parameter in trained:
-            parameter.grad = None
-    own, step = vars(optimizer).get("step"), optimizer.step
-    parameters = inspect.signature(step).parameters.values()
-    if not any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters):
-        optimizer.step = lambda closure: step()
-    try:
-        yield
-    except RecipeError:
-        raise
-    except Exception as error:
-        raise RecipeError(
-            "the optimizer does not make its state by a step without gradients",
-            where=f"recipe attribute {item.name!r}",
-            value=repr(error),
-            remedy="let its step() work where all gradients are zero: its state is read into what it makes then",
-        ) from error
-    finally:
-        vars(optimizer).pop("step", None)
-        if own is not None:
-            optimizer.step = own

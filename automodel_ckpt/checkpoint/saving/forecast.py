@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.trees import module_state, trained_by_all, whole_of
+from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
+from automodel_ckpt.checkpoint.trees import module_state, whole_of
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}

@@ -31,8 +31,9 @@ from automodel_ckpt.checkpoint.saving.side_files import Assets, write_finished, 
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_state import digests_of_own, refuse_unlike
+from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values
-from automodel_ckpt.checkpoint.trees import Owners, module_state, optimizer_tree, trained_by_all, whole_of
+from automodel_ckpt.checkpoint.trees import module_state, whole_of
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
 from automodel_ckpt.checkpoint.writing.parts import Part, TreePart

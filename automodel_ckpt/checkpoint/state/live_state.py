@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.trees import stored_names, stored_values, trained_by_all, unwrap
+from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
+from automodel_ckpt.checkpoint.trees import stored_names, stored_values, unwrap
 
 _SCALARS = (type(None), bool, int, float, complex, str)
 

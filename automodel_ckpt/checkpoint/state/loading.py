@@ -17,14 +17,8 @@ from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, Forms, Room, forms_in, hand_over, places
-from automodel_ckpt.checkpoint.trees import (
-    Owners,
-    module_state,
-    optimizer_tree,
-    set_module_state,
-    trained_by_all,
-    whole_state,
-)
+from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
+from automodel_ckpt.checkpoint.trees import module_state, set_module_state, whole_state
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 from automodel_ckpt.own_code import place_in_own_code
 

@@ -1,0 +1,77 @@
+"""Choosing the checkpoint to load: all ranks read their shares of its files, and agree on what they found."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.together import failing_together
+from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Chooser:
+    """Chooses among a run's checkpoints, with *level* of comparison, on all *ranks* of *group*."""
+
+    def __init__(self, level: Level, ranks: layout.RankLayout, group: ProcessGroup | None) -> None:
+        self._level: Level = level
+        self._ranks, self._group = ranks, group
+
+    def choose(self, run: RunDirectory, restore_from: str | None) -> tuple[Path, Manifest] | None:
+        """The newest usable checkpoint of *run*, or the one that *restore_from* asks for, compared with its manifest;
+        None where there is none at all. Called on all ranks.
+
+        The leader logs what is passed over, and why. Raises :class:`CheckpointUnusable`, the same on all ranks, where
+        none can be used.
+        """
+        leads, request = self._ranks.rank == 0, None
+        with failing_together(self._group, "looking for a checkpoint", run.path, CheckpointUnusable):
+            request = run.candidates(restore_from) if leads else None
+        request = agree.broadcast_object(self._group, request)
+        assert request is not None
+        chosen = self._first_usable(run, request)
+        if chosen is not None and request.note and leads:
+            log.info("%s", request.note)
+        return chosen
+
+    def _first_usable(self, run: RunDirectory, request: resume.Request) -> tuple[Path, Manifest] | None:
+        refused: list[resume.Refused] = []
+        for path in request.candidates:
+            manifest, problems = self._examine(path)
+            if manifest is not None and not problems:
+                return path, manifest
+            name = layout.parse_checkpoint_name(path.name)
+            refused.append(
+                resume.Refused(path, name.step if name else None, manifest is not None, True, tuple(problems))
+            )
+            if self._ranks.rank == 0:
+                log.warning("Skipping checkpoint %s: %s", run.shown(path), refused[-1].reason())
+        if not refused:
+            return None
+        raise CheckpointUnusable(
+            "the checkpoint to restore from cannot be used" if request.by_name else "no checkpoint can be used",
+            where=str(run.path),
+            value="\n" + resume.refusal_table(refused),
+            remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
+            "or start anew in another checkpoint.checkpoint_dir",
+        )
+
+    def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:
+        """The manifest, and all problems that the ranks, each reading its share of the files, have found."""
+        manifest, problems = None, []
+        try:
+            manifest = Manifest.read(path)
+            problems = verify(path, manifest, self._level, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
+        except CheckpointUnusable as error:
+            problems = list(error.problems)
+        found = [problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs]
+        return manifest, list(dict.fromkeys(found))
