@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from automodel_ckpt.checkpoint.consolidate import ConsolidationReport, consolidate
+from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.cli.terminal import print_error, print_path, printable
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe
 
@@ -70,8 +71,9 @@ def summary(report: ConsolidationReport) -> str:
     """One line on what was written."""
     files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
     checked = "digests checked" if report.checked else "source unchecked"
-    size = f"{report.nbytes / 1e9:.2f} GB" if report.nbytes >= 1e8 else f"{report.nbytes / 1e6:.2f} MB"
-    return f"wrote {report.num_tensors} tensors in {files}, {size}, {report.seconds:.1f} s ({checked})"
+    return (
+        f"wrote {report.num_tensors} tensors in {files}, {size_text(report.nbytes)}, {report.seconds:.1f} s ({checked})"
+    )
 
 
 def _processes() -> int:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
 from automodel_ckpt.distributed.agree import together
@@ -90,7 +91,8 @@ def adapter_assets(
     if reads_base and directory is not None:
         identity = identify_base(base_name, directory, run=run, cache=cache_directory())
         if identity.nbytes:
-            log.info("read the base for its digest: %.3g GB in %.1f s, once", identity.nbytes / 1e9, identity.seconds)
+            read = size_text(identity.nbytes)
+            log.info("read the base for its digest: %s in %.1f s, once", read, identity.seconds)
     return AdapterAssets(
         adapted.peft_config, adapted.description,
         tensors=tensors, base=identity, tokenizer=preprocessor, base_dir=directory,

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.files.direct import naming
 from automodel_ckpt.checkpoint.files.durable import DurableFile
 from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.on_disk import fsync_directory, replace_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -48,43 +48,11 @@ def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
     return file.close()
 
 
-def fsync_file(path: Path) -> None:
-    """Make a file durable that a library wrote, but for its directory entry."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put *data* in the place of a file at once: temporary name, fsync, rename, fsync of the directory."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write_file(temporary, data)
-        os.rename(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    fsync_directory(path.parent)
-
-
 def hand_over(path: Path, data: bytes) -> None:
     """Let a file appear whole, for a reader that may remove it, and its directory, at once: nothing may follow."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_bytes(data)
     os.rename(temporary, path)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the directory's entries durable."""
-    with naming(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def make_run_directory(root: Path) -> None:
@@ -246,5 +214,6 @@ def recover(root: Path) -> list[str]:
 
 def _is_leftover(name: str) -> bool:
     stem, _, unique = name[1:].rpartition(".") if name.startswith(".") else ("", "", "")
-    ours = {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS), layout.LATE_VALIDATIONS}
+    files = (layout.LATE_VALIDATIONS, layout.VERIFIED, layout.TRAINING_LOG, layout.VALIDATION_LOG)
+    ours = {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS), *files}
     return layout.is_staging(name) or layout.is_trash(name) or (len(unique) == 32 and stem in ours)

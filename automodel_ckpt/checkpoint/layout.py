@@ -28,6 +28,7 @@ LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
 TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
+VERIFIED = ".verified.json"
 
 Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 

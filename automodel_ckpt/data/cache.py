@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.on_disk import fsync_file
 
 
 def cache_directory() -> Path:
@@ -71,19 +72,11 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         for path in partial.iterdir():
-            _fsync(path)
+            fsync_file(path)
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.models.build import build_model
+from automodel_ckpt.on_disk import fsync_directory, fsync_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -53,10 +53,9 @@ def _fill(directory: Path, config: PreTrainedConfig, auto_class: Any, dtype: str
     model.save_pretrained(directory)
     if preprocessor is not None:
         preprocessor.save_pretrained(directory)
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    for path in directory.iterdir():
+        fsync_file(path)
+    fsync_directory(directory)
     log.info("made a base with fresh weights: %s, %s parameters", type(model).__name__,
              f"{sum(p.numel() for p in model.parameters()):,}")  # fmt: skip
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 
 from automodel_ckpt.errors import SaveFailed, os_problem
+from automodel_ckpt.on_disk import replace_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -97,7 +98,7 @@ class JsonlLog:
             else:
                 num_dropped += 1
         if num_dropped:
-            _replace(self.path, b"".join(kept))
+            replace_file(self.path, b"".join(kept))
         return num_dropped
 
     def close(self) -> None:
@@ -129,20 +130,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         except ValueError:
             record = None
         yield line, record if isinstance(record, dict) and line.endswith(b"\n") else None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    staged = path.with_name(path.name + ".tmp")
-    with open(staged, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _finite(value: Any) -> Any:

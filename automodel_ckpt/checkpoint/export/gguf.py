@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export.gguf_llama import KeyValue, Llama, name_faults, read_llama, rotary_order
 from automodel_ckpt.checkpoint.export.gguf_tokenizer import tokenizer_keys
@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dt
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.on_disk import fsync_directory, fsync_file
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -198,9 +199,9 @@ def _staged(target: Path) -> Iterator[Path]:
     try:
         os.stat(target.parent)
         yield path
-        commit.fsync_file(path)
+        fsync_file(path)
         os.replace(path, target)
-        commit.fsync_directory(target.parent)
+        fsync_directory(target.parent)
     except OSError as error:
         error.filename = error.filename or str(target)
         remedy = "free space or choose another --output"

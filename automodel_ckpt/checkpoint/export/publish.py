@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.verify import MAX_LIST_BYTES
 from automodel_ckpt.errors import SaveFailed, os_problem
+from automodel_ckpt.on_disk import fsync_directory
 
 _REMEDY = "free space or choose another --output; nothing was changed"
 
@@ -125,12 +126,12 @@ def _is_free(directory: Path) -> bool:
 
 def _publish(staging: Path, target: Path, log: Log) -> None:
     for directory, _, _ in os.walk(staging, topdown=False):
-        commit.fsync_directory(Path(directory))
+        fsync_directory(Path(directory))
     if not os.path.lexists(target):
         os.rename(staging, target)
     elif not commit.exchange(staging, target):
         _replace_with_gap(staging, target, log)
-    commit.fsync_directory(target.parent)
+    fsync_directory(target.parent)
 
 
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:

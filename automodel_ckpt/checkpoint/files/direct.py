@@ -12,9 +12,10 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from automodel_ckpt.on_disk import write_all
 
 BLOCK_BYTES = 4 << 20
 SECTOR_BYTES = 4096
@@ -55,23 +56,6 @@ def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
     except OSError:
         return False
     return wanted != flags
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """System calls on a descriptor do not know the file's name: put it into their errors."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-def write_all(descriptor: int, data: memoryview, start: int) -> None:
-    """Write all of *data* at byte *start*."""
-    while data:
-        count = os.pwrite(descriptor, data, start)
-        data, start = data[count:], start + count
 
 
 class Meter:

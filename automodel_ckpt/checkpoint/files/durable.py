@@ -17,9 +17,8 @@ from automodel_ckpt.checkpoint.files.direct import (
     DIRECT_FROM_BYTES,
     METER,
     DirectStream,
-    naming,
-    write_all,
 )
+from automodel_ckpt.on_disk import naming, write_all
 
 _READ_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.on_disk import replace_file
 
 _MAX_BYTES = 1 << 22
 
@@ -26,7 +27,7 @@ def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
         if layout.parse_checkpoint_name(name) and (run / name).is_dir()
     }
     kept[checkpoint.name] = {"manifest": digest, "losses": dict(losses)}
-    commit.replace_file(run / layout.LATE_VALIDATIONS, json.dumps(kept, indent=1).encode() + b"\n")
+    replace_file(run / layout.LATE_VALIDATIONS, json.dumps(kept, indent=1).encode() + b"\n")
 
 
 def recall(checkpoint: Path, digest: str) -> dict[str, Any]:

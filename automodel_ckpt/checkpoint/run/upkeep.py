@@ -12,6 +12,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.on_disk import fsync_directory
 
 PIN = "pin-"
 
@@ -100,7 +101,7 @@ def drop_optimizer(root: Path, name: str) -> int:
                 value=name,
                 remedy="remove whole checkpoints instead: leave out --drop-optimizer",
             )
-        commit.fsync_directory(root)
+        fsync_directory(root)
     finally:
         # After the swap the staging name holds the old checkpoint.
         commit.discard(staging)

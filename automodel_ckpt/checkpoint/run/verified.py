@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.on_disk import replace_file
 
-NOTES = ".verified.json"
 _MAX_BYTES = 1 << 22
 
 
@@ -43,23 +44,16 @@ def remember(run: Path, results: Mapping[str, bool]) -> None:
     """Note whether each checkpoint was in order; where nothing can be written, nothing is noted."""
     standing = recall(run)
     notes = {name: note for name, note in _read(run).items() if name in standing}
-    staged = run / f"{NOTES}.{os.getpid()}"
+    for name, ok in results.items():
+        with contextlib.suppress(OSError):
+            notes[name] = {"time": time.time(), "ok": ok, "stamp": [*resume.stamp(run / name)]}
     with contextlib.suppress(OSError):
-        for name, ok in results.items():
-            with contextlib.suppress(OSError):
-                notes[name] = {"time": time.time(), "ok": ok, "stamp": [*resume.stamp(run / name)]}
-        try:
-            with open(staged, "x") as file:
-                json.dump(notes, file)
-            os.replace(staged, run / NOTES)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(staged)
+        replace_file(run / layout.VERIFIED, json.dumps(notes).encode())
 
 
 def _read(run: Path) -> dict[str, Any]:
     try:
-        notes = json.loads(read_inside(run, NOTES, limit=_MAX_BYTES))
+        notes = json.loads(read_inside(run, layout.VERIFIED, limit=_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return {name: note for name, note in notes.items() if isinstance(note, dict)} if isinstance(notes, dict) else {}

@@ -33,9 +33,10 @@ from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.dcp_directory import read_content
 from automodel_ckpt.checkpoint.sources.foreign import DCP, HF, SHARDS, kinds_in, losses_in
+from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.weights import Tensors, is_hugging_face, open_weights
+from automodel_ckpt.checkpoint.sources.weights import Tensors, open_weights
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.checkpoint.wording import others_text, values_text
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece, run_all
@@ -163,7 +164,7 @@ def _kind(directory: Path) -> str | None:
         return DCP
     if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
         return None
-    return HF if is_hugging_face(directory) else SHARDS
+    return HF if is_hf_directory(directory, follow_links=True) else SHARDS
 
 
 def _found(source: Path) -> str:

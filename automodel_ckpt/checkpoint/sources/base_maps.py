@@ -12,8 +12,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.slices import counts
-from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 
 FILE_INDEX_MAP = "fqn_to_file_index_mapping.json"
 DTYPE_MAP = "fqn_to_dtype_mapping.json"
@@ -72,9 +71,9 @@ def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise _unusable("this side file cannot be read", path, repr(error)[:300]) from None
+        raise unusable("this side file cannot be read", path, repr(error)[:300]) from None
     if not isinstance(value, dict):
-        raise _unusable("this side file is not a JSON mapping", path, type(value).__name__)
+        raise unusable("this side file is not a JSON mapping", path, type(value).__name__)
     return value
 
 
@@ -84,7 +83,7 @@ def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
         number = {name: index for index, name in enumerate(sorted(set(raw.values())), start=1)}
         return {fqn: number[name] for fqn, name in raw.items()}
     if not all(type(value) is int and value > 0 for value in raw.values()):
-        raise _unusable("this map does not give file numbers from 1", path, "see the map")
+        raise unusable("this map does not give file numbers from 1", path, "see the map")
     return dict(raw)
 
 
@@ -92,11 +91,5 @@ def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
     shapes = {fqn: counts(entry.get("shape") if isinstance(entry, dict) else None) for fqn, entry in raw.items()}
     for fqn, shape in shapes.items():
         if shape is None:
-            raise _unusable(f"this map gives no shape for {fqn!r}", path, repr(raw[fqn])[:200])
+            raise unusable(f"this map gives no shape for {fqn!r}", path, repr(raw[fqn])[:200])
     return {fqn: shape for fqn, shape in shapes.items() if shape is not None}
-
-
-def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what, where=str(where), value=value, remedy="take the file from another copy, or use another checkpoint"
-    )

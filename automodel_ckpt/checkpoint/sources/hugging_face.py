@@ -13,21 +13,27 @@ from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.opening import SHARDING_INFO
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_JSON_BYTES = 16 << 20
 
 
-def is_hf_directory(directory: Path) -> bool:
-    """Whether whole safetensors files stand here: an index, or files whose headers do not call them shards."""
+def is_hf_directory(directory: Path, *, follow_links: bool = False) -> bool:
+    """Whether whole safetensors files stand here: an index, or files whose headers do not call them shards.
+
+    Where links are not followed a file that is one counts for nothing; the Hub's cache is made of them.
+    """
     if (directory / layout.HF_INDEX).is_file():
         return True
     names = _safetensors(directory)
     try:
-        return bool(names) and SHARDING_INFO not in header_inside(directory, names[0]).metadata
+        if not names:
+            return False
+        header = read_header(directory / names[0]) if follow_links else header_inside(directory, names[0])
     except (CheckpointUnusable, OSError):
         return False
+    return SHARDING_INFO not in header.metadata
 
 
 def open_hf(directory: Path) -> Source:
@@ -39,10 +45,10 @@ def open_hf(directory: Path) -> Source:
     for name in names:
         for fqn, tensor in tensors_in(directory, name).items():
             if fqn in tensors:
-                raise _unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
+                raise unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
             tensors[fqn] = tensor
     if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
-        raise _unusable("the index names a tensor that is not in its file", directory / layout.HF_INDEX, missing[0])
+        raise unusable("the index names a tensor that is not in its file", directory / layout.HF_INDEX, missing[0])
     notes = ("these files are unchecked: there is no manifest with their digests",)
     return Source(directory, directory, tensors, notes=notes, finished=True)
 
@@ -54,9 +60,9 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise _unusable("this file cannot be read", directory / name, repr(error)[:300]) from error
+        raise unusable("this file cannot be read", directory / name, repr(error)[:300]) from error
     if not isinstance(value, dict):
-        raise _unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
+        raise unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
     return value
 
 
@@ -70,7 +76,7 @@ def _safetensors(directory: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
     except OSError as error:
-        raise _unusable("the directory cannot be read", directory, error.strerror) from error
+        raise unusable("the directory cannot be read", directory, error.strerror) from error
 
 
 def _weight_map(directory: Path) -> Mapping[str, str] | None:
@@ -79,10 +85,10 @@ def _weight_map(directory: Path) -> Mapping[str, str] | None:
         return None
     found = index.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise _unusable("the index has no weight_map of names", directory / layout.HF_INDEX, type(found).__name__)
+        raise unusable("the index has no weight_map of names", directory / layout.HF_INDEX, type(found).__name__)
     for name in set(found.values()):
         if reason := layout.unsafe_path(name):
-            raise _unusable("the index names a file outside", directory / layout.HF_INDEX, f"{name[:200]!r}: {reason}")
+            raise unusable("the index names a file outside", directory / layout.HF_INDEX, f"{name[:200]!r}: {reason}")
     return found
 
 
@@ -91,15 +97,11 @@ def tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
     try:
         header = header_inside(directory, name)
     except OSError as error:
-        raise _unusable("a file of the model cannot be read", directory / name, error.strerror) from error
+        raise unusable("a file of the model cannot be read", directory / name, error.strerror) from error
     if SHARDING_INFO in header.metadata:
-        raise _unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
+        raise unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
     return {fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()}
 
 
 def _in(tensor: Tensor, name: str) -> bool:
     return tensor.slices[0].file == name
-
-
-def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, remedy="take the files from another copy")

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_head
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault, whole_tensor
 from automodel_ckpt.checkpoint.sources.dcp import open_dcp
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.wording import left_out, values_text
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -38,16 +38,16 @@ def open_source(path: Path) -> Source:
     Raises :class:`CheckpointUnusable` where there is none, or where what is there contradicts itself.
     """
     if path.is_symlink() and os.path.lexists(path.parent / layout.MANIFEST):
-        raise _unusable("a symbolic link stands in a checkpoint", path, os.readlink(path))
+        raise unusable("a symbolic link stands in a checkpoint", path, os.readlink(path))
     path = Path(os.path.realpath(path))
     if not path.is_dir():
-        raise _unusable("there is no such checkpoint directory", path, "not a directory")
+        raise unusable("there is no such checkpoint directory", path, "not a directory")
     if os.path.lexists(path / layout.MANIFEST):
         return _from_manifest(path, path / MODEL)
     if os.path.lexists(path.parent / layout.MANIFEST):
         return _from_manifest(path.parent, path)
     if layout.is_staging(path.name) or layout.is_staging(path.parent.name):
-        raise _unusable("this checkpoint was never finished", path, f"it has no {layout.MANIFEST}")
+        raise unusable("this checkpoint was never finished", path, f"it has no {layout.MANIFEST}")
     inner = path / MODEL
     return _from_headers(inner if inner.is_dir() and not _shards(path) else path)
 
@@ -57,7 +57,7 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     modules = {layout.state_directory(name): name for name, r in manifest.state.items() if r.kind == "module"}
     name = modules.get(directory.name)
     if name is None or name not in manifest.trees:
-        raise _unusable("this checkpoint holds no such model", directory, f"it holds {sorted(modules)}")
+        raise unusable("this checkpoint holds no such model", directory, f"it holds {sorted(modules)}")
     tree, prefix = manifest.trees[name], f"{directory.name}/"
     if f"{prefix}{layout.ADAPTER_CONFIG}" in manifest.files:
         raise CheckpointUnusable(
@@ -85,7 +85,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
         try:
             entries = read_header(checkpoint / path).tensors
         except OSError as error:
-            raise _unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
+            raise unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
         tensors |= {key: whole_tensor(key, e.dtype, e.shape, path, e.start) for key, e in entries.items()}
     restricted = dataclasses.replace(manifest, files=files, trees={directory.name: tree})
     return Source(checkpoint, directory, tensors, {}, restricted, finished=True)
@@ -94,7 +94,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
 def _refuse_links(root: Path, paths: Iterable[str]) -> None:
     for path in paths:
         if (root / path).is_symlink():
-            raise _unusable("a symbolic link stands in a checkpoint", root / path, os.readlink(root / path))
+            raise unusable("a symbolic link stands in a checkpoint", root / path, os.readlink(root / path))
 
 
 def _refuse_foreign_files(directory: Path, known: set[str]) -> None:
@@ -104,14 +104,14 @@ def _refuse_foreign_files(directory: Path, known: set[str]) -> None:
     names += [os.path.relpath(os.path.join(parent, name), directory) for parent, _, ns in os.walk(side) for name in ns]
     for name in names:
         if name not in known:
-            raise _unusable("a file stands here that the manifest does not know", directory / name, name)
+            raise unusable("a file stands here that the manifest does not know", directory / name, name)
 
 
 def _shards(directory: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(directory) if name.endswith(_SHARD_SUFFIXES))
     except OSError as error:
-        raise _unusable("the directory of the shards cannot be read", directory, error.strerror) from error
+        raise unusable("the directory of the shards cannot be read", directory, error.strerror) from error
 
 
 def _from_headers(directory: Path) -> Source:
@@ -119,7 +119,7 @@ def _from_headers(directory: Path) -> Source:
     if any(name.endswith(".distcp") for name in names):
         return _from_dcp(directory, names)
     if not names:
-        raise _unusable("there are no shards here", directory, "no *.safetensors file")
+        raise unusable("there are no shards here", directory, "no *.safetensors file")
     _refuse_links(directory, (*names, layout.HF_METADATA))
     _refuse_odd(directory, names)
     pieces: dict[str, list[Slice]] = {}
@@ -131,7 +131,7 @@ def _from_headers(directory: Path) -> Source:
             piece, shape = _slice(fqn, header, info, directory / name)
             pieces.setdefault(fqn, []).append(piece)
             if shape is not None and shapes.setdefault(fqn, shape) != shape:
-                raise _unusable(f"shards disagree on the shape of {fqn!r}", directory / name, list(shape))
+                raise unusable(f"shards disagree on the shape of {fqn!r}", directory / name, list(shape))
     tensors = {fqn: _whole(fqn, found, shapes.get(fqn), directory) for fqn, found in pieces.items()}
     notes = ["the shards are unchecked: there is no manifest with their digests"]
     if len(shapes) < len(pieces):
@@ -149,9 +149,9 @@ def _refuse_odd(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         status = os.lstat(directory / name)
         if not stat.S_ISREG(status.st_mode):
-            raise _unusable("this shard is not a regular file", directory / name, stat.filemode(status.st_mode))
+            raise unusable("this shard is not a regular file", directory / name, stat.filemode(status.st_mode))
         if is_hollow(status):
-            raise _unusable("this shard is nearly all hole", directory / name, f"{status.st_size} bytes")
+            raise unusable("this shard is nearly all hole", directory / name, f"{status.st_size} bytes")
 
 
 def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
@@ -166,9 +166,9 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
     try:
         info = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unusable(f"{SHARDING_INFO} is not JSON", path, repr(error)) from None
+        raise unusable(f"{SHARDING_INFO} is not JSON", path, repr(error)) from None
     if not isinstance(info, dict):
-        raise _unusable(f"{SHARDING_INFO} is not a mapping", path, type(info).__name__)
+        raise unusable(f"{SHARDING_INFO} is not a mapping", path, type(info).__name__)
     return info
 
 
@@ -177,7 +177,7 @@ def _slice(fqn: str, header: Header, info: Mapping[str, Any], path: Path) -> tup
     offsets = counts(stated.get("saved_offsets") if isinstance(stated, dict) else None)
     shape = counts(stated.get("global_shape")) if isinstance(stated, dict) and "global_shape" in stated else None
     if offsets is None or len(offsets) != len(entry.shape):
-        raise _unusable(f"the header does not say where its slice of {fqn!r} belongs", path, repr(stated)[:200])
+        raise unusable(f"the header does not say where its slice of {fqn!r} belongs", path, repr(stated)[:200])
     piece = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, entry.end - entry.start)
     return piece, shape
 
@@ -186,17 +186,11 @@ def _whole(fqn: str, pieces: list[Slice], shape: tuple[int, ...] | None, directo
     dtypes, ranks = {piece.dtype for piece in pieces}, {len(piece.sizes) for piece in pieces}
     where = directory / pieces[-1].file
     if len(dtypes) > 1 or len(ranks) > 1:
-        raise _unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
+        raise unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
     if shape is None:
         ends = [[o + n for o, n in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
         shape = tuple(map(max, zip(*ends, strict=True)))
     if fault := tiling_fault([piece.box for piece in pieces], shape):
         files = ", ".join(sorted({piece.file for piece in pieces}))
-        raise _unusable(f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}")
+        raise unusable(f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}")
     return Tensor(fqn, pieces[0].dtype, shape, tuple(pieces))
-
-
-def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what, where=str(where), value=value, remedy="take the files from another copy, or use another checkpoint"
-    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.errors import CheckpointUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,10 @@ class Source:
             return self.model_directory
         path = self.model_directory / layout.HF_METADATA
         return path if path.is_dir() and not path.is_symlink() else None
+
+
+def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    """What is wrong with the file or directory *where*, and the *value* that shows it."""
+    return CheckpointUnusable(
+        what, where=str(where), value=value, remedy="take the files from another copy, or use another checkpoint"
+    )

@@ -17,7 +17,8 @@ from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
-from automodel_ckpt.checkpoint.sources.opening import MODEL, SHARDING_INFO, open_source
+from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory
+from automodel_ckpt.checkpoint.sources.opening import MODEL, open_source
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -62,7 +63,7 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
-    if is_hugging_face(found):
+    if is_hf_directory(found, follow_links=True):
         return Weights(found, {MODEL: _hugging_face(found)})
     return Weights(found, {MODEL: _opened(found)})
 
@@ -102,14 +103,6 @@ def _module_in(directory: Path) -> Tensors:
 def _opened(directory: Path) -> Tensors:
     source = open_source(directory)
     return Tensors(source.root, source.tensors, source.tied)
-
-
-def is_hugging_face(directory: Path) -> bool:
-    """Whether there are whole tensors: an index, or safetensors without the marks of shards."""
-    files = sorted(directory.glob("*.safetensors"))
-    if (directory / layout.HF_INDEX).is_file():
-        return True
-    return bool(files) and SHARDING_INFO not in read_header(_real(files[0])).metadata
 
 
 def _hugging_face(directory: Path) -> Tensors:

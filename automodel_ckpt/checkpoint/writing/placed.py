@@ -24,12 +24,11 @@ from automodel_ckpt.checkpoint.files.direct import (
     DIRECT_FROM_BYTES,
     METER,
     DirectStream,
-    naming,
-    write_all,
 )
 from automodel_ckpt.checkpoint.slices import Run, Tensor, runs_in_file
 from automodel_ckpt.checkpoint.writing.jobs import Data, fetched
 from automodel_ckpt.checkpoint.writing.parts import Part, TreePart
+from automodel_ckpt.on_disk import naming, write_all
 
 # A run shorter than this, alone, is not worth a thread's attention.
 _STREAM_FROM_BYTES = 64 << 10

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.files import durable
+from automodel_ckpt.checkpoint.run import late_validations
 from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.cli.ckpt import main
@@ -353,9 +354,11 @@ def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: 
     staging = commit.reserve(tmp_path, "epoch_0_step_60")
     (staging / "model").mkdir()
     (tmp_path / ".staging-notes").write_text("the user's own")
-    (half := tmp_path / f".late_validations.json.{'0' * 32}").touch()
+    names = ("late_validations.json", ".verified.json", "training.jsonl", "validation.jsonl", "LATEST.txt")
+    for half in (halves := [tmp_path / f".{name}.{'0' * 32}" for name in names]):
+        half.touch()
     tiny.load(tmp_path, tiny.recipe())
-    assert not staging.exists() and not half.exists() and (tmp_path / ".staging-notes").exists()
+    assert not staging.exists() and not any(half.exists() for half in halves) and (tmp_path / ".staging-notes").exists()
     assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
 
 
@@ -557,7 +560,7 @@ def test_a_later_validation_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny.save(tmp_path, tiny.recipe(), step=20)
-    monkeypatch.setattr(commit, "replace_file", full_disk)
+    monkeypatch.setattr(late_validations, "replace_file", full_disk)
     later(tmp_path, val_loss=0.5)
     assert "could not note the validation of epoch_0_step_20" in caplog.text and "No space left" in caplog.text
 

@@ -1,0 +1,67 @@
+"""Files and directories that are on disk, not only in the kernel's memory. Imports nothing of the package."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """System calls on a descriptor do not know the file's name: put it into their errors."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file durable that something else wrote, but for its directory entry. Raises OSError naming it."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the directory's entries durable. Raises OSError naming it."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    with naming(path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, data: memoryview, start: int) -> None:
+    """Write all of *data* at byte *start*."""
+    while data:
+        count = os.pwrite(descriptor, data, start)
+        data, start = data[count:], start + count
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put *data* in the place of a file at once: temporary name, fsync, rename, fsync of the directory.
+
+    What is left of one that was killed is named ``.NAME.`` and 32 hexadecimal digits. Raises OSError naming the file.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with naming(temporary):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                write_all(descriptor, memoryview(data), 0)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        os.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    fsync_directory(path.parent)
