@@ -61,22 +61,12 @@ class ModelBuilding(Steps):
     def build_model(self) -> nn.Module:
         """The model, frozen where asked, with this rank's share of the parameters."""
         blueprint = self.draw_up()
-        model = blueprint.model
         section = self.config.model
         if isinstance(section, ModelConfig):
-            num_base_rows = self.num_base_rows(model)
-            self.resize(model, section)
-            self.name_tensors(model, section)
-            if self.config.peft is not None:
-                self.adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
-                model, blueprint = self.adapted.model, with_copies(blueprint, self.adapted.model)
-            else:
-                freeze(model, section.freeze)
-                keep_whole(model)
-            if section.activation_checkpointing:
-                checkpoint_activations(model)
+            blueprint = self._changed(blueprint, section)
         else:
-            freeze(model, [])
+            freeze(blueprint.model, [])
+        model = blueprint.model
         check_trained_types(model)
         # A cache of keys and values serves generation only; building it in each step costs.
         takes_use_cache = "use_cache" in forward_parameters(model)
@@ -86,8 +76,27 @@ class ModelBuilding(Steps):
         self.log_model(model)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
-        if self.only_planned:
-            return model
+        return model if self.only_planned else self._shared_out(blueprint)
+
+    def _changed(self, blueprint: Blueprint, section: ModelConfig) -> Blueprint:
+        """A transformers model resized, named, with adapters or frozen layers, as the recipe asks."""
+        model = blueprint.model
+        num_base_rows = self.num_base_rows(model)
+        self.resize(model, section)
+        self.name_tensors(model, section)
+        if self.config.peft is not None:
+            self.adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
+            blueprint = with_copies(blueprint, self.adapted.model)
+        else:
+            freeze(model, section.freeze)
+            keep_whole(model)
+        if section.activation_checkpointing:
+            checkpoint_activations(blueprint.model)
+        return blueprint
+
+    def _shared_out(self, blueprint: Blueprint) -> nn.Module:
+        """The model with this rank's share of its values, and what a few tokens through it tell the steps."""
+        model = blueprint.model
         refuse_attention(model, self.layout.device)
         shared = self.parallelize(model, blueprint.materialise)
         # These run the model on a few tokens, which all its ranks do together.
@@ -231,6 +240,7 @@ class ModelBuilding(Steps):
         return FromTokens(model, self.staged.width)
 
     def log_model(self, model: nn.Module) -> None:
+        """One line: the model's class and size, the ranks and how they share it, the steps to come."""
         num_all = sum(p.numel() for p in model.parameters())
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         trained = "" if num_trained == num_all else f", {num_trained:,} of them trained"

@@ -281,6 +281,18 @@ class Checkpointer:
         save = make(staging=Path(proposals[0].staging or ""), snapshot=snapshot)
         return self._save_now(save, proposals) if self._async is None else self._async.save(save, proposals)
 
+    def _tell_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
+        """What is saved, and how each is stored; *digests* of small state, by name, are each rank's."""
+        if self._told or not self.is_leader:
+            return
+        self._told = True
+        for item in items:
+            also = f" (also {', '.join(item.aliases)})" if item.aliases else ""
+            skipped = item.kind in ("optimizer", "lr_scheduler") and not self._planner.save_optimizer
+            differs = len({of_rank.get(item.name) for of_rank in digests}) > 1
+            place = "not saved" if skipped else f"{item.name}/" if differs else item.path
+            log.info("  state: %s%s, %s -> %s", item.name, also, item.kind, place)
+
     def _save_now(self, save: Save, proposals: list[Proposal]) -> SaveReport:
         report, name, planner = None, save.name, self._planner
         try:
@@ -419,17 +431,6 @@ class Checkpointer:
     def export_command(self, path: Path) -> str | None:
         """What to type for the Hugging Face files of a checkpoint; None where it has nothing to make them from."""
         return self._planner.export_command(path)
-
-    def _tell_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
-        if self._told or not self.is_leader:
-            return
-        self._told = True
-        for item in items:
-            also = f" (also {', '.join(item.aliases)})" if item.aliases else ""
-            skipped = item.kind in ("optimizer", "lr_scheduler") and not self._planner.save_optimizer
-            differs = len({of_rank.get(item.name) for of_rank in digests}) > 1
-            place = "not saved" if skipped else f"{item.name}/" if differs else item.path
-            log.info("  state: %s%s, %s -> %s", item.name, also, item.kind, place)
 
     # ---------------------------------------------------------------- load
 

@@ -33,6 +33,7 @@ class Held:
 
 
 def is_composed(record: FileRecord) -> bool:
+    """Whether a file's digest is made from its parts'."""
     return record.digest.startswith(COMPOSED)
 
 

@@ -26,12 +26,7 @@ from automodel_ckpt.checkpoint.export.blocks import shares
 from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export.output import create_output
-from automodel_ckpt.checkpoint.export.plan import (
-    OutputFile,
-    Plan,
-    make_plan,
-    parse_cast_dtype,
-)
+from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Log, check_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files.inside import open_inside
@@ -75,8 +70,8 @@ def consolidate(
     """Export the model in *source* (checkpoint, its ``model/``, or a bare directory of shards) as Hugging Face files.
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
-    checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a
-    long name. *num_procs* greater than 1 forks: only for a process without threads of its own.
+    checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
+    for a process without threads of its own. *log* gets a line for each warning and each kind of cast.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
     :class:`SaveFailed` where the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
@@ -93,8 +88,8 @@ def consolidate(
     _check_source(opened, workers)
     maps = maps_of(opened)
     plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory))
-    beside, more = side_files(opened, plan, maps)
-    warnings = (*opened.notes, *plan.warnings, *more)
+    beside, its_warnings = side_files(opened, plan, maps)
+    warnings = (*opened.notes, *plan.warnings, *its_warnings)
     for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan)]:
         log(text)
     with staged(target, log) as staging:
@@ -115,6 +110,7 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
 
 
 def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
+    """For a model that was saved as Hugging Face files: checked, nothing written."""
     started = time.monotonic()
     if problems := _problems(source, workers, "digest"):
         raise CheckpointUnusable.all_of(problems)

@@ -74,6 +74,7 @@ def superseded_name(name: str, number: int) -> str:
 
 
 def is_superseded(name: str) -> bool:
+    """Whether a checkpoint was set aside under this name."""
     return _SUPERSEDED.fullmatch(name) is not None
 
 
@@ -83,6 +84,7 @@ def staging_name(name: str, unique: str) -> str:
 
 
 def is_staging(name: str) -> bool:
+    """Whether something is being written under this name, or was when it was killed."""
     return _STAGING.fullmatch(name) is not None
 
 
@@ -98,6 +100,7 @@ def trash_name(unique: str) -> str:
 
 
 def is_trash(name: str) -> bool:
+    """Whether something is being removed under this name, or was when it was killed."""
     return _TRASH.fullmatch(name) is not None
 
 

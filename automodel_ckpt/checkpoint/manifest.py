@@ -35,6 +35,9 @@ MAX_DIMENSIONS = 64
 MAX_PLAIN_DEPTH = 8
 # Of a file that several ranks wrote (composed.py).
 COMPOSED = "xxh3_128_parts:"
+_PLAIN_FIELDS = (
+    "step", "epoch", "created", "world_size", "dp_size", "progress", "losses", "validated", "environment", "lineage",
+)  # fmt: skip
 _TAIL = b'"digest": "%s"\n}\n'
 _TAIL_BYTES = len(_TAIL % digest_of(b"").encode())
 
@@ -244,6 +247,7 @@ def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
 
 
 def _read_sealed(path: Path) -> bytes:
+    """The file's content, if a regular file of a size that what stands beside it can account for has it."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError as error:
@@ -264,6 +268,7 @@ def _bytes_on_disk(directory: Path) -> int:
 
 
 def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in *data*, whose last line has the digest of all that stands before it."""
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     version = _claimed_version(data)
     if version is not None and version > FORMAT_VERSION:
@@ -290,19 +295,7 @@ def _claimed_version(data: bytes) -> int | None:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     raw = {"format": FORMAT, "format_version": manifest.format_version}
-    for name in (
-        "step",
-        "epoch",
-        "created",
-        "world_size",
-        "dp_size",
-        "progress",
-        "losses",
-        "validated",
-        "environment",
-        "lineage",
-    ):
-        raw[name] = getattr(manifest, name)
+    raw |= {name: getattr(manifest, name) for name in _PLAIN_FIELDS}
     raw["state"] = {name: asdict(record) for name, record in manifest.state.items()}
     raw["trees"] = {name: _tree_to_json(tree) for name, tree in manifest.trees.items()}
     raw["files"] = {path: asdict(record) for path, record in manifest.files.items()}
@@ -406,11 +399,9 @@ def _seconds(value: object) -> float:
 
 def _shown(value: object) -> str:
     """A value in a message: not the thousands of digits or levels that it may have."""
-    return (
-        repr(value)[:100]
-        if isinstance(value, (str, float, bool, type(None)))
-        else f"a value of type {type(value).__name__}"
-    )
+    if isinstance(value, (str, float, bool, type(None))):
+        return repr(value)[:100]
+    return f"a value of type {type(value).__name__}"
 
 
 def _flag(value: object) -> bool:

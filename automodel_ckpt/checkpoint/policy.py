@@ -22,6 +22,7 @@ class Record:
 
 
 def newest_first(records: Iterable[Record]) -> list[Record]:
+    """By step, then epoch, falling."""
     return sorted(records, key=lambda record: (record.step, record.epoch), reverse=True)
 
 

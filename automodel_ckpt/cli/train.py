@@ -122,7 +122,8 @@ def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: 
 def _recipe_path(line: CommandLine) -> str:
     files = [word for word in line.words if word.endswith(SUFFIXES)] or line.words[:1]
     rest = list(line.words)
-    rest.remove(files[0]) if files else None
+    if files:
+        rest.remove(files[0])
     for word in rest:
         remedy = f"did you mean --{word}?" if "=" in word else "a run has one recipe file; overrides begin with --"
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", remedy))

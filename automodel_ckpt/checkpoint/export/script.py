@@ -7,20 +7,22 @@ import shlex
 # Written for bash and parseable by every POSIX shell, so that a shell that cannot run it can say so: no arrays, no [[.
 # Sourced, all work is done by a child: nothing can be left behind in the caller's shell, and nothing can end it. Names
 # may hold anything, a final newline too: $(...) strips those, so no directory's name is ever captured by itself.
-_SCRIPT = r"""#!/usr/bin/env bash
-# Export this checkpoint's model as Hugging Face files, into consolidated/ beside this script.
-#   bash consolidate.sh          from anywhere, after a move or copy too; `source consolidate.sh` does the same
-#   sbatch --cpus-per-task=20 --wrap='NPROC_PER_NODE=4 NUM_THREADS=5 bash /path/to/consolidate.sh'
-# Environment: NPROC_PER_NODE (1) processes with NUM_THREADS (5) threads each; CAST_DTYPE (none; bf16, fp16, fp32 or
-# fp64); PYTHON, the interpreter; CONSOLIDATION_TOOL, the path of an offline_hf_consolidation.py.
-if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
+_IN_BASH = r"""if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
   echo "consolidate.sh: this is a bash script; run it as: bash consolidate.sh" >&2
   (exit 2)
 elif [ -n "${ZSH_VERSION-}" ]; then
   command bash -- "$0"
 elif [ "${BASH_SOURCE-}" != "$0" ]; then
   command bash -- "${BASH_SOURCE-}"
-else
+else"""
+
+_SCRIPT = r"""#!/usr/bin/env bash
+# Export this checkpoint's model as Hugging Face files, into consolidated/ beside this script.
+#   bash consolidate.sh          from anywhere, after a move or copy too; `source consolidate.sh` does the same
+#   sbatch --cpus-per-task=20 --wrap='NPROC_PER_NODE=4 NUM_THREADS=5 bash /path/to/consolidate.sh'
+# Environment: NPROC_PER_NODE (1) processes with NUM_THREADS (5) threads each; CAST_DTYPE (none; bf16, fp16, fp32 or
+# fp64); PYTHON, the interpreter; CONSOLIDATION_TOOL, the path of an offline_hf_consolidation.py.
+@IN_BASH@
 
 fail() {
   printf 'consolidate.sh: %s\n' "$@" >&2
@@ -115,14 +117,7 @@ fi
 _NO_NEED = r"""#!/usr/bin/env bash
 # Nothing to consolidate: the files beside this script are the Hugging Face files (checkpoint.model_layout: hf).
 #   bash consolidate.sh          says so and prints this directory; `source consolidate.sh` does the same
-if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
-  echo "consolidate.sh: this is a bash script; run it as: bash consolidate.sh" >&2
-  (exit 2)
-elif [ -n "${ZSH_VERSION-}" ]; then
-  command bash -- "$0"
-elif [ "${BASH_SOURCE-}" != "$0" ]; then
-  command bash -- "${BASH_SOURCE-}"
-else
+@IN_BASH@
 
 self=$(readlink -f -- "$0") && model_dir=${self%/*} && [ -f "$model_dir/model.safetensors.index.json" ] || {
   echo "consolidate.sh: there is no model beside this script. Run it where it was written." >&2
@@ -142,9 +137,9 @@ fi
 
 def no_need_script() -> str:
     """``consolidate.sh`` of a model directory that needs none."""
-    return _NO_NEED
+    return _NO_NEED.replace("@IN_BASH@", _IN_BASH)
 
 
 def consolidate_script(interpreter: str) -> str:
     """``consolidate.sh`` for a checkpoint that the Python at the path *interpreter* wrote."""
-    return _SCRIPT.replace("@INTERPRETER@", shlex.quote(interpreter))
+    return _SCRIPT.replace("@IN_BASH@", _IN_BASH).replace("@INTERPRETER@", shlex.quote(interpreter))

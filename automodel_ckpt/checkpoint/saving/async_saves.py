@@ -300,6 +300,7 @@ class AsyncSaves:
 
 
 def on_cuda(state: Mapping[str, Any]) -> bool:
+    """Whether a module of the state has parameters on a GPU."""
     modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
     return any(parameter.is_cuda for module in modules for parameter in module.parameters())
 

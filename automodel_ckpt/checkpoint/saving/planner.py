@@ -161,6 +161,7 @@ class Planner:
         return Forecast(expected, free_bytes(self.run.path))
 
     def refuse_what_does_not_fit(self, forecast: Forecast) -> None:
+        """Raises :class:`SaveFailed` where the disk has no room for one checkpoint."""
         if not forecast.fits:
             raise SaveFailed(
                 "a checkpoint does not fit on the disk",
@@ -314,6 +315,7 @@ class Planner:
     # ---------------------------------------------------------------- what is said of it
 
     def report(self, save: Save) -> SaveReport:
+        """What any rank knows of a save that has ended: not its bytes, nor what was removed."""
         seconds = time.monotonic() - save.started
         free = None
         with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now

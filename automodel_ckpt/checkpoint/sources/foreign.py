@@ -166,6 +166,7 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def losses_in(directory: Path) -> Mapping[str, Any]:
+    """What losses.json says; empty where there is none, or none that can be read."""
     try:
         value = json.loads(read_inside(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -56,6 +56,7 @@ class BoxReader:
         return array.reshape(piece.sizes)
 
     def read(self, box: Box) -> Array:
+        """The values in *box*, an array of its sizes."""
         import numpy as np
 
         result = np.empty(box.sizes, self._dtype)

@@ -97,11 +97,17 @@ class Job(Protocol):
     """
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Bytes, about."""
 
-    def data(self) -> Sequence[tuple[int, Data]]: ...
-    def over(self, data: Sequence[Data]) -> Job: ...
-    def run(self, staging: Path, part: Part, memory: memoryview) -> None: ...
+    def data(self) -> Sequence[tuple[int, Data]]:
+        """(byte in the file, what goes there), for each piece."""
+
+    def over(self, data: Sequence[Data]) -> Job:
+        """The same job with other *data*, one for each of its own."""
+
+    def run(self, staging: Path, part: Part, memory: memoryview) -> None:
+        """Write below *staging*, and enter into *part* what was written. Raises OSError naming the file."""
 
 
 def run_all(jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview | None = None) -> None:
@@ -149,6 +155,7 @@ def enter(tree: TreePart, piece: Piece, data: bytes | memoryview) -> None:
 
 
 def fetched(data: Data, memory: memoryview) -> bytes | memoryview:
+    """The bytes themselves; *memory* is what spans are of."""
     if isinstance(data, Span):
         return memory[data.start : data.start + data.nbytes]
     return data if isinstance(data, bytes) else data()

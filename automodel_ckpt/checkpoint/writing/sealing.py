@@ -24,6 +24,7 @@ class Draft:
 
 
 def part_files(staging: Path, num_ranks: int) -> list[Path]:
+    """Where each rank leaves word of what it wrote."""
     return [staging / layout.part_file(rank) for rank in range(num_ranks)]
 
 
