@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,13 +21,23 @@ _MAPPINGS = (dict, Mapping)
 INVALID = object()
 
 
+def hints_of(section: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, evaluated once: each key of a command line asks for them."""
+    return _evaluated(section)
+
+
+@functools.cache
+def _evaluated(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
 def annotation_at(schema: type[Any], key: str) -> Any:
     """The type of the field at a dotted key: Any inside plug-ins, mappings and lists, None where no such key can be."""
     annotation: Any = schema
     for part in key.split("."):
         alternatives = members(annotation)
         section = section_type(alternatives)
-        hints = typing.get_type_hints(section) if section else {}
+        hints = hints_of(section) if section else {}
         if part in hints:
             annotation = hints[part]
         elif Target in alternatives or (section is None and not is_text_only(annotation)):
@@ -38,7 +49,7 @@ def annotation_at(schema: type[Any], key: str) -> Any:
 
 def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a schema, sections included."""
-    hints = typing.get_type_hints(schema)
+    hints = hints_of(schema)
     for field in dataclasses.fields(schema):
         yield prefix + field.name
         if section := section_type(members(hints[field.name])):
@@ -66,7 +77,7 @@ class Binder:
         """An instance of a section's dataclass; the node gets the defaults of what it does not say."""
         assert isinstance(node.value, dict)
         given, before = node.value, len(self.problems)
-        hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
+        hints, fields = hints_of(cls), dataclasses.fields(cls)
         for name in [name for name in given if name not in hints]:
             self._unknown(cls, name, given[name], key)
         values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
@@ -180,7 +191,7 @@ class Binder:
     def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
             return
-        beside = closest(name, typing.get_type_hints(cls))
+        beside = closest(name, hints_of(cls))
         elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
         meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
         remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists every key"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ MAX_DEPTH = 40
 MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
 NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "None"})
 _RESOLVER = yaml.SafeLoader("")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML as it stands
 UNREADABLE = "write plain YAML: keys, text, numbers, lists and mappings"
 
 
@@ -39,6 +41,8 @@ class Node:
 
     def __str__(self) -> str:
         """The value in one line of YAML, references to the environment unresolved."""
+        if isinstance(self.value, str) and not self.quoted and _WORD.fullmatch(self.value):
+            return "null" if self.is_null and self.value != "None" else self.value
         document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
         return str(document).removesuffix("\n...\n").rstrip("\n")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_ckpt.config.bind import Binder, annotation_at, closest
+from automodel_ckpt.config.bind import Binder, annotation_at, closest, hints_of
 from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.nodes import NULL_WORDS, Node, read_text
@@ -139,7 +139,7 @@ class _Parser:
                 self.line.overrides[index] = Override(key, Node("true", node.origin))
 
     def _meant_flag(self, name: str) -> str | None:
-        if name in typing.get_type_hints(self.schema):
+        if name in hints_of(self.schema):
             return None
         meant = closest(name, [*_LAUNCH, *MODES])
         return f"--{meant.replace('_', '-')}" if meant else None
