@@ -41,6 +41,8 @@ GROUPS: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 """The first of each is what the others are compared with, one by one."""
+OTHER_ROUNDS = 3
+"""Of the tables of several ranks and of short answers."""
 PEERS = ["accelerate", "Trainer"]
 Found = list[dict[str, Any]]
 """For each process, the steps of each way in it."""
@@ -174,7 +176,7 @@ def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str],
             f"{title}, {size}",
             [way for way in GROUPS[title] if SIZES[size].with_peers or way not in PEERS],
             size,
-            num_rounds or SIZES[size].rounds,
+            num_rounds or (SIZES[size].rounds if title == "One process" else OTHER_ROUNDS),
         )
         for title, size in tables
     ]
@@ -234,7 +236,7 @@ def profile(way: str, size: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="processes for each table (default: by size, 2 or 3)")
+    parser.add_argument("--rounds", type=int, help="processes for each table (default: by table, 2 to 9)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--docs", action="store_true", help="write the figures to docs/performance.md")
     parser.add_argument("--profile", action="store_true", help="where our loop's time goes, at the first size")

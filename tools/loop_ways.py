@@ -52,8 +52,8 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(64, 2, 1024, 4, 32, block=20, blocks=12, rounds=3),
-    "5M": Size(256, 5, 1024, 8, 128, block=2, blocks=6, rounds=3),
+    "tiny": Size(64, 2, 1024, 4, 32, block=20, blocks=12, rounds=9),
+    "5M": Size(256, 5, 1024, 8, 128, block=2, blocks=6, rounds=7),
     "50M": Size(640, 9, 4096, 8, 128, block=1, blocks=5, rounds=2, with_peers=False),
 }
 
