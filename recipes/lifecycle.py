@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
@@ -29,8 +29,8 @@ from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, Stopped, without_hidden
 from automodel_ckpt.recipes.alike import refuse_unlike
+from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.starting import start_from
-from automodel_ckpt.training.lr import current_rate, follow_schedule
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, SavingView, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.rng import StatefulRNG, seed_everything
@@ -163,14 +163,12 @@ class Lifecycle:
     def _resume(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         self._say_what_is_left_out()
         checkpointer.check(state)
-        recipe_rates: list[Any] = list(self.lr_scheduler.base_lrs) if self.lr_scheduler else []
-        recipe_options = self._optimizer_options()
+        recipe_options = RecipeOptions(self.optimizer, self.lr_scheduler)
         self.resumed = checkpointer.load(state)
         self.place_logs(checkpointer.directory)
         if self.resumed is not None:
             self.progress.note_saved(self.resumed.step, time.time() - self.resumed.manifest.created)
-            self._say_kept_options(recipe_options)
-            self._say_changed_rates(recipe_rates)
+            recipe_options.compare(self.step_scheduler)
         self.make_sure_of_space(checkpointer, state)
         if not self.step_scheduler.is_finished():
             checkpointer.prepare(state)
@@ -230,38 +228,6 @@ class Lifecycle:
             checkpointer.refuse_too_little_space(state)
         except SaveFailed as failure:
             self.note_failure(failure)
-
-    def _optimizer_options(self) -> list[dict[str, list[float]]]:
-        """The numbers among the options of each parameter group; the learning rate only where no schedule moves it."""
-        moved = () if self.lr_scheduler is None else ("lr", "initial_lr")
-        return [{name: numbers for name, value in group.items() if name not in moved and (numbers := _numbers(value))}
-                for group in self.optimizer.param_groups]  # fmt: skip
-
-    def _say_kept_options(self, recipe: list[dict[str, list[float]]]) -> None:
-        """An optimizer's options are state: say which go on otherwise than the recipe has them."""
-        for number, (new, kept) in enumerate(zip(recipe, self._optimizer_options(), strict=False)):
-            where = f" of parameter group {number}" if len(recipe) > 1 else ""
-            for name in (name for name in new if name in kept and new[name] != kept[name]):
-                log.warning("the optimizer's %s%s goes on as saved, %s; the recipe's %s is for new runs", name, where,
-                            _shown(kept[name]), _shown(new[name]))  # fmt: skip
-
-    def _say_changed_rates(self, recipe_rates: list[Any]) -> None:
-        """The loaded state holds the learning rates of the run that saved it: say so, and follow a changed schedule."""
-        schedule = self.lr_scheduler
-        if schedule is None:
-            return
-        if recipe_rates != schedule.base_lrs:
-            log.warning("the peak learning rate goes on as saved, %s; the recipe's %s is for new runs",
-                        schedule.base_lrs, recipe_rates)  # fmt: skip
-        saved = current_rate(self.optimizer)
-        if isinstance(schedule, LambdaLR):
-            follow_schedule(schedule)
-        now, scheduler = current_rate(self.optimizer), self.step_scheduler
-        if now != saved and not scheduler.is_finished():
-            planned = f" (the run was planned for {scheduler.planned_before} steps, now for {scheduler.planned_steps})"
-            why = planned if scheduler.planned_before != scheduler.planned_steps else ""
-            message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
-            log.warning(message, why, scheduler.step + 1, now, saved)
 
     # ---------------------------------------------------------------- between ranks
 
@@ -560,14 +526,3 @@ def saved_line(report: SaveReport) -> str:
     pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
     export = f"; to export it: {report.export_command}" if report.export_command and not report.export else ""
     return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"
-
-
-def _numbers(value: Any) -> list[float]:
-    """A number, or several, as a list; empty for anything else, and for switches."""
-    values = value if isinstance(value, tuple | list) else [value]
-    numbers = [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
-    return numbers if len(numbers) == len(values) else []
-
-
-def _shown(numbers: list[float]) -> str:
-    return str(numbers[0] if len(numbers) == 1 else numbers)

@@ -10,7 +10,9 @@ import torch
 
 from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.lifecycle import Lifecycle
+from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 
 
 class Recipe(Lifecycle):
@@ -46,15 +48,43 @@ def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFi
 
 
 def test_options_of_the_optimizer_that_go_on_as_saved_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    recipe = object.__new__(Lifecycle)
     weight = torch.nn.Parameter(torch.zeros(1))
-    recipe.lr_scheduler = None
-    recipe.optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, betas=(0.8, 0.99))
-    wanted = recipe._optimizer_options()
-    recipe.optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, betas=(0.8, 0.99))
+    options = RecipeOptions(optimizer, None)
+    optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
     with caplog.at_level("WARNING", "automodel_ckpt"):
-        recipe._say_kept_options(wanted)
+        options.compare(StepScheduler(Cadence(max_steps=1), planned_steps=1))
     assert [record.getMessage() for record in caplog.records] == [
         f"the optimizer's {name} goes on as saved, {kept}; the recipe's {new} is for new runs"
         for name, kept, new in (("lr", 0.2, 0.1), ("betas", [0.9, 0.999], [0.8, 0.99]), ("weight_decay", 0.01, 0.5))
     ]
+
+
+def falling(lr: float, num_steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """A rate that falls from *lr* to 0 in so many steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+
+
+def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved, saved_schedule = falling(0.1, num_steps=10)
+    for _ in range(4):
+        saved.step()
+        saved_schedule.step()
+    optimizer, schedule = falling(0.3, num_steps=20)
+    options = RecipeOptions(optimizer, schedule)
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
+    scheduler.step, scheduler.planned_before = 4, 10
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        options.compare(scheduler)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - 4 / 20))
+    peak, changed = (record.getMessage() for record in caplog.records)
+    assert peak == "the peak learning rate goes on as saved, [0.1]; the recipe's [0.3] is for new runs"
+    assert changed == (
+        "the schedule changed (the run was planned for 10 steps, now for 20): the learning rate of step 5 is 0.08, "
+        "it would have been 0.06"
+    )
