@@ -18,11 +18,9 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -38,6 +36,7 @@ from automodel_ckpt.cli.failure import (
     verdict,
 )
 from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
+from automodel_ckpt.cli.scratch import scratch_directory
 from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.cli.topology import (
     C10D,
@@ -57,7 +56,15 @@ from automodel_ckpt.cli.worker import Loaded, RecipeClass, exit_now, flush, join
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_known, is_loopback
 from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, StoppedWaiting, stop_request
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, describe
+from automodel_ckpt.errors import (
+    EXIT_DONE,
+    EXIT_INTERNAL,
+    EXIT_STOPPED,
+    AutomodelError,
+    RecipeError,
+    describe,
+    os_problem,
+)
 
 MONITOR_SECONDS = 0.1
 SHUTDOWN_SECONDS = 10
@@ -90,9 +97,10 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
             return _join(loaded, prepare, serve=started == "srun")
         if found := forget_ranks(os.environ):
             say(f"{' and '.join(found)} in the environment: without MASTER_ADDR they make no rank, and are ignored")
+        meet = rendezvous(flags, os.environ)  # where nobody is met it refuses what makes no sense
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
             return _run_here(loaded, prepare)
-        return _run_forked(loaded, flags, prepare)
+        return _run_forked(loaded, flags, meet, prepare)
     except StoppedWaiting:
         return _stopped(stop_request().requested, "before training began")
     except Exception as error:
@@ -198,13 +206,12 @@ def claim_last_word() -> bool:
         return True
 
 
-def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
-    meet = rendezvous(flags, os.environ)
+def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: Prepare) -> int:
     asked = flags.nproc_per_node
     guess = int(asked) if asked.isdigit() else cores() if asked == "cpu" else visible_gpus(os.environ) or cores()
     meetings = Meetings(meet)
     with (
-        tempfile.TemporaryDirectory(prefix="ckpt-train-") as directory,
+        scratch_directory() as directory,
         _Forwarder(Board(directory), meetings) as signals,
     ):
         set_threads(os.environ, guess)
@@ -218,9 +225,7 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         if signals.received:
             raise StoppedWaiting
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
-            board = signals.board = meetings.board = Board(
-                Path(directory) / f"launch_{attempt}", is_elastic=meet.is_elastic
-            )
+            board = signals.board = meetings.board = Board(directory / f"launch_{attempt}", is_elastic=meet.is_elastic)
             try:
                 config = _launch_config(meet, num_ranks, meet.restarts(flags.max_restarts), board, meetings)
                 codes, deaths = _elastic(loaded, recipe_class, meet, config, board)
@@ -259,6 +264,8 @@ def _elastic(
     except Exception as error:
         if board.attempt < 0:
             raise _no_meeting(meet, error) from error
+        if isinstance(error, OSError) and not board.attempts():
+            raise _no_room(error) from error
         where = f"rendezvous {meet.rdzv_backend} at {meet.rdzv_endpoint}"
         deaths.append(lost_connection(error, -1, "to the other machines", where=where))
     return codes, deaths
@@ -309,6 +316,12 @@ def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
         value=f"{type(error).__name__}: {error}",
         remedy="check that the address is this run's, that its port is free, and that all machines were started",
     )
+
+
+def _no_room(error: OSError) -> AutomodelError:
+    """This machine lets no process be started, or no semaphore be made, which takes /dev/shm."""
+    remedy = "look at ulimit -u, at the free memory, and whether /dev/shm can be written"
+    return AutomodelError.all_of([os_problem(error, "the system did not let the ranks start", remedy=remedy)])
 
 
 def _conclude(

@@ -76,6 +76,7 @@ def run(line: CommandLine) -> int:
 
 
 def _run_recipe(line: CommandLine) -> int:
+    _refuse_no_directory()
     path = _recipe_path(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems)
     refuse_stray_modes(line)
@@ -86,6 +87,7 @@ def _run_recipe(line: CommandLine) -> int:
         return selftest(path, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_batches(loaded, ranks)
+    warn_of_machines(loaded, line.flags)
     from automodel_ckpt.config import targets
 
     trust = targets.Trust(line.flags.trust)
@@ -100,6 +102,19 @@ def _run_recipe(line: CommandLine) -> int:
     from automodel_ckpt.cli.launch import launch
 
     return launch(loaded, line.flags, lambda: targets.prepare(loaded, trust))
+
+
+def _refuse_no_directory() -> None:
+    """Without one no relative path leads anywhere, and torch's libraries end the process when they are loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise RecipeError(
+            "the current directory is gone",
+            where=os.environ.get("PWD", "."),
+            value="it was removed while this shell was in it",
+            remedy="cd to another one, or to the same name if it was made again",
+        ) from error
 
 
 def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None) -> type:
@@ -164,6 +179,26 @@ def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
         value=f"{written}, ranks: {ranks}",
         remedy="change the global batch, the local batch or the number of ranks",
     )
+
+
+def warn_of_machines(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
+    """Of the numbers of machines that an elastic run may come to: refuses where none fits as :func:`check_batches`
+    does, and tells of those that do not, since the run would end when as many are there."""
+    least, _, most = flags.nnodes.partition(":")
+    if not most or not flags.nproc_per_node.isdecimal():
+        return
+    problems: dict[int, RecipeError] = {}
+    for machines in range(int(least), int(most) + 1):
+        try:
+            check_batches(loaded, machines * int(flags.nproc_per_node))
+        except RecipeError as error:
+            problems[machines] = error
+    if len(problems) > int(most) - int(least):
+        raise problems[int(least)]
+    if problems:
+        numbers = ", ".join(map(str, list(problems)[:10])) + (", ..." if len(problems) > 10 else "")
+        why = next(iter(problems.values()))
+        print_error(f"warning: the run would end with code 2 when it has {numbers} machines\n{why}")
 
 
 def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.config.bind import Binder, closest, join
-from automodel_ckpt.config.nodes import Node, lines, read_file
+from automodel_ckpt.config.nodes import Node, is_stream, lines, read_file
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
@@ -30,6 +30,11 @@ class LoadedRecipe:
     path: Path
     tree: Node
     overrides: tuple[Override, ...] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Where names of files in the recipe begin: beside it; of one that is no file on a disk the current one."""
+        return Path() if is_stream(self.path) or self.path.parts[:2] == ("/", "dev") else self.path.parent
 
     @property
     def origins(self) -> dict[str, str]:
@@ -63,7 +68,8 @@ def load_recipe(
         RecipeError: with all problems of file and overrides.
     """
     found, path = list(problems), Path(path)
-    if not os.path.isfile(path):  # unlike Path.is_file it raises nothing, such as for names that are too long
+    # Unlike Path.is_file this raises nothing, such as for names that are too long.
+    if not (os.path.isfile(path) or is_stream(path)):
         raise RecipeError.all_of([*found, _missing_file(path)])
     root = read_file(path, found)
     if root is None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,23 +88,42 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
     return Node(str(value).replace("inf", ".inf").replace("nan", ".nan"), origin)
 
 
+def is_stream(path: str | Path) -> bool:
+    """Whether a recipe comes through a pipe: ``-`` (standard input), a shell's ``<(...)``, a named pipe."""
+    try:
+        return str(path) == "-" or not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode))
+    except (OSError, ValueError):
+        return False
+
+
+@functools.cache
+def _from_stream(path: Path) -> bytes:
+    """What can be read but once. Raises OSError."""
+    with open(0, "rb", closefd=False) if str(path) == "-" else path.open("rb") as stream:
+        return stream.read(MAX_FILE_BYTES + 1)
+
+
 def read_file(path: Path, problems: list[Problem]) -> Node | None:
     """The mapping in a YAML file, None where there is none to be had; why is added to ``problems``."""
+    origin = "standard input" if str(path) == "-" else str(path)
     try:
-        text = path.read_bytes()[: MAX_FILE_BYTES + 1].decode("utf-8-sig")
+        content = _from_stream(path) if is_stream(path) else path.read_bytes()[: MAX_FILE_BYTES + 1]
+        text = content.decode("utf-8-sig")
     except OSError as error:
         problems.append(os_problem(error, "the recipe cannot be read", remedy="let this user read it"))
         return None
     except UnicodeDecodeError as error:
-        problems.append(Problem("the recipe is not UTF-8 text", f"{path}, byte {error.start}", "", "save it as UTF-8"))
+        problems.append(
+            Problem("the recipe is not UTF-8 text", f"{origin}, byte {error.start}", "", "save it as UTF-8")
+        )
         return None
     if len(text.encode()) > MAX_FILE_BYTES:
-        problems.append(Problem("the recipe is too large", str(path), f"over {MAX_FILE_BYTES} bytes", "shorten it"))
+        problems.append(Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes", "shorten it"))
         return None
     num_before = len(problems)
-    root = read_text(text, str(path), problems, lines=True)
+    root = read_text(text, origin, problems, lines=True)
     if not isinstance(root.value, dict) and len(problems) == num_before:
-        problems.append(Problem("a recipe is a mapping of sections", str(path), str(root), "see examples/ for recipes"))
+        problems.append(Problem("a recipe is a mapping of sections", origin, str(root), "see examples/ for recipes"))
     return root if isinstance(root.value, dict) else None
 
 

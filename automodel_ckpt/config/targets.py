@@ -186,7 +186,7 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> type[Any]:
     recipe = loaded.tree.at("recipe")
     assert recipe is not None
     try:
-        recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.path.parent)
+        recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.directory)
     except Refused as error:
         raise RecipeError.all_of([_problem("recipe", error, recipe)]) from error
     complete = load_recipe(loaded.path, loaded.overrides, schema=getattr(recipe_class, "Config", RecipeConfig))
@@ -218,7 +218,8 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
 def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
     path = next((path for path in (folder / written, Path(written)) if path.is_file()), None)
     if path is None:
-        raise Refused(f"there is no file {written}", f"looked in {folder.resolve()} and {Path.cwd()}")
+        places = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
+        raise Refused(f"there is no file {written}", f"looked in {' and '.join(places)}")
     if not trust.covers_file(path):
         raise Refused(f"{path} is code that nobody trusted", f"if you know it and want it to run: --trust {path}")
     module_name = f"_recipe_{path.stem}"

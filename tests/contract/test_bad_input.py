@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.train import examples, main
+from automodel_ckpt.cli.train import examples, main, warn_of_machines
 from automodel_ckpt.config.bind import keys_of
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
+from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from tests.support.measure import seconds_of_children
 from tests.support.stand_ins import write_stand_ins
 
@@ -188,6 +191,50 @@ def test_a_missing_recipe_is_named_with_its_neighbours(recipe: Path, capsys: pyt
     assert "did you mean recipe.yaml?" in error
     assert "is a directory" in say(capsys, ".")
     assert "no recipe file was given" in say(capsys)
+
+
+def test_a_recipe_may_come_through_a_pipe(recipe: Path) -> None:
+    command = [sys.executable, "-c", QUIET, "--print-config", "-", "--seed", "3"]
+    done = subprocess.run(command, input=RECIPE + "clip_grad_norm: 2\n", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "loaded=[]\n")
+    assert "# standard input:6\n" in done.stdout and "# --seed\n" in done.stdout
+    read, write = os.pipe()
+    os.write(write, RECIPE.encode())
+    os.close(write)
+    first = load_recipe(f"/dev/fd/{read}")
+    assert (first.config, first.directory) == (load_recipe(recipe).config, Path())
+    assert load_recipe(first.path).config == first.config, "what was read is kept: it cannot be read again"
+    os.close(read)
+
+
+def test_a_directory_that_was_removed_is_told(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the current directory is gone" in say(capsys, str(recipe))
+
+
+def test_a_place_to_meet_that_is_none_is_told_also_where_nobody_is_met(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(RECIPE)
+    assert "this is not a place to meet" in say(capsys, str(recipe), "--rdzv-endpoint=localhost:99999")
+
+
+def test_elastic_runs_are_told_of_numbers_of_machines_that_do_not_fit(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(RECIPE)
+    loaded = load_recipe(recipe, parse(["--step_scheduler.global_batch_size=8"]).overrides)
+    warn_of_machines(loaded, LaunchFlags(nnodes="2:2"))
+    warn_of_machines(loaded, LaunchFlags(nnodes="1:9", nproc_per_node="auto"))
+    assert capsys.readouterr().err == ""
+    warn_of_machines(loaded, LaunchFlags(nnodes="1:3", nproc_per_node="2"))
+    assert capsys.readouterr().err.startswith("warning: the run would end with code 2 when it has 3 machines\n")
+    with pytest.raises(RecipeError, match="must be a multiple"):
+        warn_of_machines(loaded, LaunchFlags(nnodes="5:7"))
 
 
 @pytest.mark.parametrize("content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000])

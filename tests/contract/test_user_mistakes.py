@@ -219,6 +219,7 @@ def test_a_recipe_that_cannot_be_read_is_all_that_is_wrong(tmp_path: Path, capsy
     for words, what in (
         ([str(listed), "--no-such-flag"], "a recipe is a mapping of sections"),
         (["x" * 300 + ".yaml"], "there is no such recipe file"),
+        (["/dev/null", "--no-such-flag"], "a recipe is a mapping of sections"),
     ):
         assert main(words) == EXIT_USAGE
         said = capsys.readouterr().err

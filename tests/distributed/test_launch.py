@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import os
 import signal
 import socket
@@ -16,7 +18,11 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.cli.launch import _stop_signals
+from automodel_ckpt.cli.failure import Board
+from automodel_ckpt.cli.launch import _elastic, _stop_signals
+from automodel_ckpt.cli.topology import rendezvous
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.errors import AutomodelError
 from tests.support.command_server import CommandServer
 from tests.support.ranks import free_port
 
@@ -357,6 +363,19 @@ def test_a_single_process_takes_signals_itself(start: Start) -> None:
     command.process.send_signal(signal.SIGUSR1)
     done = command.wait(20)
     assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  remedy: run it again\n")
+
+
+def test_a_system_that_lets_no_rank_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = importlib.import_module("torch.distributed.launcher.api")
+
+    def no_process(*given: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(api, "elastic_launch", lambda config, entry: no_process)
+    board = Board(tmp_path / "launch_1")
+    board.attempt = 0
+    with pytest.raises(AutomodelError, match="the system did not let the ranks start"):
+        _elastic(SimpleNamespace(), SimpleNamespace, rendezvous(LaunchFlags(), {}), None, board)
 
 
 def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:
