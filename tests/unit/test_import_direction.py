@@ -45,8 +45,8 @@ CHECKPOINT_ORDER = (
     {"export", "consolidate"},
     {"writing"},
     {"formats"},
-    {"state", "trees"},
-    {"hf_assets"},
+    {"trees"},
+    {"hf_assets", "state"},
     {"saving", "background"},
     {"checkpointer"},
 )
