@@ -101,8 +101,35 @@ def _compare(
         allow_missing=section.allow_missing,
         allow_unexpected=section.allow_unexpected,
     )
+    if not (section.allow_missing or section.allow_unexpected):
+        _refuse_half(section.path, ours=_adapted(shapes), theirs=_adapted(there.shapes))
     verdict.refuse("init_from.path", section.path, "init_from")
     return verdict
+
+
+def _adapted(names: Iterable[str]) -> bool:
+    """Whether these are the weights of adapters."""
+    return any(".lora_" in name for name in names)
+
+
+def _refuse_half(path: str, *, ours: bool, theirs: bool) -> None:
+    """Adapters alone are no whole model, and a whole model has no adapters."""
+    if theirs and not ours:
+        raise RecipeError(
+            "these are adapters, and this recipe trains a whole model",
+            where="init_from.path",
+            value=path,
+            remedy="make one model of base and adapters, by ckpt export --merge, and name that; or give the recipe the "
+            "peft section of the adapters",
+        )
+    if ours and not theirs:
+        raise RecipeError(
+            "this is a whole model, and the recipe trains adapters on one",
+            where="init_from.path",
+            value=path,
+            remedy="name it in model.from_pretrained (of a checkpoint of ours its model/consolidated directory, which "
+            "ckpt consolidate makes), and leave init_from out",
+        )
 
 
 def _fillings(name: str, module: nn.Module, verdict: Verdict, weights: Weights) -> dict[str, Filling]:

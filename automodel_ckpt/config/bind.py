@@ -90,7 +90,10 @@ class Binder:
     def value(self, annotation: Any, node: Node, key: str) -> Any:
         """A node as a type; ``INVALID`` after noting why that cannot be."""
         alternatives = members(annotation)
+        num_before = len(self.problems)
         self._expand(annotation, node)
+        if len(self.problems) > num_before:
+            return INVALID
         if isinstance(node.value, str) and node.value == "" and not node.quoted and section_type(alternatives):
             node.value = {}
         if isinstance(node.value, dict):

@@ -24,6 +24,8 @@ NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "None"})
 _RESOLVER = yaml.SafeLoader("")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML as it stands
 UNREADABLE = "write plain YAML: keys, text, numbers, lists and mappings"
+QUOTED = "put quotes around words that begin with *, &, %, @ or a backquote, as ['*.embed_tokens.*']"
+_MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 
 
 @dataclass
@@ -138,7 +140,8 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
         where = f"{origin}:{mark.line + 1}" if mark and lines else origin
         said = [getattr(error, "context", None), getattr(error, "problem", None)]
         what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
-        problems.append(Problem(f"this is not valid YAML: {what}", where, "", UNREADABLE))
+        bare = bool(_MARKED_WORD.match(mark.buffer[mark.index - 1 :])) if mark and mark.buffer else False
+        problems.append(Problem(f"this is not valid YAML: {what}", where, "", QUOTED if bare else UNREADABLE))
     return Node("", origin)
 
 

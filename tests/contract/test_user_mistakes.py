@@ -170,6 +170,9 @@ MISTAKES = {
     "an attention that is not installed": Mistake(
         ("--model.attn_implementation=flash_attention_2",), r"FlashAttention[\s\S]*attn_implementation to sdpa"
     ),
+    "a file to begin with": Mistake(
+        ("--init_from={path: '@/a.safetensors'}",), "a file, not a directory", {"a.safetensors": ""}, EXIT_UNUSABLE
+    ),
     "weights to begin with": Mistake(("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE),
 }  # fmt: skip
 

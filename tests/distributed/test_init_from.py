@@ -228,13 +228,15 @@ def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) ->
     sources = [tmp_path / "adapters", checkpoint / "model", base / "base"]
 
     def all_sources() -> list[Weights | str]:
-        here = ("--checkpoint.enabled=false", "--seed=3", *adapted)
-        return [started(recipe, *here, f"--init_from.path={source}") for source in sources]
+        here = ("--checkpoint.enabled=false", "--seed=3")
+        found = [started(recipe, *here, *adapted, f"--init_from.path={source}") for source in sources]
+        return [*found, started(recipe, *here, f"--init_from.path={sources[0]}")]
 
-    *of_adapters, of_whole = ranks.run(all_sources, 1, init=False)[0]
+    *of_adapters, of_whole, whole_of_adapters = ranks.run(all_sources, 1, init=False)[0]
     for found in of_adapters:
         assert isinstance(found, dict), found
         for name, tensor in saved.items():
             inside = re.sub(r"\.lora_(A|B)\.", r".lora_\1.default.", name)
             assert torch.equal(found[inside], tensor)
-    assert "lora_A.weight: not there" in str(of_whole)
+    assert "this is a whole model, and the recipe trains adapters" in str(of_whole)
+    assert "ckpt export --merge" in str(whole_of_adapters)

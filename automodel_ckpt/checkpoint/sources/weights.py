@@ -72,7 +72,8 @@ def _resolved(path: Path) -> Path:
     """A pointer's or run directory's checkpoint; any other path as it is."""
     path = Path(os.path.realpath(resume.pointed_path(path) or path))
     if not path.is_dir():
-        raise _unusable("there are no weights here", path, "no such directory")
+        found = "a file, not a directory" if path.exists() else "no such directory"
+        raise _unusable("there are no weights here", path, found)
     if os.path.lexists(path / layout.MANIFEST):
         return path
     newest = resume.newest(path)
