@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import uuid
 from collections.abc import Mapping, MutableMapping
@@ -241,8 +243,40 @@ def _node_rank(flags: LaunchFlags, nodes: tuple[int, int], environment: Mapping[
 
 
 def cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """The processor cores that this process may use: by its affinity, and by the quota of its container."""
+    quota = quota_of_cores(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return max(1, int(min(len(os.sched_getaffinity(0)), quota)))
+
+
+def quota_of_cores(membership: Path, tree: Path) -> float:
+    """How many cores' time the control groups of a process and those above them grant; infinity without a limit.
+
+    *membership* has lines ``number:controllers:/path`` (source: cgroups(7)). A container may see the whole path, or
+    have its own group at the root of *tree*.
+    """
+    quota = math.inf
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            group = tree / controllers / path.lstrip("/")
+            for place in (group, *group.parents):
+                if place.is_relative_to(tree):
+                    quota = min(quota, _quota_at(place))
+    return quota
+
+
+def _quota_at(group: Path) -> float:
+    """``cpu.max`` of version 2 is "QUOTA PERIOD" or "max PERIOD"; version 1 has a file for each, -1 for no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        if (group / "cpu.max").exists():
+            given, period = (group / "cpu.max").read_text().split()
+        else:
+            given, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(given) > 0:
+            return int(given) / int(period)
+    return math.inf
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

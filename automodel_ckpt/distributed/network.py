@@ -56,13 +56,23 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address."""
+    """The network interface with this address."""
+    if ":" in address:
+        return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    """From the kernel's table, a line for each address: 32 hexadecimal digits first, the interface's name last."""
+    digits = f"{int(ipaddress.IPv6Address(address.partition('%')[0])):032x}"
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        return next((line.split()[-1] for line in table if line.startswith(digits)), None)
     return None
 
 

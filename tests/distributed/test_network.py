@@ -146,6 +146,7 @@ def test_addresses_and_interfaces_are_told() -> None:
     assert is_loopback("no such name")
     assert not is_loopback("192.0.2.1")
     assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)
+    assert (interface_of("::1") in ("lo", None), interface_of("2001:db8::1")) == (True, None)
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("no such name") is None
 

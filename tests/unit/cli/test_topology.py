@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from automodel_ckpt.cli.topology import (
     first_host,
     forget_ranks,
     num_joined,
+    quota_of_cores,
     rendezvous,
     set_threads,
     slurm_ranks,
@@ -104,6 +107,26 @@ def test_what_the_user_set_stays_under_srun() -> None:
 )
 def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/unseen/name\n", {"cpu.max": "400000 100000\n"}, 4),
+        ("5:memory:/m\n4:cpu,cpuacct:/d\n", {"cpu,cpuacct/d/cpu.cfs_quota_us": "150000\n",
+                                             "cpu,cpuacct/d/cpu.cfs_period_us": "100000\n"}, 1.5),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "nonsense"}, math.inf),
+    ],
+)  # fmt: skip
+def test_a_containers_quota_of_cores(tmp_path: Path, membership: str, files: dict[str, str], quota: float) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(text)
+    assert quota_of_cores(tmp_path / "membership", tmp_path / "tree") == quota
+    assert quota_of_cores(tmp_path / "none", tmp_path / "tree") == math.inf
 
 
 def test_one_machine_meets_itself_on_a_free_port_or_the_given_one() -> None:
