@@ -29,9 +29,13 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
 def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
     """The ranking value among a checkpoint's losses, or None where it is absent or no finite number."""
     value = losses.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def is_better(value: float | None, than: float | None, mode: Mode) -> bool:

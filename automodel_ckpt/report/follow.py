@@ -23,15 +23,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.inside import open_regular, read_inside
 from automodel_ckpt.report.trackers import TRACKERS, Tracker
 
 log = logging.getLogger("automodel_ckpt.trackers")
 
 MEMORY = ".trackers.json"
 OUTPUT = ".trackers.log"
+_MEMORY_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
 _TRAIN: tuple[str, ...] = ("loss", "grad_norm", "lr", "tps", "tokens", "label_tokens", "mem")
@@ -43,7 +45,7 @@ Options = Mapping[str, Mapping[str, Any]]
 @contextlib.contextmanager
 def holding(run: Path, *, wait: bool) -> Iterator[bool]:
     """Be the only process that sends this run's log; says whether it is, which without *wait* another may prevent."""
-    with open(run / OUTPUT, "ab") as file:
+    with _appending(run / OUTPUT) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -131,8 +133,13 @@ class Follower:
 
     def _remember(self) -> None:
         staged = self.run / (MEMORY + ".tmp")
-        staged.write_text(json.dumps(self._memory))
+        with os.fdopen(open_regular(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            json.dump(self._memory, file)
         staged.replace(self.run / MEMORY)
+
+
+def _appending(path: Path) -> IO[bytes]:
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
 
 def _steps_to_send(records: Sequence[Mapping[str, Any]], sent: Mapping[str, int]) -> Iterator[int]:
@@ -154,7 +161,7 @@ class _Lines:
 
     def new(self) -> Iterator[dict[str, Any]]:
         try:
-            with open(self._path, "rb") as file:
+            with os.fdopen(open_regular(self._path), "rb") as file:
                 file.seek(self._read)
                 complete, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -163,7 +170,7 @@ class _Lines:
         for line in complete.splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
@@ -174,6 +181,7 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     if "val_loss" in record:
         return _numbers({"val/loss": record["val_loss"]})
     event = record.get("event")
+    event = event if event is None or isinstance(event, str) else ""
     prefix = "save" if event else "train"
     fields = {None: _TRAIN, "save": _SAVE}.get(event, ())
     return _numbers({f"{prefix}/{field}": record.get(field) for field in fields})
@@ -185,8 +193,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
     try:
-        memory = json.loads((run / MEMORY).read_text())
-    except (FileNotFoundError, ValueError):
+        memory = json.loads(read_inside(run, MEMORY, limit=_MEMORY_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     good = isinstance(memory, dict) and all(_is_memory(entry) for entry in memory.values())
     return memory if good else {}
@@ -219,7 +227,7 @@ def _ended(descriptor: int) -> bool:
 def _redirected(run: Path) -> Callable[[str], None]:
     """Send what libraries print to a file; what is returned still speaks to the user."""
     user = os.fdopen(os.dup(2), "w")
-    with open(run / OUTPUT, "ab") as output:
+    with _appending(run / OUTPUT) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 

@@ -6,12 +6,14 @@ Lines that are torn or hold no numbers are passed over: a report of a run that c
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files.inside import open_regular
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable
@@ -117,9 +119,14 @@ def read_history(path: Path, name: str | None = None) -> History:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_bytes().splitlines()
+        with os.fdopen(open_regular(path), "rb") as file:
+            lines = file.read().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        raise CheckpointUnusable(
+            "a log of this run cannot be read", where=str(path), value=error.strerror, remedy="remove what stands there"
+        ) from error
     for line in lines:
         try:
             record = json.loads(line)

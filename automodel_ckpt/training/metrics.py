@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 
+from automodel_ckpt.checkpoint.files.inside import open_regular
 from automodel_ckpt.errors import SaveFailed, os_problem
 from automodel_ckpt.on_disk import replace_file
 
@@ -89,11 +90,11 @@ class JsonlLog:
 
     def _cut_back(self, step: int) -> int:
         self.close()
-        if not self.path.exists():
+        if not os.path.lexists(self.path):
             return 0
         kept, num_dropped = [], 0
         for line, record in _lines(self.path):
-            if record is not None and record.get("step", 0) <= step:
+            if record is not None and _step_of(record) <= step:
                 kept.append(line)
             else:
                 num_dropped += 1
@@ -114,7 +115,7 @@ class JsonlLog:
     def _open(self) -> IO[bytes]:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file = os.fdopen(open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
         return self._file
 
 
@@ -124,12 +125,20 @@ def _line_of(record: dict[str, Any]) -> bytes:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each line with its record, or None for one that is torn or no record."""
-    for line in path.read_bytes().splitlines(keepends=True):
+    with os.fdopen(open_regular(path), "rb") as file:
+        lines = file.read().splitlines(keepends=True)
+    for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         yield line, record if isinstance(record, dict) and line.endswith(b"\n") else None
+
+
+def _step_of(record: dict[str, Any]) -> float:
+    """0 where there is none; what is no number is of no step that has been."""
+    step = record.get("step", 0)
+    return step if isinstance(step, (int, float)) else math.inf
 
 
 def _finite(value: Any) -> Any:

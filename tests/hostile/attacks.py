@@ -21,13 +21,15 @@ Change = Callable[[Attacked], object]
 
 @dataclass(frozen=True)
 class Attack:
-    """*readers* meet it, of them *refusing* must end with exit code 2 or 3; the others may, or be untouched by it."""
+    """*readers* meet it, of them *refusing* must end with exit code 2 or 3; the others may, or be untouched by it. It
+    changes a checkpoint of that *form* (:func:`tests.hostile.victim.pristine`)."""
 
     kind: str
     name: str
     change: Change
     readers: frozenset[str]
     refusing: frozenset[str] = frozenset()
+    form: str = "shards"
 
 
 ATTACKS: list[Attack] = []
@@ -43,11 +45,13 @@ _OF_VALUES = frozenset({
 })  # fmt: skip
 
 
-def add(kind: str, name: str, change: Change, readers: Iterable[str], refusing: Iterable[str] = ()) -> None:
+def add(
+    kind: str, name: str, change: Change, readers: Iterable[str], refusing: Iterable[str] = (), form: str = "shards"
+) -> None:
     """Enter an attack, and its readers into those of its class."""
     met = frozenset(readers) | (VALUES if kind in _OF_VALUES else frozenset())
     KINDS[kind] = KINDS.get(kind, frozenset()) | met
-    ATTACKS.append(Attack(kind, name, change, met, frozenset(refusing)))
+    ATTACKS.append(Attack(kind, name, change, met, frozenset(refusing), form))
 
 
 VERIFIED = RESUMES - {"resume_unverified"}
@@ -251,6 +255,13 @@ SPECIALS = (
 )
 
 
+EXPORTED = (
+    "export_manifest.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "processor_config.json",
+    "chat_template.jinja", "adapter_model.safetensors", "adapter_config.json", "automodel_peft_config.json",
+)  # fmt: skip
+
+
 def _specials() -> None:
     def in_checkpoint(case: Attacked, path: str, kind: str) -> None:
         _special(case.checkpoint / path, kind, case.outside)
@@ -298,11 +309,11 @@ def _specials() -> None:
             RESUMES | CHECKS,
             VERIFIED | CHECKS,
         )
-        for path in ("model/consolidated/export_manifest.json", "model/consolidated/config.json"):
+        for path in EXPORTED:
             add(
                 "special_in_export",
                 f"{kind}_{path}",
-                partial(in_checkpoint, path=path, kind=kind),
+                partial(in_checkpoint, path=f"model/consolidated/{path}", kind=kind),
                 {"verify_deep", *EXPORTS},
             )
 
@@ -460,14 +471,15 @@ def _set_digest(case: Attacked, value: Any) -> None:
 
 
 def _texts() -> None:
+    part = 1 if bombs.EVERY else 5
     texts: dict[str, Callable[[], bytes]] = {
         "deep_lists": lambda: b'{"a":' + b"[" * 3_000_000,
         "deep_mappings": lambda: b'{"a":' * 1_000_000,
-        "many_mappings": lambda: b'{"a":[' + b"{}," * 30_000_000 + b"{}]",
-        "many_lists": lambda: b'{"a":[' + b"[]," * 5_000_000 + b"[]]",
-        "many_keys": lambda: b'{"a":{' + b",".join(b'"%d":[]' % i for i in range(1_000_000)) + b"}",
-        "many_numbers": lambda: b'{"a":[' + b"1e9," * 20_000_000 + b"1]",
-        "long_text": lambda: b'{"a":"' + b"x" * 100_000_000 + b'"',
+        "many_mappings": lambda: b'{"a":[' + b"{}," * (30_000_000 // part) + b"{}]",
+        "many_lists": lambda: b'{"a":[' + b"[]," * (5_000_000 // part) + b"[]]",
+        "many_keys": lambda: b'{"a":{' + b",".join(b'"%d":[]' % i for i in range(1_000_000 // part)) + b"}",
+        "many_numbers": lambda: b'{"a":[' + b"1e9," * (20_000_000 // part) + b"1]",
+        "long_text": lambda: b'{"a":"' + b"x" * (100_000_000 // part) + b'"',
         "digits": lambda: b'{"a":' + b"9" * 10_000_000,
         "invalid_utf8": lambda: b'{"format":"automodel_ckpt","a":"\xff\xfe\xc0"',
         "utf16": lambda: '{"format":"automodel_ckpt"'.encode("utf-16"),
@@ -493,7 +505,7 @@ def _texts() -> None:
 
 def entries() -> None:
     """Fill the table."""
-    from . import attacks_export, attacks_run
+    from . import attacks_export, attacks_forms, attacks_run
 
     _pickles()
     _bombs()
@@ -506,6 +518,7 @@ def entries() -> None:
     _texts()
     attacks_export.entries(add)
     attacks_run.entries(add)
+    attacks_forms.entries(add)
 
 
 __all__ = ["ATTACKS", "KINDS", "NAME", "Attack", "add", "entries", "layout"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from .readers import CHECKS, EXPORTS, LISTS, PRUNES, RESUMES
+from automodel_ckpt.checkpoint.run.resume import stamp
+
+from .readers import CHECKS, EXPORTS, LISTS, LOGS, PRUNES, RESUMES
 from .victim import NAME, Attacked
 
 Add = Callable[..., None]
@@ -38,6 +42,9 @@ def _pointers(add: Add) -> None:
                 refusing if pointer == "LATEST" else (),
             )
         add("pointer_text", name, partial(_text, content=target.encode()), POINTED, {"show_LATEST"})
+        add(
+            "pointer_text", f"{name}_LOWEST_VAL", partial(_text, content=target.encode(), pointer="LOWEST_VAL"), POINTED
+        )
     for name, content in {
         "nul": b"a\0b",
         "binary": bytes(range(256)),
@@ -53,9 +60,9 @@ def _pointers(add: Add) -> None:
     add("checkpoint_is_a_link", "LATEST", _linked_checkpoint, POINTED, {"restore_from_LATEST", "show_LATEST"})
 
 
-def _text(case: Attacked, content: bytes) -> None:
-    (case.run / "LATEST").unlink()
-    (case.run / "LATEST.txt").write_bytes(content)
+def _text(case: Attacked, content: bytes, pointer: str = "LATEST") -> None:
+    (case.run / pointer).unlink(missing_ok=True)
+    (case.run / f"{pointer}.txt").write_bytes(content)
 
 
 def _in_run(case: Attacked, path: str, kind: str) -> None:
@@ -132,8 +139,102 @@ def _recipes(add: Add) -> None:
         )
 
 
+LATE, NOTES, TRACKERS = "late_validations.json", ".verified.json", ".trackers.json"
+JSONL = ("training.jsonl", "validation.jsonl")
+# Who reads which of the run's own files.
+READ_BY = {
+    LATE: frozenset({"resume", "plot", *LISTS, *PRUNES}), NOTES: frozenset({"ls", "ls_json", "verify"}),
+    TRACKERS: frozenset({"follow"}), ".run.lock": frozenset({"resume", "drop_optimizer"}),
+    **dict.fromkeys(JSONL, LOGS), **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)}, ".trackers.log": LOGS,
+}  # fmt: skip
+
+
+def _own_files(add: Add) -> None:
+    """The small files that stand beside the checkpoints."""
+    from .attacks import SPECIALS
+
+    for path, readers in READ_BY.items():
+        for kind in SPECIALS:
+            add("special_own_file", f"{kind}_{path}", partial(_in_run, path=path, kind=kind), readers)
+        add("own_file_sparse", path, partial(_sparse, path=path), readers)
+        for name, text in _small_texts().items():
+            add("own_file_text", f"{name}_{path}", partial(_own_text, path=path, text=text), readers)
+    deep: Any = 0
+    for _ in range(900):
+        deep = [deep]
+    values = {
+        "digits": 10**4200, "nan": float("nan"), "infinite": float("-inf"), "text": "\x1b[31m\ud800", "deep": deep,
+        "null": None, "true": True, "mapping": {"\x1b[2J": 1}, "long": "x" * 10**6,
+    }  # fmt: skip
+    for name, value in values.items():
+        add("late_validation_values", f"{name}_loss", partial(_late, losses={"val_loss": value}), READ_BY[LATE])
+        add("late_validation_values", f"{name}_losses", partial(_late, losses=value), READ_BY[LATE])
+        add("late_validation_values", f"{name}_manifest", partial(_late, losses={}, digest=value), READ_BY[LATE])
+        for key in ("step", "loss", "event", "timestamp"):
+            for path in JSONL:
+                add("log_values", f"{name}_{key}_{path}", partial(_line, path=path, change={key: value}), LOGS)
+        add("verified_values", f"{name}_time", partial(_verified, change={"time": value}), READ_BY[NOTES])
+        add("verified_values", f"{name}_stamp", partial(_verified, change={"stamp": value}), READ_BY[NOTES])
+        add("tracker_values", name, partial(_tracked, entry={"sent": {"train": value}}), READ_BY[TRACKERS])
+        add("tracker_values", f"{name}_is", partial(_tracked, entry={"sent": value, "attempt": value}),
+            READ_BY[TRACKERS])  # fmt: skip
+    for name in ("../outside", "/etc", "\x1b[2J", "a\0b", "epoch_0_step_" + "9" * 17, "\ud800"):
+        add(
+            "late_validation_of_another", ascii(name), partial(_late, losses={"val_loss": -1}, name=name), READ_BY[LATE]
+        )
+        add("verified_of_another", ascii(name), partial(_verified, change={}, name=name), READ_BY[NOTES])
+
+
+def _small_texts() -> dict[str, bytes]:
+    return {
+        "nothing": b"", "torn": b'{"epoch_0_step_20": {"manifest": "xx', "list": b"[1]\n", "null": b"null\n",
+        "deep": b'{"a":' + b"[" * 200_000, "deep_short": b"[" * 3000, "digits": b'{"step":' + b"9" * 100_000 + b"}\n",
+        "invalid_utf8": b'{"\xff":1}\n', "surrogate": b'{"\\ud800": {"sent": {"\\ud800": 1}}, "step": 1}\n',
+        "zeros": bytes(5000), "pickle": b"cos\nsystem\n(S'touch marker'\ntR.", "nan": b'{"step": NaN}\n',
+        "many": b'{"step":1}\n' * 300_000, "many_keys": b"{" + b",".join(b'"%d":{}' % i for i in range(100_000)) + b"}",
+    }  # fmt: skip
+
+
+def _own_text(case: Attacked, path: str, text: bytes) -> None:
+    (case.run / path).write_bytes(text)
+
+
+def _sparse(case: Attacked, path: str) -> None:
+    with open(case.run / path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+def _late(case: Attacked, losses: Any, name: str = NAME, digest: Any = None) -> None:
+    """A later validation of a checkpoint, with a digest that fits."""
+    entry = {"manifest": case.document()["digest"] if digest is None else digest, "losses": losses}
+    _own_json(case, LATE, {name: entry})
+
+
+def _verified(case: Attacked, change: dict[str, Any], name: str = NAME) -> None:
+    _own_json(case, NOTES, {name: {"time": 1.0, "ok": True, "stamp": [*stamp(case.checkpoint)], **change}})
+
+
+def _tracked(case: Attacked, entry: dict[str, Any]) -> None:
+    _line(case, JSONL[0], {})
+    _own_json(case, TRACKERS, {"tensorboard": entry})
+
+
+def _line(case: Attacked, path: str, change: dict[str, Any]) -> None:
+    lines = [{"step": step, "loss": 1.0, "timestamp": 1.0, **change} for step in (19, 20, 21)]
+    (case.run / path).write_bytes(b"".join(_json(line) + b"\n" for line in lines))
+
+
+def _own_json(case: Attacked, path: str, value: Any) -> None:
+    (case.run / path).write_bytes(_json(value))
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
 def entries(add: Add) -> None:
     """Enter these attacks into the table."""
+    _own_files(add)
     _pointers(add)
     _leftovers(add)
     _recipes(add)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import describe
+from automodel_ckpt.report.follow import Follower, holding
+from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.progress import Progress, set_up_logging
 from tests.support import tiny
 
@@ -51,6 +55,45 @@ def _tool(run: Path) -> int:
     return 0
 
 
+def _cut_back(run: Path) -> int:
+    """What a resumed trainer does with the logs of the run, and how it ends when that fails."""
+    set_up_logging(Progress(stream=sys.stderr), "info", 0)
+    try:
+        for name in (layout.TRAINING_LOG, layout.VALIDATION_LOG):
+            log = JsonlLog(run / name)
+            log.truncate_after(20)
+            log.append({"step": 21, "loss": 1.0})
+            log.close()
+        return 0
+    except Exception as error:
+        code, message = describe(error)
+        print_error(message)
+        return code
+
+
+def _follow(run: Path) -> int:
+    """What the process beside a trainer does, which feeds trackers; it may fail, and alone."""
+    try:
+        with holding(run, wait=False):
+            Follower(run, {}, 20, print).close()
+        return 0
+    except OSError as error:
+        print_error(str(error))
+        return 4
+
+
+def _merge(run: Path) -> int:
+    before = tempfile.tempdir, os.environ.get("AUTOMODEL_CKPT_CACHE")
+    tempfile.tempdir = os.environ["AUTOMODEL_CKPT_CACHE"] = str(run)
+    try:
+        return ckpt.main(["export", _newest(run), "--merge", "--output", str(run / "whole")])
+    finally:
+        tempfile.tempdir = before[0]
+        os.environ.pop("AUTOMODEL_CKPT_CACHE") if before[1] is None else os.environ.update(
+            AUTOMODEL_CKPT_CACHE=before[1]
+        )
+
+
 def _drop_optimizer(run: Path) -> int:
     return ckpt.main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"])
 
@@ -74,6 +117,10 @@ READERS: dict[str, Callable[[Path], int]] = {
     "tool": _tool,
     "prune": lambda run: ckpt.main(["prune", str(run), "--keep-last", "1", "--keep-best", "1", "--dry-run"]),
     "drop_optimizer": _drop_optimizer,
+    "merge": _merge,
+    "plot": lambda run: ckpt.main(["plot", str(run), "--output", str(run / "curves.html")]),
+    "cut_back": _cut_back,
+    "follow": _follow,
 }
 
 # Readers of what a checkpoint's files hold, beside those that read its manifest only.
@@ -86,8 +133,17 @@ PRUNES = frozenset({"prune", "drop_optimizer"})
 IMPORTS = frozenset({"import"})
 # They read tensors, recipes and small state, beside the manifest that `show` reads.
 VALUES = frozenset({"show_stats", "diff"})
-ALL = frozenset(READERS) - IMPORTS - VALUES
+# They read the logs of a run, and what trackers have got of them.
+LOGS = frozenset({"plot", "cut_back", "follow"})
+# It needs an adapter and its base.
+MERGES = frozenset({"merge"})
+ALL = frozenset(READERS) - IMPORTS - VALUES - LOGS - MERGES
 OTHER = "other"
+
+
+def form_for(name: str) -> str:
+    """The form of an untouched checkpoint that a reader takes."""
+    return "adapter" if name in MERGES else "shards"
 
 
 def prepare(name: str, run: Path) -> None:

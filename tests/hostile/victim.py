@@ -12,13 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.hf_assets import tensor_specs
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.trees import module_state
+from automodel_ckpt.models.adapter import Lora, add_adapters
 from tests.support import tiny
+from tests.support.shards import cut, write_assets, write_checkpoint
 
-NAME = "epoch_0_step_20"
+NAME, BASE = "epoch_0_step_20", "base"
 Document = dict[str, Any]
 
 
@@ -62,23 +70,49 @@ class _Assets:
         "tokenizer.json": b"{}", "generation_config.json": b"{}",
     }  # fmt: skip
     nbytes = 60
+    maps = BaseMaps()
 
 
 @functools.cache
-def pristine() -> Path:
-    """The untouched checkpoint, with an export; made once per process."""
+def pristine(form: str = "shards") -> Path:
+    """The untouched checkpoint, made once per process: in shards, with an export; as Hugging Face files (``hf``); or an
+    ``adapter``, with its base in the run directory."""
     holder = Path(tempfile.mkdtemp(prefix="automodel-ckpt-hostile-"))
+    if form == "adapter":
+        return _adapter(holder)
     made = recipe()
     tiny.train(made)
-    path = tiny.save(holder, made, assets={"model": _Assets()}, save_consolidated=False).path
-    consolidate(path)
+    layouts = {"model_layout": "hf"} if form == "hf" else {}
+    path = tiny.save(holder, made, assets={"model": _Assets()}, save_consolidated=False, **layouts).path
+    if form == "shards":
+        consolidate(path)
     return path
+
+
+def _adapter(run: Path) -> Path:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(run / BASE)
+    adapted = add_adapters(model, Lora(), task_type="CAUSAL_LM", num_base_rows=16)
+    identity = identify_base(str(run / BASE), run / BASE, run=run)
+    specs = tensor_specs(adapted.model)
+    assets = AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity)
+    write_assets(assets, run / NAME / "model" / layout.HF_METADATA)
+    state, tied = module_state(adapted.model)
+    pieces = [piece for name, tensor in state.items() for piece in cut(name, tensor, 2, 0)]
+    write_checkpoint(run / NAME, state, pieces, tied=tied)
+    shutil.move(run / BASE, run / f"{BASE}.moved")  # a copy must find its own base, not this one
+    return run / NAME
 
 
 class Attacked:
     """A copy of the checkpoint in a run directory of its own, and a directory outside that nobody may touch."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, form: str = "shards") -> None:
         self.run, self.outside = directory / "run", directory / "outside"
         self.run.mkdir()
         self.outside.mkdir()
@@ -86,7 +120,9 @@ class Attacked:
         self.model = self.checkpoint / "model"
         self.secret, self.marker = self.outside / "secret.json", self.outside / "marker"
         self.secret.write_text('{"tie_word_embeddings": false, "secret": "for nobody"}')
-        shutil.copytree(pristine(), self.checkpoint)
+        shutil.copytree(pristine(form), self.checkpoint)
+        if form == "adapter":
+            shutil.copytree(pristine(form).with_name(f"{BASE}.moved"), self.run / BASE)
         (self.run / "LATEST").symlink_to(NAME)
 
     @property

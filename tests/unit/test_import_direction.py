@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "distributed": {"errors"},
     "models": {"errors", "on_disk"},
     "data": {"errors", "own_code", "on_disk"},
-    "training": {"errors", "on_disk"},
+    "training": {"errors", "on_disk", "checkpoint.files.inside"},
     "checkpoint": {"errors", "own_code", "on_disk", "distributed.agree"},
     "report": {"errors", "checkpoint"},
     "consolidate": {"errors", "checkpoint", "cli.terminal"},

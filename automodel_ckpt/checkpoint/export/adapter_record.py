@@ -32,10 +32,8 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
             _refuse_record(checkpoint / place, repr(error)[:200])
         if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("base", "adapter")):
             _refuse_record(checkpoint / place, "it lacks base or adapter")
-        if record.get("format_version", 0) > FORMAT_VERSION:
-            _refuse_record(
-                checkpoint / place, f"format_version {record['format_version']} is later than {FORMAT_VERSION}"
-            )
+        if fault := _fault(record):
+            _refuse_record(checkpoint / place, fault)
         return record
     raise CheckpointUnusable(
         "this checkpoint holds no adapters",
@@ -43,6 +41,22 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
         value=f"no {layout.AUTOMODEL_PEFT_CONFIG}",
         remedy="resume without a peft section, or start anew in another checkpoint.checkpoint_dir",
     )
+
+
+def _fault(record: Mapping[str, Any]) -> str | None:
+    version, base = record.get("format_version", 0), record["base"]
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        return f"format_version {str(version)[:50]} is later than {FORMAT_VERSION}"
+    if not _is_path(base.get("name")) or not (base.get("relative_to_run") is None or _is_path(base["relative_to_run"])):
+        return "it does not say where the base is"
+    return None
+
+
+def _is_path(value: object) -> bool:
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _refuse_record(path: Path, value: str) -> NoReturn:
@@ -56,7 +70,7 @@ def find_base(record: Mapping[str, Any], run: Path) -> str:
     """Where the base of an adapter is now: the recorded path or, when the run was moved with it, the relative one;
     a Hub name as it is. Raises :class:`CheckpointUnusable` where it is gone."""
     base = record["base"]
-    name, relative = str(base.get("name")), base.get("relative_to_run")
+    name, relative = str(base["name"]), base.get("relative_to_run")
     if not isinstance(relative, str):
         return name
     moved = os.path.normpath(run.resolve() / relative)

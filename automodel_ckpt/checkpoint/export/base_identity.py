@@ -88,8 +88,7 @@ def _weight_files(directory: Path) -> list[str]:
     """config.json and the files that transformers reads the weights from."""
     for index in _INDEXES:
         if (directory / index).is_file():
-            weight_map = json.loads((directory / index).read_bytes())["weight_map"]
-            return ["config.json", index, *sorted(set(weight_map.values()))]
+            return ["config.json", index, *files_of_index(directory / index)]
     for single in _SINGLES:
         if (directory / single).is_file():
             return ["config.json", single]
@@ -99,6 +98,22 @@ def _weight_files(directory: Path) -> list[str]:
         value=str(directory),
         remedy="name a directory with model.safetensors, or with its index and files",
     )
+
+
+def files_of_index(index: Path) -> list[str]:
+    """The files that an index names, all below its directory. Raises :class:`RecipeError` for an index that none is."""
+    try:
+        names = {*json.loads(index.read_bytes())["weight_map"].values()}
+        faults = {name: layout.unsafe_path(name) for name in names}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        faults = {"weight_map": repr(error)[:200]}
+    if wrong := {name: fault for name, fault in faults.items() if fault}:
+        name, fault = next(iter(wrong.items()))
+        raise RecipeError(
+            "the index of the base model is none", where=str(index), value=f"{name[:200]}: {fault}",
+            remedy="load the base model again",
+        )  # fmt: skip
+    return sorted(names)
 
 
 def _stamp(path: Path) -> list[int]:

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.consolidate import ConsolidationReport, consolida
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.export.adapter_record import find_base, read_peft_record
-from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.base_identity import files_of_index, identify_base
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.files import agreeing_config, cast_lines, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export.merge_rules import Change, Naming, changes_by, merged
@@ -137,7 +137,11 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
             consolidate(checkpoint / name, directory)
         tensors = tensors_of_file(directory / layout.ADAPTER_MODEL)
         config = read_json(directory, layout.ADAPTER_CONFIG)
-        assert config is not None
+        if config is None:
+            raise CheckpointUnusable(
+                "the description of the adapters is not there", where=str(directory), value=layout.ADAPTER_CONFIG,
+                remedy="restore the file from another copy, or use another checkpoint",
+            )  # fmt: skip
         yield Adapter(directory, tensors, config)
 
 
@@ -153,7 +157,7 @@ def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     index = directory / layout.HF_INDEX
     names = [_SINGLE]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = files_of_index(index)
     elif not (directory / _SINGLE).is_file():
         raise RecipeError(
             "the base is not in safetensors files", where="--base", value=str(directory),

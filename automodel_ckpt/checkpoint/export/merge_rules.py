@@ -19,6 +19,7 @@ import numpy as np
 from automodel_ckpt.checkpoint.tensors.float_cast import Array
 from automodel_ckpt.errors import CheckpointUnusable
 
+_LARGEST_ALPHA = 1e9
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
 _PLACES = {"lora_A": "a", "lora_B": "b", "lora_embedding_A": "a", "lora_embedding_B": "b", "lora_magnitude_vector": "m"}
@@ -64,8 +65,11 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
 
 
 def scale_of(config: Mapping[str, Any], rank: int) -> float:
-    """The scale of an adapter of that *rank* by its adapter_config.json."""
-    return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    """The scale of an adapter of that *rank* by its adapter_config.json. Raises ValueError where it gives none."""
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _LARGEST_ALPHA:
+        raise ValueError(f"lora_alpha is {str(alpha)[:50]}")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def merged(weight: Array, factors: Mapping[str, Array], config: Mapping[str, Any], *, transposed: bool) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -22,11 +23,12 @@ def open_inside(root: Path, path: str) -> int:
     return open_regular(root / path)
 
 
-def open_regular(path: Path) -> int:
-    """The same for a whole path, of which only the last part is looked at."""
-    _refuse(os.lstat(path), path)
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """The same for a whole path, of which only the last part is looked at; with other *flags* also for writing."""
+    with contextlib.suppress(FileNotFoundError):  # which open() raises, or makes
+        _refuse(os.lstat(path), path)
     # What is put there meanwhile must not be followed or waited for either.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         _refuse(os.fstat(descriptor), path)
     except OSError:
@@ -59,7 +61,7 @@ def is_hollow(status: os.stat_result) -> bool:
 
 def _refuse(status: os.stat_result, path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise OSError(errno.ELOOP, "a symbolic link stands in a checkpoint", str(path))
+        raise OSError(errno.ELOOP, "a symbolic link stands in its place", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, f"not a regular file ({stat.filemode(status.st_mode)})", str(path))
     if is_hollow(status):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.inside import open_inside
 from automodel_ckpt.checkpoint.slices import nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -67,6 +68,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             return _parse(file.read(length), _LENGTH_BYTES + length, info.st_size)
         except _Fault as fault:
             raise _unusable(path, fault) from None
+
+
+def header_inside(directory: Path, name: str) -> Header:
+    """The header of a regular file in *directory*; no link is followed. Raises as :func:`read_header`."""
+    os.close(open_inside(directory, name))
+    return read_header(directory / name)
 
 
 def build_header(

@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.on_disk import replace_file
 
 _MAX_BYTES = 1 << 22
+_MAX_TEXT = 100
 
 
 def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
@@ -34,7 +35,14 @@ def recall(checkpoint: Path, digest: str) -> dict[str, Any]:
     """What was found of it later; empty where nothing was."""
     entry = _read(checkpoint.parent).get(checkpoint.name)
     losses = entry.get("losses") if isinstance(entry, dict) and entry.get("manifest") == digest else None
-    return losses if isinstance(losses, dict) else {}
+    return {key: value for key, value in losses.items() if _is_loss(value)} if isinstance(losses, dict) else {}
+
+
+def _is_loss(value: object) -> bool:
+    """Whether a run may have written it: a number of 64 bits, or text for what is not finite."""
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 63
+    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _MAX_TEXT)
 
 
 def _read(run: Path) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def boot_id() -> str:
 
 def _holder(descriptor: int) -> dict[str, Any]:
     """Who wrote the lock file; empty where nobody has, or not in this form."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         raw = json.loads(os.pread(descriptor, 4096, 0))
         if isinstance(raw, dict) and {"host", "pid", "command", "boot_id", "beat"} <= raw.keys():
             return raw

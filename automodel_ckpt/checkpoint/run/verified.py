@@ -34,7 +34,7 @@ def recall(run: Path) -> dict[str, Note]:
     """The notes that are still of the checkpoints that stand there, by name."""
     found = {}
     for name, note in _read(run).items():
-        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError, OverflowError):
             if os.path.basename(name) == name and note["stamp"] == [*resume.stamp(run / name)]:
                 found[name] = Note(float(note["time"]), note["ok"] is True)
     return found

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
-from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
+from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.safetensors_header import header_inside, read_header
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.opening import SHARDING_INFO
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
@@ -64,12 +64,6 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
     return value
-
-
-def header_inside(directory: Path, name: str) -> Header:
-    """The header of a regular file in *directory*; no link is followed. Raises as :func:`read_header`."""
-    os.close(open_inside(directory, name))
-    return read_header(directory / name)
 
 
 def _safetensors(directory: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.inside import is_hollow
-from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
+from automodel_ckpt.checkpoint.files.safetensors_header import Header, header_inside, read_header
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault, whole_tensor
 from automodel_ckpt.checkpoint.sources.dcp import open_dcp
@@ -83,7 +83,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
     tensors: dict[str, Tensor] = {}
     for path in sorted({piece.file for tensor in tree.stored for piece in tensor.slices}):
         try:
-            entries = read_header(checkpoint / path).tensors
+            entries = header_inside(checkpoint, path).tensors
         except OSError as error:
             raise unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
         tensors |= {key: whole_tensor(key, e.dtype, e.shape, path, e.start) for key, e in entries.items()}
