@@ -55,7 +55,7 @@ def last_calls(sweep: kill.Sweep, name: str, subject: Ours) -> list[int]:
 def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
     needs_calls()
     chosen = tuple(scenario(name) for name in ("prune", "recover"))
-    done = kill.run((random.choice(OURS),), points=8, seed=int(time.time()), seconds=15, scenarios=chosen)
+    done = kill.run((random.choice(OURS),), points=8, seed=int(time.time()), seconds=40, scenarios=chosen)
     assert done.failures == [] and done.points >= 5
 
 
@@ -121,12 +121,12 @@ def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_on
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
     needs_calls()
-    done = faults.run(OURS, points=9, seed=int(time.time()), seconds=10)
+    done = faults.run(OURS, points=9, seed=int(time.time()), seconds=40)
     assert done.failures == [] and done.points >= 5
 
 
 def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
-    done = flips.run(OURS, points=200, seed=int(time.time()), seconds=20)
+    done = flips.run(OURS, points=200, seed=int(time.time()), seconds=60)
     assert done.failures == [] and done.points > 300
 
 
@@ -143,6 +143,8 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
 ) -> None:
     monkeypatch.setattr(endurance, "subprocess", Starting(commands))
     monkeypatch.setattr(endurance, "LONGEST_SECONDS", 4.0)
+    long = endurance.command
+    monkeypatch.setattr(endurance, "command", lambda *run: [*long(*run), "--validation_dataset.max_samples=16"])
     done = endurance.run(kills=1, seed=int(time.time()), seconds=60, steps=8)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.command_server import CommandServer, Starting
 from tools import bench_startup
 
 
-@pytest.mark.slow
-def test_the_bench_measures_the_first_step_of_the_main_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_measures_the_first_step_of_the_main_example(
+    commands: CommandServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_startup, "subprocess", Starting(commands))
     rows = bench_startup.rows(2)
     kept = {name: rows[name] for name in ("python", "first step, 2 processes")}
     monkeypatch.setattr(bench_startup, "rows", lambda num_ranks: kept)

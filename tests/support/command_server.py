@@ -131,6 +131,8 @@ class Starting:
         program, *rest = [str(word) for word in words]
         if Path(program).name == "ckpt-train":
             return self._commands.popen("ckpt-train", *rest, **options)
+        if program == sys.executable and rest[:2] == ["-m", "automodel_ckpt.cli.train"]:
+            return self._commands.popen("ckpt-train", *rest[2:], **options)
         if program == sys.executable and rest[0] == "-I":
             return self._commands.popen("plain", *rest[1:], **options)
         return subprocess.Popen([program, *rest], text=True, **options)
@@ -138,11 +140,13 @@ class Starting:
     def run(
         self, words: Sequence[str | Path], *, check: bool, capture_output: bool = False, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        assert not check
         streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) if capture_output else {}
         with self.Popen(words, **streams, **options) as process:
             out, err = process.communicate()
-            return subprocess.CompletedProcess(words, process.returncode, out, err)
+        done = subprocess.CompletedProcess(words, process.returncode, out, err)
+        if check:
+            done.check_returncode()
+        return done
 
 
 class _Forked(subprocess.Popen[str]):
