@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from tests.distributed.test_training import lines_of_steps, run
+from tests.distributed.test_training import lines_of_steps
+from tests.support import ranks
+from tests.support.training import train, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"
-LINEAR = ("--lr_scheduler.decay_steps=6", "--step_scheduler.max_steps=6")
+LINEAR = ("--lr_scheduler.decay_steps=3", "--step_scheduler.max_steps=3")
 
 
 class Watched(LLMFinetune):
@@ -42,12 +45,18 @@ class Watched(LLMFinetune):
 def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options: dict[str, Any] = {"num_ranks": num_ranks, "recipe_class": Watched}
     cut = "--distributed.tp_size=2" if (strategy, num_ranks) == ("single", 2) else "--distributed.tp_size=1"
     overrides = (f"--distributed.strategy={strategy}", cut, "--model.from_config.attention_dropout=0", *LINEAR)
-    run(tmp_path, *overrides, MIXED, name="mixed", **options)
+    recipe, ports = write_recipe(tmp_path), [ranks.free_port() for _ in range(2)]
+
+    def both() -> None:
+        os.environ["MASTER_PORT"] = str(ports[0])
+        train(recipe, *overrides, MIXED, f"--checkpoint.checkpoint_dir={tmp_path / 'mixed'}", recipe_class=Watched)
+        os.environ["MASTER_PORT"] = str(ports[1])
+        train(recipe, *overrides, f"--checkpoint.checkpoint_dir={tmp_path / 'plain'}")
+
+    ranks.run(both, num_ranks, init=False)
     assert "computing in bfloat16" in capfd.readouterr().err
-    run(tmp_path, *overrides, name="plain", num_ranks=num_ranks)
     mixed, plain = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain"))
     assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
     assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
