@@ -25,7 +25,10 @@ LIMIT_SECONDS = 900 if ALL else 200
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 PROCESSOR = [*TOKENIZER, "processor_config.json", "chat_template.jinja"]
 ADAPTER = ["adapter_config.json", "automodel_peft_config.json"]
-SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--lr_scheduler=null")
+SHORT = (
+    "--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--step_scheduler.global_batch_size=4",
+    "--lr_scheduler=null",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

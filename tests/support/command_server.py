@@ -192,7 +192,7 @@ NEEDED = (
     *OUR_COMMANDS.values(), "automodel_ckpt.checkpoint.export.merge", "automodel_ckpt.cli.launch",
     "automodel_ckpt.cli.worker", "automodel_ckpt.data.python_docs", "automodel_ckpt.data.text",
     "automodel_ckpt.recipes.llm_finetune",
-    "automodel_ckpt.recipes.vlm_finetune", "peft", "torch.distributed.launcher.api",
+    "automodel_ckpt.recipes.vlm_finetune", "datasets", "peft", "torch.distributed.launcher.api",
     "transformers.models.llama.modeling_llama", "transformers.optimization",
 )  # fmt: skip
 

@@ -185,7 +185,7 @@ import sys; assert "datasets" not in sys.modules
 import os; os.environ.update(HF_HOME={str(tmp_path / "hf")!r}, AUTOMODEL_CKPT_CACHE={str(tmp_path / "cache")!r})
 from automodel_ckpt.data.python_docs import train_tokenizer; from automodel_ckpt.data.text import text
 text(train_tokenizer(300), {path!r})""")
-    done = commands.run("python", str(tmp_path / "read.py"))
+    done = commands.run("plain", str(tmp_path / "read.py"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list((tmp_path / "hf").rglob("*.arrow"))
 
