@@ -7,9 +7,10 @@ import os
 import threading
 from collections.abc import Iterator
 
-from automodel_ckpt.cli.failure import Board
+from automodel_ckpt.cli.failure import Board, verdict
 from automodel_ckpt.cli.topology import Rendezvous
 from automodel_ckpt.distributed.network import is_known
+from automodel_ckpt.errors import EXIT_STOPPED
 
 WORD_SECONDS = 15.0
 """After so long a wait for other machines is told."""
@@ -75,5 +76,11 @@ class Meetings:
         host = self._meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
         unknown = "" if is_known(host) else f"; the name {host} leads nowhere so far"
         place = f"{self._meet.rdzv_endpoint}{name}"
-        text = f"waiting for the other machines at {place}: there have to be {machines}{unknown}\n"
+        text = f"{self._why()}waiting for the other machines at {place}: there have to be {machines}{unknown}\n"
         os.write(2, text.encode())  # no lock of a stream, which a fork would copy
+
+    def _why(self) -> str:
+        """The failure that this restart follows, as a line; nothing at a run's beginning, or where machines come."""
+        attempts = self.board.attempts() if self.board is not None else []
+        failed = verdict(self.board.records(attempts[-1])) if self.board is not None and attempts else None
+        return f"{failed.message}\n" if failed is not None and failed.primary and failed.code != EXIT_STOPPED else ""

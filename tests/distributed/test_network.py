@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.cli.failure import Board, lost_machine
 from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
 from automodel_ckpt.cli.topology import Rendezvous
 from automodel_ckpt.distributed.network import (
@@ -126,13 +127,19 @@ def lines_held(host: str) -> bool:
     return "keepalive" in shown
 
 
-def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     meetings = Meetings(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
     meetings.tell()
     assert capfd.readouterr().err == (
         "waiting for the other machines at nowhere.invalid:29400 (run x): there have to be 2 to 3; "
         "the name nowhere.invalid leads nowhere so far\n"
     )
+    meetings.board = Board(tmp_path / "launch_1")
+    meetings.board.write(0, lost_machine(1, 20))
+    meetings.tell()
+    assert capfd.readouterr().err.startswith("error: the machine of rank 1 does not answer\n")
     with pytest.raises(StoppedMeeting), meetings.waiting():
         meetings.stop(15)
     with pytest.raises(StoppedMeeting), meetings.meeting():
