@@ -250,15 +250,15 @@ def _read_sealed(path: Path) -> bytes:
     """The file's content, if a regular file of a size that what stands beside it can account for has it."""
     try:
         descriptor = open_regular(path)
+        with os.fdopen(descriptor, "rb") as file:
+            size = os.fstat(descriptor).st_size
+            if size > MAX_BYTES or (size > FREE_BYTES and size > _bytes_on_disk(path.parent) // _DATA_RATIO):
+                raise _unusable("the manifest is larger than what it describes may need", path, f"{size} bytes")
+            return file.read()
     except FileNotFoundError as error:
         raise _unusable("there is no manifest: the checkpoint is incomplete", path, "no such file") from error
     except OSError as error:
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
-        if size > MAX_BYTES or (size > FREE_BYTES and size > _bytes_on_disk(path.parent) // _DATA_RATIO):
-            raise _unusable("the manifest is larger than what it describes may need", path, f"{size} bytes")
-        return file.read()
 
 
 def _bytes_on_disk(directory: Path) -> int:

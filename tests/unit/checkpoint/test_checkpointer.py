@@ -594,6 +594,24 @@ def test_a_best_checkpoint_that_could_not_be_pointed_to_is_kept_and_pointed_to_l
     assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == ["epoch_0_step_3", "epoch_0_step_2"]
 
 
+def test_a_manifest_that_opens_and_cannot_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        tiny.save(tmp_path, tiny.recipe(), step=step)
+    plain = os.fdopen
+
+    def failing(descriptor: int, *arguments: Any) -> Any:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path / "epoch_0_step_2/MANIFEST.json"):
+            os.close(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "fdopen", failing)
+    resumed = tiny.load(tmp_path, tiny.recipe())
+    assert resumed is not None and resumed.step == 1
+
+
 def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
     validated(tmp_path, s10=2.0, s20=1.0, s30=0.5)
     saver, made = tiny.checkpointer(tmp_path, restore_from="epoch_0_step_20"), tiny.recipe()
