@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -80,16 +81,9 @@ class StopRequest:
         """Whether this rank has to stop."""
         return bool(self.requested) or self.elsewhere
 
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
+    def interrupting(self) -> AbstractContextManager[None]:
         """Inside, in the main thread, a request raises :class:`StoppedWaiting`: now, or when it comes."""
-        self._interrupts = True
-        try:
-            if self.wanted:
-                raise StoppedWaiting
-            yield
-        finally:
-            self._interrupts = False
+        return _Interrupting(self)
 
     @contextlib.contextmanager
     def before_training(self, leave: Callable[[int], None]) -> Iterator[None]:
@@ -206,3 +200,19 @@ class PeerStop:
         """The signal can arrive between two waits: repeat it until the run ends."""
         while not self._closed.wait(PEER_SECONDS):
             self._request.interrupt()
+
+
+class _Interrupting(AbstractContextManager[None]):
+    """What :meth:`StopRequest.interrupting` returns; a generator would take three times as long, in each step."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self._request = request
+
+    def __enter__(self) -> None:
+        self._request._interrupts = True
+        if self._request.wanted:
+            self._request._interrupts = False
+            raise StoppedWaiting
+
+    def __exit__(self, *_: object) -> None:
+        self._request._interrupts = False

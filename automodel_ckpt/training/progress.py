@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -48,6 +48,20 @@ class SavingView:
         return f"saving {self.step} [{'#' * filled}{'.' * (_BAR_CELLS - filled)}] {self.amount}"
 
 
+class _Alone:
+    """Lines come from several threads. A process forked while one of them writes must not wait for it for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire(timeout=1)
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(RuntimeError):  # it was not to be had
+            self._lock.release()
+
+
 class Progress:
     """One line: step of all, epoch, loss, rate, tokens per second, time left, step and age of the newest checkpoint.
 
@@ -77,7 +91,7 @@ class Progress:
         self._latest: StepView | None = None
         self._saving: SavingView | None = None
         self._saving_since = 0.0
-        self._lock = threading.RLock()
+        self._alone = _Alone()
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
 
@@ -85,7 +99,7 @@ class Progress:
         """Take in a finished step, and show it when the pause since the last line is over."""
         if not self.enabled:
             return
-        with self._alone():
+        with self._alone:
             self._average(view)
             self._latest = view
             now = self._clock()
@@ -109,7 +123,7 @@ class Progress:
         """Take in how far a save is, and show it when that is due."""
         if self._closed.is_set():
             return
-        with self._alone():
+        with self._alone:
             before, self._saving, now = self._saving, saving, self._clock()
             if saving is None or before is None or before.step != saving.step:
                 self._saving_since = now
@@ -119,23 +133,13 @@ class Progress:
                 self._saving_since = now
                 self._show([str(saving)])
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Lines come from several threads. A process forked while one of them writes must not wait for it for ever."""
-        held = self._lock.acquire(timeout=1)
-        try:
-            yield
-        finally:
-            if held:
-                self._lock.release()
-
     def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
         """The newest checkpoint is that of *step*, which was made *seconds_ago*."""
         self._saved = (step, self._clock() - max(seconds_ago, 0.0))
 
     def write_above(self, text: str) -> None:
         """Print *text* as lines of its own; a live line stays below it."""
-        with self._alone():
+        with self._alone:
             if self._line:
                 self._stream.write(_CLEAR)
             self._stream.write(text + "\n" + self._line)
@@ -144,7 +148,7 @@ class Progress:
     def break_off(self) -> None:
         """Leave the line as it stands and show no more: what comes next is the last word. Waits for nothing."""
         self._closed.set()
-        with self._alone():
+        with self._alone:
             if self._line:
                 self._stream.write("\n")
                 self._stream.flush()
