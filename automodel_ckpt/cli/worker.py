@@ -37,6 +37,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NoReturn, Protocol
 
+from automodel_ckpt.checkpoint.run.lease import release_all
 from automodel_ckpt.cli.failure import (
     FINAL_CODES,
     STOPPED_AT_ONCE,
@@ -108,6 +109,7 @@ def run_rank(
 
     def leave(number: int) -> None:
         on_failure(stopped_early(this_rank(), number))
+        _in_time(release_all)
         exit_now(exit_stopped)
 
     try:
@@ -128,6 +130,8 @@ def run_rank(
         _end_line(recipe)
         on_failure(record)
         _close_quietly(recipe)
+        if not begun:
+            _in_time(release_all)
         return record.code
 
 
@@ -322,6 +326,8 @@ def _watch_peers(board: Board, attempt: int, rank: int, done: threading.Event, w
         if poll % WIRE_POLLS == 0:
             _listen(listens, board, attempt)
         _tell_of_stopped(board.processes(attempt), rank, stopped)
+        if not stop_request().elsewhere and _has_early_leaver(board, attempt, rank):
+            stop_request().follow()
         failed = _failed_peer(board, attempt, rank)
         at_once = any(record.code > STOPPED_AT_ONCE or record.lost for record in board.records(attempt))
         if failed is not None and not done.wait(0 if at_once else PEER_GRACE_SECONDS):
@@ -365,6 +371,10 @@ def _tell_of_stopped(processes: Mapping[int, int], rank: int, seen: Counter[int]
                 f"distributed.timeout_minutes; `kill -CONT {processes[peer]}` lets it go on")  # fmt: skip
 
 
+def _has_early_leaver(board: Board, attempt: int, rank: int) -> bool:
+    return any(record.rank != rank and not record.begun for record in board.records(attempt))
+
+
 def _failed_peer(board: Board, attempt: int, rank: int) -> int | None:
     """A rank of this machine that failed or died, if any; one that stopped for a signal while training did neither."""
     for record in board.records(attempt):
@@ -386,9 +396,13 @@ def _close_quietly(recipe: Recipe | None) -> None:
         finally:
             _leave_process_groups()
 
-    closing = threading.Thread(target=close, daemon=True)
-    closing.start()
-    closing.join(CLOSE_SECONDS)
+    _in_time(close)
+
+
+def _in_time(ending: Callable[[], None]) -> None:
+    thread = threading.Thread(target=ending, daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
 
 
 def _leave_process_groups() -> None:

@@ -103,6 +103,12 @@ class StopRequest:
         if self._interrupts and main is not None:
             signal.pthread_kill(main, WAKE)
 
+    def follow(self) -> None:
+        """Another rank was stopped before training and is gone: leave too, without waiting for it. To be called by
+        another thread."""
+        self.elsewhere = True
+        self._leave_soon(0)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or number
         self.wake(number, frame)
@@ -136,6 +142,9 @@ class StopRequest:
     def _first_arrived(self, number: int) -> None:
         if self.announce is not None:
             self.announce()
+        self._leave_soon(number)
+
+    def _leave_soon(self, number: int) -> None:
         if self._leave is not None:
             waiting = threading.Timer(UNHEARD_SECONDS, self._leave_unheard, (number,))
             waiting.daemon = True

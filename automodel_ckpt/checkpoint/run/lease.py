@@ -38,17 +38,19 @@ class Lease:
 
     def __init__(self, root: Path, *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float = WATCH_SECONDS) -> None:
         self._path = root / LOCK_FILE
-        self._descriptor, locked = self._opened()
         self._owner = os.getpid()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._descriptor, locked = self._opened()
         self._beats = 0
         before = _holder(self._descriptor)
         reached = locked and before.get("boot_id") == boot_id()
         if before and not reached and _still_beating(self._descriptor, watch_seconds):
             os.close(self._descriptor)
             raise self._refusal(before)
+        _held.add(self)
         self.taken_over = before
         self._beat()
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, args=(beat_seconds,), daemon=True, name="lease")
         self._thread.start()
         # A forked data-loader worker must not keep the lock of a trainer that was killed.
@@ -59,7 +61,8 @@ class Lease:
         if self._descriptor < 0 or os.getpid() != self._owner:
             return
         self._stop.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         with contextlib.suppress(OSError):
             if os.fstat(self._descriptor).st_ino == os.stat(self._path).st_ino:
                 os.unlink(self._path)
@@ -126,9 +129,20 @@ class Lease:
         os.pwrite(self._descriptor, content.ljust(1024), 0)
 
     def _forget(self) -> None:
+        _held.discard(self)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+_held: set[Lease] = set()
+"""Those of this process."""
+
+
+def release_all() -> None:
+    """For a process that ends in the middle of starting, where nobody may know of a lease but its beat."""
+    for lease in list(_held):
+        lease.release()
 
 
 def boot_id() -> str:

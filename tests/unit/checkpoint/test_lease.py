@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.run import lease
-from automodel_ckpt.checkpoint.run.lease import LOCK_FILE, Lease
+from automodel_ckpt.checkpoint.run.lease import LOCK_FILE, Lease, release_all
 from automodel_ckpt.errors import RecipeError
 
 HOLD = """
@@ -72,6 +72,22 @@ def test_a_worker_forked_by_the_holder_does_not_keep_the_lock(tmp_path: Path) ->
     first.wait()
     Lease(tmp_path).release()
     end(first)
+
+
+def test_a_process_told_to_stop_while_it_takes_the_place_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told_to_stop(lease: Lease) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lease, "_beat", told_to_stop)
+        with pytest.raises(KeyboardInterrupt):
+            Lease(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+    release_all()
+    assert not (tmp_path / LOCK_FILE).exists()
+    Lease(tmp_path).release()
 
 
 def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:

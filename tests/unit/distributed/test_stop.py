@@ -6,8 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
+
+from automodel_ckpt.distributed import stop
 
 TWICE = """
 def twice(first, second):
@@ -119,3 +123,20 @@ def test_a_forked_workers_signals_are_not_the_processs() -> None:
         print(os.WTERMSIG(status), stop.requested)
     """)
     assert done.stdout == f"{int(signal.SIGTERM)} 0\n"
+
+
+def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "UNHEARD_SECONDS", 0.05)
+    request, told, numbers = stop.StopRequest(), threading.Event(), list[int]()
+
+    def leave(number: int) -> None:
+        numbers.append(number)
+        told.set()
+
+    with request.before_training(leave):
+        request.follow()
+        assert told.wait(10)
+    assert request.wanted
+    request.follow()
+    time.sleep(0.2)
+    assert numbers == [0], "once training has begun the step looks for it"
