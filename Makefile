@@ -51,7 +51,7 @@ bench-forecast: $(STAMP)  ## memory and disk as --dry-run foretells them, and as
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
 
-bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: under half an hour
+bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: about 40 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loop --docs $(BENCH_ARGS)
 
 bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: three minutes

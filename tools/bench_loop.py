@@ -1,6 +1,6 @@
 """The training loop beside a bare hand-written one, Hugging Face's Trainer and accelerate.
 
-    python -m tools.bench_loop [--sizes tiny 5M 50M] [--rounds N] [--docs] [--profile]
+    python -m tools.bench_loop [--sizes tiny 5M 50M] [--rounds N] [--only TEXT] [--docs] [--profile]
 
 The bare loop and one other take turns of a few steps in one process, on one thread (:mod:`tools.loop_ways`), so that a
 drift of the machine meets both alike (with all of a table in one process some paid for what others left in
@@ -34,7 +34,7 @@ KEPT = ROOT / "build" / "bench-loop.json"
 LONGEST_SECONDS = 600
 """After which a process counts as failed."""
 GROUPS: dict[str, list[str]] = {
-    "One process": ["bare", "accelerate", "Trainer", "ours"],
+    "One process": ["bare", "bare, once more", "accelerate", "Trainer", "ours"],
     "Two ranks, FSDP2": ["bare, 2 ranks", "ours, 2 ranks"],
     "Short answers (docstrings of at most 512 tokens)": [
         "bare, padded docstrings", "ours, packed docstrings", "ours, docstrings",
@@ -43,7 +43,10 @@ GROUPS: dict[str, list[str]] = {
 """The first of each is what the others are compared with, one by one."""
 OTHER_ROUNDS = 3
 """Of the tables of several ranks and of short answers."""
-PEERS = ["accelerate", "Trainer"]
+PEERS, PEER_ROUNDS = ["accelerate", "Trainer"], 3
+BESIDES = ["bare, once more", *PEERS]
+"""What the largest model is not worth. The bare loop beside itself shows what is not the loop's: the second one of a
+process has the main thread and another part of the memory."""
 Found = list[dict[str, Any]]
 """For each process, the steps of each way in it."""
 
@@ -174,7 +177,7 @@ def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str],
     return [
         (
             f"{title}, {size}",
-            [way for way in GROUPS[title] if SIZES[size].with_peers or way not in PEERS],
+            [way for way in GROUPS[title] if SIZES[size].with_peers or way not in BESIDES],
             size,
             num_rounds or (SIZES[size].rounds if title == "One process" else OTHER_ROUNDS),
         )
@@ -184,20 +187,26 @@ def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str],
 
 def run_all(sizes: list[str], num_rounds: int | None, results: dict[str, Any]) -> None:
     """Everything into *results*, which are kept on disk after each step; what fails is noted there."""
+    measure(["bare"], sizes[0], "--short")  # warms file caches and prepares data
+    run_tables(plan(sizes, num_rounds), results)
+    also = results["also"]
+    also["first step, one process"] = first_steps(sizes[0], num_rounds or 3)
+    also["packing"] = f"{100 * waste(sizes[0]):.2f} % of packs of {PACK} tokens stay empty"
+    _keep(results)
+
+
+def run_tables(tables: list[tuple[str, list[str], str, int]], results: dict[str, Any]) -> None:
+    """Those of :func:`plan`."""
     also = results["also"]
     missing = [] if importlib.util.find_spec("accelerate") is not None else PEERS
     if missing:
         also["accelerate and Trainer"] = "not measured, since accelerate is not installed (extra bench)"
-    measure(["bare"], sizes[0], "--short")  # warms file caches and prepares data
-    for title, ways, size, rounds in plan(sizes, num_rounds):
+    for title, ways, size, rounds in tables:
         try:
             run_table(title, [way for way in ways if way not in missing], size, rounds, results)
         except RuntimeError as error:
             results["failed"].append(title)
             also[title] = f"not measured to the end: {error}"
-    also["first step, one process"] = first_steps(sizes[0], num_rounds or 3)
-    also["packing"] = f"{100 * waste(sizes[0]):.2f} % of packs of {PACK} tokens stay empty"
-    _keep(results)
 
 
 def run_table(title: str, ways: list[str], size: str, num_rounds: int, results: dict[str, Any]) -> None:
@@ -205,7 +214,7 @@ def run_table(title: str, ways: list[str], size: str, num_rounds: int, results: 
     found: Found = []
     for turn in range(num_rounds):
         started = time.time()
-        found += [measure([ways[0], way], size) for way in ways[1:]]
+        found += [measure([ways[0], way], size) for way in ways[1:] if way not in PEERS or turn < PEER_ROUNDS]
         results["tables"][title] = compared(found)
         _keep(results)
         tell(f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s", results["tables"][title])
@@ -236,7 +245,10 @@ def profile(way: str, size: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="processes for each table (default: by table, 2 to 9)")
+    parser.add_argument("--rounds", type=int, help="processes for each table (default: by table, 2 to 11)")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only tables with it in their title; the others as measured before"
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--docs", action="store_true", help="write the figures to docs/performance.md")
     parser.add_argument("--profile", action="store_true", help="where our loop's time goes, at the first size")
@@ -248,7 +260,7 @@ def main() -> int:
     elif given.profile:
         profile("ours", given.sizes[0])
     else:
-        return run_and_tell(given.sizes, given.rounds, docs=given.docs)
+        return run_and_tell(given.sizes, given.rounds, given.only, docs=given.docs)
     return 0
 
 
@@ -259,11 +271,15 @@ def train_one(output: str, ways: list[str], size: Size, *, short: bool) -> None:
         Path(output).write_text(json.dumps(figures))
 
 
-def run_and_tell(sizes: list[str], num_rounds: int | None, *, docs: bool) -> int:
+def run_and_tell(sizes: list[str], num_rounds: int | None, only: str | None, *, docs: bool) -> int:
     """Measure and print; what is there is printed too when Ctrl-C ends it."""
     results: dict[str, Any] = {"machine": machine(), "tables": {}, "also": {}, "failed": []}
     try:
-        run_all(sizes, num_rounds, results)
+        if only is not None:
+            results = json.loads(KEPT.read_text())
+            run_tables([table for table in plan(sizes, num_rounds) if only in table[0]], results)
+        else:
+            run_all(sizes, num_rounds, results)
     except KeyboardInterrupt:
         print(as_markdown(results))
         return 130

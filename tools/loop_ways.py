@@ -52,7 +52,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(64, 2, 1024, 4, 32, block=20, blocks=12, rounds=9),
+    "tiny": Size(64, 2, 1024, 4, 32, block=20, blocks=6, rounds=11),
     "5M": Size(256, 5, 1024, 8, 128, block=2, blocks=6, rounds=7),
     "50M": Size(640, 9, 4096, 8, 128, block=1, blocks=5, rounds=2, with_peers=False),
 }
@@ -325,6 +325,7 @@ def accelerated(steps: Steps, size: Size) -> None:
 
 WAYS: dict[str, tuple[int, Callable[..., None]]] = {
     "bare": (1, bare),
+    "bare, once more": (1, bare),
     "accelerate": (1, accelerated),
     "Trainer": (1, trainer),
     "ours": (1, ours),

@@ -37,9 +37,9 @@ def wait_for(trainer: Trainer, rank: int, name: str, times: int = 1, seconds: fl
 
 
 def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
-    done = signals.run(points_wanted=10, seed=int(time.time()), seconds=30, compares=False)
+    done = signals.run(points_wanted=10, seed=int(time.time()), seconds=150, compares=False)
     assert done.failures == []
-    assert done.points >= 4, "ten, unless the machine is busy"
+    assert done.points == 10
 
 
 @pytest.mark.parametrize("is_async", ["false", "true"])
