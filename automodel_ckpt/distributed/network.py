@@ -11,6 +11,7 @@ import fcntl
 import ipaddress
 import os
 import socket
+import stat
 import struct
 from collections.abc import MutableMapping
 
@@ -98,10 +99,13 @@ def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
 def bound_silence(port: int, seconds: float) -> None:
     """Have this process's connections to *port* of other machines fail when nothing comes back for so long, instead of
     the quarter of an hour of the kernel. For connections of libraries, which do not set it."""
-    for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def _resolved(host: str) -> list[tuple[int, int, int, str, tuple[str, ...]]]:

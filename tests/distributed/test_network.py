@@ -17,6 +17,7 @@ from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
 from automodel_ckpt.cli.topology import Rendezvous
 from automodel_ckpt.distributed.network import (
     address_towards,
+    bound_silence,
     interface_of,
     is_loopback,
     is_own_address,
@@ -176,3 +177,16 @@ def test_gloo_is_told_an_interface_only_where_it_would_not_be_found(
     monkeypatch.setattr("automodel_ckpt.distributed.network.interface_of", {"192.0.2.9": "eth7"}.get)
     let_gloo_be_found(given)
     assert given.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+def test_connections_to_one_port_are_bounded_and_nothing_else_is_held() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [server.getsockname()[1] for server in (one, other)]
+        lines = [socket.create_connection(("127.0.0.1", port)) for port in ports]
+        held = len(os.listdir("/proc/self/fd"))
+        bound_silence(ports[0], 7)
+        assert len(os.listdir("/proc/self/fd")) == held
+        limits = [line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for line in lines]
+        for line in lines:
+            line.close()
+    assert limits == [7000, 0]
