@@ -65,9 +65,6 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 hostile: $(STAMP)  ## every attack on every reader of a checkpoint: about ten minutes
 	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal tests/hostile
 
-raises: $(STAMP)  ## which error messages are met by no test: runs the suite
-	@$(BIN)/python tools/raise_sites.py
-
 reference: $(STAMP)  ## write docs/reference from the code
 	@$(BIN)/python -m tools.make_reference
 

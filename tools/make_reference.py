@@ -1,4 +1,4 @@
-"""Write docs/reference from the code: the keys of a recipe, both commands, every error message.
+"""Write docs/reference from the code: the keys of a recipe, and both commands.
 
 python -m tools.make_reference            # writes docs/reference/*.md
 python -m tools.make_reference --check    # exit code 1 where they differ from the code; the tests do this
@@ -10,11 +10,8 @@ import argparse
 import dataclasses
 import sys
 import typing
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-
-import yaml
 
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config import help as help_page
@@ -23,20 +20,10 @@ from automodel_ckpt.config.convert import describe, members, section_type
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
-from tools.error_messages import Message, messages
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 GENERATED = "<!-- Written by tools/make_reference.py from the code: change that, then run it. -->"
-CAUSES = REFERENCE / "causes.yaml"
-KINDS = {
-    "RecipeError": "the command line or the recipe is wrong (exit code 2)",
-    "CheckpointUnusable": "a checkpoint cannot be used (exit code 3)",
-    "SaveFailed": "a save failed (exit code 4)",
-    "Stopped": "stopped by a signal (exit code 75)",
-    "os_problem": "the system refused something",
-    "Problem": "found while checking several things at once",
-}
 
 
 def pages() -> dict[str, str]:
@@ -45,7 +32,6 @@ def pages() -> dict[str, str]:
         "recipe.md": recipe_page(),
         "ckpt-train.md": train_page(),
         "ckpt.md": ckpt_page(),
-        "errors.md": errors_page(),
     }
     return {name: f"{GENERATED}\n\n{text}" for name, text in made.items()}
 
@@ -128,59 +114,6 @@ def _argument_row(action: argparse.Action) -> str:
     return f"| `{name}{value}` | {_cell(action.help or '')} |"
 
 
-def errors_page() -> str:
-    """Every message that is raised on purpose, with its cause and its fix."""
-    lines = [
-        "# Every error message",
-        "",
-        "What the commands say when something is wrong, why that is met, and what to do. `…` stands for a name or a",
-        "number. A message also shows *where* and the *value* it met. The most frequent ones, and what goes wrong",
-        "without a message, are in [troubleshooting](../troubleshooting.md).",
-    ]
-    causes = read_causes()
-    for kind, title in KINDS.items():
-        rows = [_error_row(found, causes) for found in messages() if found.kind == kind]
-        lines += ["", f"## {title[0].upper()}{title[1:]}", "", "| symptom | cause | fix |", "|---|---|---|"]
-        lines += dict.fromkeys(rows)
-    return "\n".join(lines) + "\n"
-
-
-def _error_row(found: Message, causes: Mapping[str, Cause]) -> str:
-    cause = causes.get(found.what, Cause("", ""))
-    return f"| {_cell(found.what)} | {_cell(cause.text)} | {_cell(cause.fix or found.remedy)} |"
-
-
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """Why a message is met; *fix* where the code puts the remedy together from what it finds."""
-
-    text: str
-    fix: str
-
-
-def read_causes() -> dict[str, Cause]:
-    """{message: cause} of causes.yaml."""
-    read = yaml.safe_load(CAUSES.read_text())
-    return {
-        what: Cause(given["cause"], given["fix"]) if isinstance(given, dict) else Cause(given, "")
-        for what, given in read.items()
-    }
-
-
-def cause_faults() -> list[str]:
-    """Messages without a cause or without a fix, causes without a message, fixes that the code gives already."""
-    causes, remedies = read_causes(), defaultdict[str, list[str]](list)
-    for found in messages():
-        remedies[found.what].append(found.remedy)
-    silent = {what for what, said in remedies.items() if not all(any(map(str.isalpha, text)) for text in said)}
-    fixed = {what for what, cause in causes.items() if cause.fix}
-    faults = {
-        "no cause": remedies.keys() - causes.keys(), "no message": causes.keys() - remedies.keys(),
-        "no fix": silent & causes.keys() - fixed, "a fix beside the code's": fixed & remedies.keys() - silent,
-    }  # fmt: skip
-    return [f"{CAUSES.name}: {why}: {what}" for why, names in faults.items() for what in sorted(names)]
-
-
 def main() -> int:
     """Write the pages, or compare them."""
     command = argparse.ArgumentParser(description="Write docs/reference from the code.")
@@ -195,9 +128,7 @@ def main() -> int:
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(text)
     print(f"{'differ from the code' if check else 'written'}: {', '.join(old) or 'none'}")
-    faults = cause_faults()
-    print("\n".join(faults), end="\n" * bool(faults))
-    return 1 if faults or (check and old) else 0
+    return 1 if check and old else 0
 
 
 if __name__ == "__main__":
