@@ -382,11 +382,16 @@ class Checkpointer:
     def export_best(self) -> None:
         """Export the checkpoint that LOWEST_VAL points to, unless it has its export. Called on all ranks.
 
-        Raises :class:`SaveFailed`, the same on all ranks, where that cannot be.
+        Raises :class:`SaveFailed`, the same on all ranks, where that cannot be. In the layouts hf and adapter nothing
+        is written: the checkpoint's model files are the export.
         """
         name = self._run.best() if self.is_leader else None
         if self.is_leader and name is None:
             log.warning("export_best: no checkpoint was validated, so there is no best one")
+        if self._planner.model_files_are_the_export:
+            if name is not None:
+                log.info("export_best: the model files of %s are the export", self._run.path / name)
+            return
         self._export_once(name)
 
     def _export_once(self, name: str | None) -> None:

@@ -430,11 +430,12 @@ class CheckpointConfig:
     """shards: files of each rank, to be consolidated; hf, adapter: the final files, filled by all ranks; null: shards,
     with peft adapter."""
     save_consolidated: Literal["final", "every"] | bool | None = None
-    """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false."""
+    """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false. With
+    model_layout adapter any value is accepted: the adapter files in each checkpoint's model/ are the export."""
     is_async: bool = False
     """Write checkpoints in the background: training waits only until its state is copied."""
     export_best: bool = False
-    """At the end also export the checkpoint that LOWEST_VAL points to."""
+    """At the end also export the checkpoint that LOWEST_VAL points to; its adapter files already are the export."""
     restore_from: str | None = None
     """LATEST, LOWEST_VAL, a checkpoint's name or a path; null: the newest usable one."""
     save_optimizer: bool = True
@@ -469,10 +470,8 @@ class CheckpointConfig:
         ),
         Relation(
             ("save_consolidated", "export_best", "model_layout"),
-            lambda section: (
-                section.model_layout not in ("hf", "adapter") or not (section.save_consolidated or section.export_best)
-            ),
-            "only with model_layout shards there is anything to export",
+            lambda section: section.model_layout != "hf" or not (section.save_consolidated or section.export_best),
+            "with model_layout hf there is nothing to export",
             "leave save_consolidated and export_best out: each checkpoint's model/ holds the Hugging Face files",
         ),
     )
@@ -564,17 +563,6 @@ class RecipeConfig:
             lambda recipe: recipe.checkpoint.model_layout != ("hf" if recipe.peft else "adapter"),
             "model_layout adapter is that of a run with peft, and hf that of one without",
             "leave model_layout out, or set it to shards",
-        ),
-        Relation(
-            ("checkpoint.save_consolidated", "checkpoint.export_best", "checkpoint.model_layout", "peft"),
-            lambda recipe: (
-                recipe.peft is None
-                or recipe.checkpoint.model_layout is not None
-                or recipe.checkpoint.model_save_format == "torch_save"
-                or not (recipe.checkpoint.save_consolidated or recipe.checkpoint.export_best)
-            ),
-            "with peft there is nothing to export: each checkpoint's model/ holds the adapter files",
-            "leave save_consolidated and export_best out, or set checkpoint.model_layout to shards",
         ),
         Relation(
             ("peft.base_dir", "model.from_config"),

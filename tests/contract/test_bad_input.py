@@ -111,7 +111,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "checkpoint: {model_layout: hf}\n",
         ["--checkpoint.export_best"],
-        ["only with model_layout shards there is anything to export"],
+        ["with model_layout hf there is nothing to export"],
     ),
     ("checkpoint:\n  model_save_format: safetensor\n", [], ["safetensors, torch_save", "did you mean safetensors?"]),
     ("checkpoint:\n  checkpoint_dir: null\n", [], ["checkpoint.checkpoint_dir must be text"]),

@@ -50,6 +50,9 @@ class Case:
             f"--checkpoint.model_save_format={self.model_format}",
             f"--checkpoint.model_layout={self.model_layout}",
         ]
+        if self.model_layout == "adapter":
+            # The adapter files are the export: with every export that there is, nothing more is written.
+            saved += ["--checkpoint.save_consolidated=every", "--checkpoint.export_best"]
         if self.domain == "llm":
             return [*saved, "--model.from_config.attention_dropout=0"]  # it draws other numbers on other ranks
         return [*saved, *(["--model.freeze=[]", "--peft.exclude_modules=['*vision_tower*']"] if self.peft else [])]

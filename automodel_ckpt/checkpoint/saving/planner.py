@@ -332,6 +332,11 @@ class Planner:
             return None
         return f"ckpt consolidate {shlex.quote(str(path))}"
 
+    @property
+    def model_files_are_the_export(self) -> bool:
+        """Whether a checkpoint's own model files are what other programs load, so that no export is made."""
+        return self._layout != "shards"
+
     def exports(self, last: bool) -> bool:
         """Whether a save, the *last* of a run or not, is exported too."""
         return bool(self.assets) and (self.export_when == "every" or (self.export_when == "final" and last))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport, background, commit, discover, layout
+from automodel_ckpt.checkpoint import Manifest, Resumed, SaveReport, background, commit, discover, layout
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.saving import host_memory
@@ -483,6 +483,21 @@ def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(e
     exporter.go_on()
     exporter.checkpointer.close()
     assert export_of(report).is_file()
+
+
+def test_with_adapter_files_nothing_more_is_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "automodel_ckpt")
+    saver = tiny.checkpointer(tmp_path, save_consolidated="every", **FORMATS["adapter"])
+    state = discover(tiny.recipe())
+    losses = {"step": 1, "val_loss": 1.0}
+    report = saver.save(state, step=1, epoch=0, config_yaml="", progress={}, losses=losses, validated=True, last=True)
+    saver.export_best()
+    saver.export_if_missing(Resumed(report.path, 1, 0, Manifest.read(report.path)))
+    saver.close()
+    assert (report.export, report.export_failure) == (None, None)
+    assert (report.path / "model/adapter_model.safetensors").is_file()
+    assert not (report.path / "model/consolidated").exists()
+    assert f"export_best: the model files of {report.path} are the export" in caplog.text
 
 
 def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(exporter: Saver) -> None:

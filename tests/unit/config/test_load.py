@@ -134,6 +134,15 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "optimizer:\n").config.optimizer == RecipeConfig().optimizer
 
 
+@pytest.mark.parametrize("value", ["final", "every", "true", "false", "null"])
+@pytest.mark.parametrize("layout", ["null", "adapter", "shards"])
+def test_with_adapters_every_value_of_save_consolidated_is_accepted(tmp_path: Path, value: str, layout: str) -> None:
+    words = ["--checkpoint.save_consolidated", value, "--checkpoint.model_layout", layout, "--checkpoint.export_best"]
+    loaded = load(tmp_path, "peft: {}\n", *words)
+    assert loaded.config.checkpoint.export_best
+    assert str(loaded.config.checkpoint.save_consolidated).lower() in (value, "none" if value == "null" else value)
+
+
 def test_a_union_section_is_a_plug_in_when_it_has_a_target(tmp_path: Path) -> None:
     loaded = load(tmp_path, "optimizer:\n  _target_: torch.optim.SGD\n  lr: 1e-2\n")
     assert loaded.config.optimizer == Target("torch.optim.SGD", {"lr": 0.01})
