@@ -49,6 +49,16 @@ def test_several_failing_ranks_are_all_named_and_the_first_one_decides() -> None
     assert "other ranks failed too\n  where:  rank 2: torn" in str(error)
 
 
+def test_different_errors_on_all_ranks_are_all_named() -> None:
+    errors = {
+        rank: SaveFailed(f"cannot write part {rank}", where=f"shard-{rank}", value="EIO", remedy="")
+        for rank in range(3)
+    }
+    text = str(raised_by(dict(errors))[0])
+    assert text.splitlines()[0] == "rank 0: cannot write part 0"
+    assert "rank 1: cannot write part 1; rank 2: cannot write part 2" in text
+
+
 def test_the_same_error_on_all_ranks_is_reported_without_ranks() -> None:
     same = SaveFailed("cannot write", where="checkpoints/", value="EACCES", remedy="chmod")
     assert [str(error) for error in raised_by(dict.fromkeys(range(3), same))] == [str(same)] * 3

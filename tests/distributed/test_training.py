@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
+from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
@@ -95,9 +99,20 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
         assert content["train_loss"] == steps[record["step"] - 1]["loss"]
 
 
-def test_validation_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
+class RandomInValidation(Recipe):
+    """Draws a random number from each generator for every validation batch."""
+
+    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
+        torch.rand(1)
+        numpy.random.random()
+        random.random()
+        return super().validation_sums(batch)
+
+
+def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(tmp_path: Path) -> None:
     run(tmp_path, SIX, name="without")
-    run(tmp_path, SIX, "--step_scheduler.val_every_steps=1", name="with", text=RECIPE + VALIDATION)
+    every_step = "--step_scheduler.val_every_steps=1"
+    run(tmp_path, SIX, every_step, name="with", text=RECIPE + VALIDATION, recipe_class=RandomInValidation)
     assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
 
 

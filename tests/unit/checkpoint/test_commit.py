@@ -154,6 +154,32 @@ def test_the_steps_of_a_publication_come_in_the_order_that_survives_a_power_cut(
     ]  # fmt: skip
 
 
+def test_a_withdrawn_checkpoint_has_lost_its_name_durably_before_its_files_are_deleted(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    calls.clear()
+    commit.withdraw(tmp_path / "epoch_0_step_20")
+    assert [call for call, _ in calls] == ["rename", "fsync"]
+    assert calls[1] == ("fsync", tmp_path.name)
+
+
+def test_a_superseded_checkpoint_has_its_new_name_durably_before_its_old_name_is_used_again(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    calls.clear()
+    aside = commit.supersede(tmp_path, "epoch_0_step_20")
+    assert calls == [("rename", aside), ("fsync", tmp_path.name)]
+
+
+def test_every_new_directory_above_the_run_is_durable_in_its_parent(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    commit.make_run_directory(tmp_path / "outer" / "run")
+    assert calls == [("mkdir", "outer"), ("fsync", tmp_path.name), ("mkdir", "run"), ("fsync", "outer")]
+
+
 def test_what_a_checkpoint_is_published_over_is_refused(tmp_path: Path) -> None:
     (tmp_path / "epoch_0_step_20").mkdir()
     with pytest.raises(FileExistsError):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import layout, verify
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.inside import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.policy import KeepPolicy
@@ -70,6 +71,20 @@ def test_digests_of_slices_that_are_not_those_of_their_file(checkpoint: Path) ->
     manifest.files[name] = type(manifest.files[name])(len(data), digest_of(bytes(data)))  # type: ignore[index]
     (checkpoint / layout.MANIFEST).write_bytes(manifest.to_bytes())
     assert "the manifest's digests disagree" in found(checkpoint) and path.name in found(checkpoint)
+
+
+@pytest.mark.parametrize("level", ["size", "digest"])
+def test_a_file_of_the_right_size_that_is_nearly_all_hole_is_found_without_reading_it(
+    checkpoint: Path, level: verify.Level, monkeypatch: Patch
+) -> None:
+    path = next((checkpoint / "model").glob("*.safetensors"))
+    os.truncate(path, 0)
+    os.truncate(path, SPARSE_FROM_BYTES + 1)
+    manifest = Manifest.read(checkpoint)
+    manifest.files[f"model/{path.name}"] = FileRecord(SPARSE_FROM_BYTES + 1, "xxh3_128:" + "0" * 32)  # type: ignore[index]
+    monkeypatch.setattr(verify, "_look", lambda *_: pytest.fail("a file that is nearly all hole was read"))
+    (problem,) = verify.verify(checkpoint, manifest, level)
+    assert "nearly all hole" in problem.what and problem.where == str(path)
 
 
 def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypatch: Patch) -> None:

@@ -67,6 +67,18 @@ def test_choosing_with_ten_bad_ones_ahead_and_a_thousand_behind_takes_less_than_
     assert path.name == "epoch_0_step_997" and min(times) < 0.05
 
 
+def test_restore_from_applies_again_when_the_newest_checkpoint_was_saved_without_it(tmp_path: Path) -> None:
+    """Only the newest checkpoint tells whether the run has continued from the one named; older ones do not."""
+    made = tiny.recipe()
+    tiny.save(tmp_path, made, step=10)
+    tiny.save(tmp_path, made, step=20, restore_from="epoch_0_step_10")
+    going_on = resume.candidates(tmp_path, "epoch_0_step_10")
+    assert [path.name for path in going_on.candidates] == ["epoch_0_step_20", "epoch_0_step_10"]
+    tiny.save(tmp_path, made, step=30)
+    rewinding = resume.candidates(tmp_path, "epoch_0_step_10")
+    assert [path.name for path in rewinding.candidates] == ["epoch_0_step_10"] and rewinding.by_name
+
+
 def test_names_are_ordered_by_step_and_strangers_passed_over(tmp_path: Path) -> None:
     for name in ("epoch_0_step_9", "epoch_1_step_10", "epoch_0_step_10", "epoch_0_step_011", "epoch_0_step_5x", "x"):
         (tmp_path / name).mkdir()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint import Manifest, commit
+from automodel_ckpt.checkpoint import Manifest, commit, policy
 from automodel_ckpt.checkpoint.run import upkeep
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
@@ -43,6 +44,15 @@ def test_prune_previews_and_then_removes_the_same(run: Path, capsys: pytest.Capt
     assert [entry["name"] for entry in done["pruned"]] == ["epoch_0_step_10", "epoch_0_step_30"]
     assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_checkpoint_just_saved_is_not_removed_by_the_save_that_made_it(run: Path) -> None:
+    """Not even where its step is not the newest in the directory, as after a copy from another run."""
+    directory = RunDirectory(run, policy.KeepPolicy(last=1), "val_loss")
+    removed = directory.prune("epoch_0_step_10")
+    directory.wait()
+    assert removed == ("epoch_0_step_30",)
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
 
 
 def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:

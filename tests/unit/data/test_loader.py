@@ -176,9 +176,13 @@ def test_batches_are_marked_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
-@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
-def test_the_last_batch_of_an_epoch_says_so(source: str, drop_last: bool, sizes: list[int]) -> None:
-    batches = list(make(SOURCES[source](10), drop_last=drop_last))
+@pytest.mark.parametrize(
+    ("length", "drop_last", "sizes"), [(10, False, [4, 4, 2]), (10, True, [4, 4]), (8, True, [4, 4]), (4, True, [4])]
+)
+def test_the_last_batch_of_an_epoch_says_so_and_drop_last_keeps_every_full_batch(
+    source: str, length: int, drop_last: bool, sizes: list[int]
+) -> None:
+    batches = list(make(SOURCES[source](length), drop_last=drop_last))
     assert [len(batch.sample_ids) for batch in batches] == sizes
     assert [batch.last_of_epoch for batch in batches] == [False] * (len(sizes) - 1) + [True]
 
@@ -186,6 +190,7 @@ def test_the_last_batch_of_an_epoch_says_so(source: str, drop_last: bool, sizes:
 def test_the_length_is_in_global_batches() -> None:
     assert len(make(Numbers(10))) == 3
     assert len(make(Numbers(10), drop_last=True)) == 2
+    assert len(make(Numbers(8), drop_last=True)) == 2
     with pytest.raises(TypeError):
         len(make(Stream(10)))
 

@@ -44,8 +44,11 @@ def test_gradients_clipped_in_the_step_are_those_clipped_before_it(limit: float 
     assert size == pytest.approx(min(limit or math.inf, before[0]), rel=1e-4)
 
 
-def test_only_the_next_step_divides() -> None:
+@pytest.mark.parametrize("by_torch", [False, True], ids=["our step", "torch's step"])
+def test_only_the_next_step_divides(by_torch: bool) -> None:
     optimizer, plain = made(), made()
+    if by_torch:  # a hook: torch calls it, so the step is torch's own
+        optimizer.register_step_pre_hook(lambda *_: None)
     optimizer.divide_in_step(4.0)
     optimizer.step()
     optimizer.state.clear()

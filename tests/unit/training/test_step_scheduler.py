@@ -134,6 +134,38 @@ def test_a_finished_run_continues_with_a_larger_max_steps() -> None:
     assert drive(longer, clock, 100)["saved"] == [9]
 
 
+def test_max_time_reserves_one_step_and_two_saves() -> None:
+    """The step that is about to be counted may have to be saved, and so may the next one."""
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
+    scheduler.start_step()
+    clock.now = 5.0
+    scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1, elapsed_seconds=5.0)
+    scheduler.note_save(10.0)
+    clock.now = 74.9
+    assert not scheduler.time_is_up()
+    clock.now = 75.0
+    assert scheduler.time_is_up()
+
+
+def test_a_resumed_run_has_nothing_to_save_before_its_first_step() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
+    drive(scheduler, clock, 10)
+    resumed = StepScheduler(Cadence(max_steps=3), clock=clock)
+    resumed.load_state_dict(scheduler.state_dict())
+    assert not resumed.unsaved
+
+
+def test_a_step_whose_save_was_lost_is_unsaved_again() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
+    drive(scheduler, clock, 10)
+    assert not scheduler.unsaved
+    scheduler.note_lost_save()
+    assert scheduler.unsaved
+
+
 def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
     clock = Clock()
     scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
@@ -176,12 +208,13 @@ def test_the_planned_steps_are_the_nearest_limit(cadence: Cadence, steps_per_epo
     assert total_steps(cadence, steps_per_epoch) == expected
 
 
-def test_elapsed_seconds_go_on_after_a_resume() -> None:
+def test_elapsed_seconds_continue_after_a_resume_without_its_start_up() -> None:
     clock = Clock()
     scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
     drive(scheduler, clock, 10)
     clock.now += 1000.0
     resumed = StepScheduler(Cadence(max_steps=3), clock=clock)
+    clock.now += 30.0  # start-up: the model is built and the checkpoint is read
     resumed.load_state_dict(scheduler.state_dict())
     clock.now += 4.0
     assert resumed.measured_seconds() == pytest.approx(scheduler.elapsed_seconds + 4.0)
