@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
+from automodel_ckpt.checkpoint.saving.forecast import check_manifest_size, forecast_bytes, forecast_manifest_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
@@ -78,14 +78,17 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
 
 
 def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes) -> int:
-    """Of what :meth:`FinetuneRecipe.setup` would have saved."""
+    """Expected bytes of one checkpoint of this run. Raises :class:`RecipeError` where it could not be read back."""
     recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
+    items, num_shards = classify(discover(recipe)), _num_shards(recipe, sizes)
+    save_optimizer = recipe.config.checkpoint.save_optimizer
+    check_manifest_size(forecast_manifest_bytes(items, save_optimizer=save_optimizer, num_shards=num_shards))
     return forecast_bytes(
-        classify(discover(recipe)),
+        items,
         world_size=sizes.world,
-        save_optimizer=recipe.config.checkpoint.save_optimizer,
+        save_optimizer=save_optimizer,
         side_bytes=sum(assets.nbytes for assets in recipe.build_assets().values()),
-        num_shards=_num_shards(recipe, sizes),
+        num_shards=num_shards,
     )
 
 

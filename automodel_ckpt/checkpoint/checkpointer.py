@@ -33,7 +33,7 @@ from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.shared_storage import refuse_separate_storage
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
 from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.saving.planner import (
     ModelFormat,
@@ -198,10 +198,12 @@ class Checkpointer:
         return self._planner.forecast(classify(state))
 
     def refuse_too_little_space(self, state: Mapping[str, Any]) -> None:
-        """Before the first step: say what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits."""
+        """Before the first step: log what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits on the
+        disk, and :class:`RecipeError` where it would be too large to be read back."""
         with self._failing_together("the forecast of a checkpoint's size"):
             if self.is_leader:
                 forecast = self.forecast(state)
+                check_manifest_size(self._planner.forecast_manifest_bytes(classify(state)))
                 self._planner.refuse_what_does_not_fit(forecast)
                 log.info(
                     "a checkpoint takes about %s; %s are free",

@@ -26,10 +26,14 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
 FORMAT_VERSION = 1
+# These three limit a reader's memory: parsed, a manifest of this program takes about 6 times its size, but JSON made of
+# empty lists and mappings takes 32 times its size. The bytes on disk are no measure: the manifest of many tiny tensors
+# is larger than their data.
 MAX_BYTES = 1 << 29
-# Parsed, JSON takes up to 25 times its size; a larger manifest must have data on the disk to describe.
 FREE_BYTES = 16 << 20
-_DATA_RATIO = 64
+MAX_GROWTH = 16
+# Bytes that the parser allocates for each of these characters: a mapping, a list, half a text, an element.
+_PARSED_BYTES = {b"{": 192, b"[": 72, b'"': 30, b",": 24}
 MAX_INTEGER = 2**63 - 1
 MAX_DIMENSIONS = 64
 MAX_PLAIN_DEPTH = 8
@@ -247,13 +251,11 @@ def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
 
 
 def _read_sealed(path: Path) -> bytes:
-    """The file's content, if a regular file of a size that what stands beside it can account for has it."""
+    """Read a regular file of at most MAX_BYTES. Raises :class:`CheckpointUnusable`."""
     try:
         descriptor = open_regular(path)
         with os.fdopen(descriptor, "rb") as file:
-            size = os.fstat(descriptor).st_size
-            if size > MAX_BYTES or (size > FREE_BYTES and size > _bytes_on_disk(path.parent) // _DATA_RATIO):
-                raise _unusable("the manifest is larger than what it describes may need", path, f"{size} bytes")
+            _check_size(os.fstat(descriptor).st_size, path)
             return file.read()
     except FileNotFoundError as error:
         raise _unusable("there is no manifest: the checkpoint is incomplete", path, "no such file") from error
@@ -261,14 +263,30 @@ def _read_sealed(path: Path) -> bytes:
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
 
 
-def _bytes_on_disk(directory: Path) -> int:
-    """Bytes that the files below a directory take on the disk, holes not counted."""
-    paths = (os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
-    return sum(os.lstat(path).st_blocks * 512 for path in paths)
+def _check_size(num_bytes: int, path: Path) -> None:
+    if num_bytes > MAX_BYTES:
+        raise _unusable("the manifest is larger than any reader accepts", path, f"{num_bytes} bytes of {MAX_BYTES}")
+
+
+def parsed_bytes(data: bytes) -> int:
+    """Estimate the memory in bytes that parsing JSON allocates, from above, without parsing it."""
+    allocated = len(data)
+    for character, num_bytes in _PARSED_BYTES.items():
+        allocated += num_bytes * data.count(character)
+    return allocated
+
+
+def _check_growth(data: bytes, path: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for a large manifest that would take far more memory than its own size."""
+    if len(data) > FREE_BYTES and parsed_bytes(data) > MAX_GROWTH * len(data):
+        value = f"{len(data)} bytes, about {parsed_bytes(data)} once parsed"
+        raise _unusable("the manifest takes far more memory than a list of tensors does", path, value)
 
 
 def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in *data*, whose last line has the digest of all that stands before it."""
+    """Parse *data*, whose last line has the digest of everything before it."""
+    _check_size(len(data), path)
+    _check_growth(data, path)
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     version = _claimed_version(data)
     if version is not None and version > FORMAT_VERSION:

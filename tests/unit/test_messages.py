@@ -152,11 +152,11 @@ def test_an_adapter_has_nothing_to_consolidate(tmp_path: Path) -> None:
         open_source(checkpoint)
 
 
-def test_ranks_that_did_not_write_a_whole_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_checkpoint_that_no_reader_would_accept_is_not_published(tmp_path: Path, monkeypatch: Patch) -> None:
     recipe = tiny.recipe()
     tiny.train(recipe)
     monkeypatch.setattr(Manifest, "fault", lambda _: "made up")
-    with pytest.raises(SaveFailed, match="did not write a whole checkpoint"):
+    with pytest.raises(SaveFailed, match="could not be read back"):
         tiny.save(tmp_path, recipe)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,15 +18,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.manifest import MAX_BYTES
 from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
 from automodel_ckpt.checkpoint.trees import module_state, whole_of
+from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.errors import RecipeError
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; a shard's header is padded to a block.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
 _VALUE_BYTES = 16
+# Text of an entry in the manifest besides its name, its file's name and its extents: per tensor, and per slice.
+_TENSOR_TEXT_BYTES, _SLICE_TEXT_BYTES = 48, 132
+_FILE_NAME_BYTES = {"module": 60, "optimizer": 28}
 # Extents of a parameter on which an optimizer is tried.
 _FEW = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -51,6 +59,65 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def check_manifest_size(num_bytes: int) -> None:
+    """Raise :class:`RecipeError` where no reader would accept a manifest of so many bytes."""
+    if num_bytes > MAX_BYTES:
+        raise RecipeError(
+            "the checkpoints of this run could not be read back: their manifest would be too large",
+            where=layout.MANIFEST,
+            value=f"about {size_text(num_bytes)}; at most {size_text(MAX_BYTES)} are read",
+            remedy="the manifest has one entry for each shard of each tensor, of the model and the optimizer: shard "
+            "over fewer ranks (distributed.dp_replicate_size), or leave the optimizer out "
+            "(checkpoint.save_optimizer: false)",
+        )
+
+
+def forecast_manifest_bytes(
+    items: Iterable[Item], *, save_optimizer: bool,
+    states: Mapping[str, Mapping[str, Any]] | None = None, num_shards: int | None = None,
+) -> int:  # fmt: skip
+    """Expected bytes of the manifest of one checkpoint of these items; the arguments are those of
+    :func:`forecast_bytes`."""
+    items = list(items)
+    total, names = _FIXED_BYTES, dict[int, str]()
+    for item in items:
+        if item.kind != "module":
+            continue
+        names |= {id(parameter): name for name, parameter in item.value.named_parameters()}
+        for name, value in _module_tensors(item, states).items():
+            total += _entry_text_bytes("module", name, tuple(value.shape), _slices(value, num_shards))
+    for item in items:
+        if item.kind == "optimizer" and save_optimizer:
+            entries = _optimizer_text_bytes(item.value, names, num_shards)
+            total += int(sum(entries) * _times(item.value))
+    return total
+
+
+def _module_tensors(item: Item, states: Mapping[str, Mapping[str, Any]] | None) -> dict[str, torch.Tensor]:
+    """The tensors of a module's state by name; where this rank has a stage of it, those of the whole module."""
+    whole = whole_of(item.value)
+    mine = (states or {}).get(item.name) or module_state(item.value)[0]
+    state = mine if whole is None else whole.tensors
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _optimizer_text_bytes(optimizer: Optimizer, names: Mapping[int, str], num_shards: int | None) -> Iterator[int]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"state.{names.get(id(parameter), '')}"
+            for key, numel, _ in _state_entries(optimizer, group, parameter):
+                shape = () if numel is None else tuple(parameter.shape)
+                slices = 1 if numel is None else _slices(parameter, num_shards)
+                yield _entry_text_bytes("optimizer", f"{prefix}.{key}", shape, slices)
+
+
+def _entry_text_bytes(kind: str, name: str, shape: tuple[int, ...], num_slices: int) -> int:
+    """Bytes of a tensor's entry in the manifest."""
+    extents = sum(len(str(extent)) + 1 for extent in shape)
+    per_slice = _SLICE_TEXT_BYTES + _FILE_NAME_BYTES[kind] + 2 * extents
+    return len(json.dumps(name)) + _TENSOR_TEXT_BYTES + extents + num_slices * per_slice
+
+
 def forecast_bytes(
     items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0,
     states: Mapping[str, Mapping[str, Any]] | None = None, side_bytes: int = 0, num_shards: int | None = None,
@@ -67,10 +134,7 @@ def forecast_bytes(
     total = _FIXED_BYTES + side_bytes * (1 + num_exports)
     for item in items:
         if item.kind == "module":
-            whole = whole_of(item.value)
-            mine = (states or {}).get(item.name) or module_state(item.value)[0]
-            state = mine if whole is None else whole.tensors
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            tensors = _module_tensors(item, states).values()
             slices = sum(_slices(t, num_shards) for t in tensors)
             total += sum(map(_nbytes, tensors)) * (1 + num_exports)
             total += slices * _ENTRY_BYTES["module"] + world_size * _PADDING_BYTES
@@ -130,26 +194,26 @@ def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[i
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _ENTRY_BYTES["optimizer"] + archive_overhead()
-            for numel, itemsize in _state_entries(optimizer, group, parameter):
+            for _, numel, itemsize in _state_entries(optimizer, group, parameter):
                 slices = 1 if numel is None else _slices(parameter, num_shards)
                 yield (numel or 1) * itemsize + slices * entry
 
 
 def _state_entries(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> Iterator[tuple[int | None, int]]:
-    """(elements, bytes per element) of each state entry; None for one without dimensions."""
+) -> Iterator[tuple[str, int | None, int]]:
+    """(name, elements, bytes per element) of each state entry; elements None for one without dimensions."""
     state, tried = optimizer.state.get(parameter), list(parameter.shape)
     if not state:
         # No two extents are alike, so that those of what an optimizer keeps per row or column tell which it is.
         tried = [few if extent > 1 else extent for extent, few in zip(parameter.shape, _FEW, strict=False)]
         state = _state_after_a_step(optimizer, group, nn.Parameter(torch.zeros(tried, dtype=parameter.dtype)))
     grown = dict(zip(tried, parameter.shape, strict=False))
-    for value in state.values():
+    for name, value in state.items():
         if isinstance(value, torch.Tensor):
             alike = value.numel() == math.prod(tried)
             numel = parameter.numel() if alike else math.prod(grown.get(extent, extent) for extent in value.shape)
-            yield (None if value.dim() == 0 else numel), value.element_size()
+            yield name, (None if value.dim() == 0 else numel), value.element_size()
 
 
 def _state_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -26,7 +26,12 @@ from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
-from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
+from automodel_ckpt.checkpoint.saving.forecast import (
+    Forecast,
+    forecast_bytes,
+    forecast_manifest_bytes,
+    free_bytes,
+)
 from automodel_ckpt.checkpoint.saving.side_files import Assets, write_finished, write_for_export
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
@@ -159,6 +164,10 @@ class Planner:
             side_bytes=sum(assets.nbytes for assets in self.assets.values()),
         )
         return Forecast(expected, free_bytes(self.run.path))
+
+    def forecast_manifest_bytes(self, items: Iterable[Item]) -> int:
+        """Expected bytes of the manifest of one save of these."""
+        return forecast_manifest_bytes(items, save_optimizer=self.save_optimizer)
 
     def refuse_what_does_not_fit(self, forecast: Forecast) -> None:
         """Raises :class:`SaveFailed` where the disk has no room for one checkpoint."""

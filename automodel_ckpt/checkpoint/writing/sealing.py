@@ -11,7 +11,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.writing.parts import Part, merge_files, merge_tree, placed_files
-from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,34 @@ def parts_in(staging: Path, num_ranks: int) -> list[Part]:
     return [Part.parse(path.read_bytes()) for path in part_files(staging, num_ranks)]
 
 
-def seal(staging: Path, draft: Draft, parts: Sequence[Part]) -> int:
-    """Merge the parts into the manifest, and seal *staging* with it; returns the bytes of the checkpoint's files.
+def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
+    """Serialize *manifest*, and read it back in the way that a resume reads it.
 
-    Raises OSError, and :class:`SaveFailed` where the parts are not a whole checkpoint.
+    Raises :class:`SaveFailed` where a reader would reject it: a checkpoint that cannot be read is never published.
+    *checkpoint* is its final path, for the message.
+    """
+    data = manifest.to_bytes()
+    try:
+        Manifest.parse(data, checkpoint / layout.MANIFEST)
+    except CheckpointUnusable as unreadable:
+        problem = unreadable.problems[0]
+        raise SaveFailed(
+            "the checkpoint is not published, because it could not be read back",
+            where=problem.where,
+            value=f"{problem.what}: {problem.value}",
+            remedy="earlier checkpoints are unchanged; please report this",
+        ) from unreadable
+    return data
+
+
+def seal(staging: Path, draft: Draft, parts: Sequence[Part]) -> int:
+    """Merge the parts into the manifest, and finalize *staging* with it; returns the bytes of the checkpoint's files.
+
+    Raises OSError, and :class:`SaveFailed` where the result is not a checkpoint that can be read back.
     """
     trees = {name: merge_tree(name, format, parts, draft.tied.get(name, {})) for name, format in draft.formats.items()}
     files = merge_files(parts) | placed_files(parts, (tensor for tree in trees.values() for tensor in tree.stored))
     manifest = replace(draft.manifest, created=time.time(), trees=trees, files=files)
-    if fault := manifest.fault():
-        name = layout.CheckpointName(step=manifest.step, epoch=manifest.epoch)
-        raise SaveFailed(
-            "the ranks did not write a whole checkpoint", where=str(staging.parent / str(name)), value=fault,
-            remedy="please report this; the checkpoint before stands",
-        )  # fmt: skip
-    commit.seal(staging, manifest.to_bytes())
+    name = layout.CheckpointName(step=manifest.step, epoch=manifest.epoch)
+    commit.seal(staging, readable_bytes(manifest, staging.parent / str(name)))
     return manifest.nbytes

@@ -20,8 +20,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
+from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.files import durable
 from automodel_ckpt.checkpoint.run import late_validations
+from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.cli.ckpt import main
@@ -437,6 +439,7 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
     made.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer)
     saver = tiny.checkpointer(tmp_path, model_save_format=model_save_format)
     forecast = saver.forecast(discover(made))
+    manifest_bytes = forecast_manifest_bytes(classify(discover(made)), save_optimizer=True)
     assert not made.optimizer.state or kind == "Adagrad"
     made.model[0](torch.ones(300)).sum().backward()
     for layer in made.model[1:]:
@@ -447,6 +450,16 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
     path = tmp_path / "epoch_0_step_1"
     truth = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     assert abs(forecast.nbytes - truth) < 0.1 * truth
+    assert manifest_bytes / (path / "MANIFEST.json").stat().st_size >= 1.0
+    assert manifest_bytes - 10_240 < 1.1 * (path / "MANIFEST.json").stat().st_size
+
+
+def test_a_checkpoint_that_could_not_be_read_back_is_rejected_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.forecast.MAX_BYTES", 12_000)
+    with pytest.raises(RecipeError, match="could not be read back"):
+        tiny.checkpointer(tmp_path).refuse_too_little_space(discover(tiny.recipe()))
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(

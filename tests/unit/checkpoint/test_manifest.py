@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.checkpoint.commit import reserve
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.manifest import Blob, Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.manifest import (
+    FREE_BYTES,
+    MAX_GROWTH,
+    Blob,
+    Manifest,
+    StateRecord,
+    Summary,
+    Tree,
+    parsed_bytes,
+)
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.writing.parts import Part, TreePart, merge_tree
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.writing.sealing import Draft, seal
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 WHERE = Path("MANIFEST.json")
 
@@ -102,6 +114,49 @@ def test_a_link_in_place_of_the_manifest_is_not_followed(tmp_path: Path) -> None
     (tmp_path / "MANIFEST.json").symlink_to("elsewhere.json")
     with pytest.raises(CheckpointUnusable, match="cannot be read"):
         Manifest.read(tmp_path)
+
+
+def of_tensors(names: Iterable[str]) -> Manifest:
+    """A manifest of tensors of two floats each."""
+    tensors, start = {}, 0
+    for name in names:
+        piece = Slice(name, "F32", (0,), (2,), "model/a", start, 8, digest_of(name.encode("utf-8", "surrogatepass")))
+        tensors[name] = Tensor(name, "F32", (2,), (piece,))
+        start += 8
+    files = {"model/a": FileRecord(start, digest_of(b""))}
+    return replace(example(), state={}, trees={"model": Tree("safetensors", tensors, {})}, files=files)
+
+
+def test_a_manifest_much_larger_than_the_data_is_read_again(tmp_path: Path) -> None:
+    manifest = of_tensors(f"{number:04}" * 4400 for number in range(1000))
+    data = manifest.to_bytes()
+    assert len(data) > FREE_BYTES > 100 * manifest.nbytes
+    (tmp_path / "MANIFEST.json").write_bytes(data)
+    assert len(Manifest.read(tmp_path).trees["model"].tensors) == 1000
+    assert Summary.read(tmp_path).nbytes == 1000 * 8
+
+
+def test_names_as_short_as_can_be_take_no_more_memory_than_readers_allow() -> None:
+    data = of_tensors(str(number) for number in range(300)).to_bytes()
+    assert parsed_bytes(data) < 0.8 * MAX_GROWTH * len(data)
+
+
+@pytest.mark.parametrize("element", [b"[]", b"{}", b'"ab"', b'{"":1}'])
+def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed(element: bytes) -> None:
+    head = b'{"format":"automodel_ckpt","format_version":1,"x":['
+    bomb = head + (element + b",") * (FREE_BYTES // len(element)) + b'1],\n"digest": "'
+    with pytest.raises(CheckpointUnusable, match="far more memory"):
+        Manifest.parse(resealed(bomb), WHERE)
+
+
+def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Path) -> None:
+    staging = reserve(tmp_path, "epoch_0_step_20")
+    tensors = list(of_tensors(["a\ud800b"]).trees["model"].tensors.values())
+    part = Part(0, {"model/a": FileRecord(8, digest_of(b""))}, {"model": TreePart(tensors)})
+    draft = Draft(replace(example(), state={}, trees={}, files={}), {"model": "safetensors"}, {})
+    with pytest.raises(SaveFailed, match="not valid Unicode"):
+        seal(staging, draft, [part])
+    assert not (staging / "MANIFEST.json").exists()
 
 
 def test_the_ranks_parts_are_merged_into_whole_tensors() -> None:
