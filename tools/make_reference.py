@@ -15,10 +15,9 @@ from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config import help as help_page
-from automodel_ckpt.config.bind import default_of
+from automodel_ckpt.config.bind import default_node, default_of
 from automodel_ckpt.config.convert import describe, members, section_type
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +69,8 @@ def _keys_table(section: type, prefix: str, *, top: bool = False) -> Iterator[st
         if top and section_type(kind):
             continue
         default = default_of(field)
-        shown = "*required*" if getattr(default, "_target_", default) == MISSING else f"`{node_of(default)}`"
+        is_required = getattr(default, "_target_", default) == MISSING
+        shown = "*required*" if is_required else f"`{default_node(field, hints[field.name])}`"
         cells = (f"`{prefix}{field.name}`", describe(kind), shown, docs.get(field.name, ""))
         yield "| " + " | ".join(map(_cell, cells)) + " |"
 

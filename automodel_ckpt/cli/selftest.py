@@ -18,6 +18,7 @@ from typing import Any
 
 from automodel_ckpt.cli.compare import Comparison, Step, StepSummary, compare_exactly, compare_loosely
 from automodel_ckpt.cli.topology import num_joined
+from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, Override, parse
@@ -56,9 +57,9 @@ def plan_of(line: CommandLine) -> Plan:
     """What the command line asks for. Raises :class:`RecipeError`."""
     (steps,) = line.modes.get("selftest_steps", [str(DEFAULT_STEPS)])
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
-    if not steps.isdecimal() or int(steps) < 2:
+    if not is_number(steps) or int(steps) < 2:
         _refuse("a resume needs at least two steps", "--selftest-steps", steps, "give 2 or more")
-    if not ranks.isdecimal() or int(ranks) < 1:
+    if not is_number(ranks) or int(ranks) < 1:
         _refuse("not a number of ranks", "--selftest-nproc", ranks, "give 1 or more")
     if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
         _refuse("the selftest starts its ranks itself, on one machine", "--selftest-resume", line.flags.nnodes,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
@@ -185,7 +186,7 @@ def _endpoint(text: str) -> str:
     if not colon or text.endswith("]"):
         host, port = text, str(RDZV_PORT)
     bare = host.strip("[]")
-    if not bare or (":" in bare) != host.startswith("[") or not (port.isdecimal() and 0 < int(port) < 65536):
+    if not bare or (":" in bare) != host.startswith("[") or not (is_number(port) and 0 < int(port) < 65536):
         raise RecipeError(
             "this is not a place to meet",
             where="--rdzv-endpoint",

@@ -10,8 +10,18 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from automodel_ckpt.config.convert import choices, describe, find, is_open, is_text_only, members, section_type, typed
-from automodel_ckpt.config.nodes import DEFAULT, Node, node_of, read_text
+from automodel_ckpt.config.convert import (
+    choices,
+    describe,
+    find,
+    is_open,
+    is_text_only,
+    members,
+    section_type,
+    typed,
+    untyped,
+)
+from automodel_ckpt.config.nodes import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.config.references import ReferenceFailed, is_reference, resolve
 from automodel_ckpt.config.schema import MISSING, Relation, Target
 from automodel_ckpt.errors import Problem
@@ -62,6 +72,11 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def is_number(part: str) -> bool:
+    """Whether a part of a dotted key is the number of a list's item."""
+    return part.isascii() and part.isdecimal()
+
+
 def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
@@ -82,7 +97,8 @@ class Binder:
             self._unknown(cls, name, given[name], key)
         values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
         rest = {name: child for name, child in given.items() if name not in hints}
-        node.value = {field.name: given.get(field.name) or node_of(default_of(field)) for field in fields} | rest
+        node.value = {field.name: given.get(field.name) or default_node(field, hints[field.name]) for field in fields}
+        node.value |= rest
         for relation in getattr(cls, "relations", ()):
             self._relate(relation, values, node, key)
         return self._construct(cls, values, node, key) if len(self.problems) == before else INVALID
@@ -94,19 +110,55 @@ class Binder:
         self._expand(annotation, node)
         if len(self.problems) > num_before:
             return INVALID
-        if isinstance(node.value, str) and node.value == "" and not node.quoted and section_type(alternatives):
-            node.value = {}
+        if node.value == "" and not node.quoted and not self._accepts_no_content(alternatives, node, key):
+            return INVALID
         if isinstance(node.value, dict):
             return self._mapping(alternatives, node, key)
         if isinstance(node.value, list):
             return self._list(alternatives, node, key)
         return self._scalar(alternatives, node, key)
 
+    def _accepts_no_content(self, alternatives: tuple[Any, ...], node: Node, key: str) -> bool:
+        """Handle a key with nothing behind it, for example a section whose lines are all commented out.
+
+        A section that is always there takes its defaults. One that switches a feature on could mean both, so that is
+        an error.
+        """
+        section = section_type(alternatives)
+        is_plug_in = section is None and Target in alternatives
+        if type(None) in alternatives and (section or is_plug_in):
+            on = "give it a _target_" if is_plug_in else "write {} for its defaults"
+            self._note(f"{key} has no content", node, "", f"{on}, or null to leave it out")
+            return False
+        if section:
+            node.value = {}
+        return True
+
     def _expand(self, annotation: Any, node: Node) -> None:
-        """A flag's ``[1, 2]`` or ``{a: b}`` is YAML where a list or section may stand."""
+        """Read a flag's ``[1, 2]`` or ``{a: b}`` as YAML where a list or a section is accepted.
+
+        Brackets in a text field are characters. Where any type is accepted, so are those of text that is not valid
+        YAML, and of a Jinja template.
+        """
+        if is_text_only(annotation) and node.text is not None:
+            # It was read as YAML before the parameter's type was known.
+            node.value, node.text = node.text, None
         text = node.value
-        if isinstance(text, str) and node.is_flag and text[:1] in ("[", "{") and not is_text_only(annotation):
-            node.value = read_text(text, node.origin, self.problems).value
+        if not isinstance(text, str) or not node.is_flag or node.quoted:
+            return
+        accepts_any = any(is_open(member) for member in members(annotation))
+        if _is_quoted_word(text, accepts_any):
+            node.value, node.quoted = text[1:-1], True
+            return
+        is_template = text.startswith(("{{", "{%")) and (accepts_any or str in members(annotation))
+        if text[:1] not in ("[", "{") or is_text_only(annotation) or is_template:
+            return
+        problems: list[Problem] = []
+        value = read_text(text, node.origin, problems).value
+        if problems and accepts_any:
+            return
+        self.problems += problems
+        node.value, node.text = value, text
 
     def _field(self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str) -> Any:
         assert isinstance(section.value, dict)
@@ -116,7 +168,7 @@ class Binder:
             if default == MISSING or getattr(default, "_target_", "") == MISSING:
                 self._note(f"{full_key} is missing", section, "", f"add {full_key}: {describe(members(annotation))}")
                 return INVALID
-            node = section.value[field.name] = node_of(default)
+            node = section.value[field.name] = default_node(field, annotation)
         elif isinstance(default, list | tuple):
             _patch(node, node_of(default))
         value = self.value(annotation, node, full_key)
@@ -170,7 +222,10 @@ class Binder:
         except ReferenceFailed as error:
             self._note(f"{key}: {error}", node, node, error.remedy)
         except ValueError:
-            self._refuse(key, node, describe(alternatives), choices(alternatives))
+            remedy = ""
+            if node.is_null and str in alternatives:
+                remedy = f"put quotes around it if the text {node.value or '(nothing)'} is meant, or remove the key"
+            self._refuse(key, node, describe(alternatives), choices(alternatives), remedy)
         return INVALID
 
     def _construct(self, cls: type[Any], values: dict[str, Any], node: Node, key: str) -> Any:
@@ -200,10 +255,11 @@ class Binder:
         remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists every key"
         self._note(f"unknown key {join(key, name)}", node, node, remedy)
 
-    def _refuse(self, key: str, node: Node, expected: str, listed: Iterable[str] = ()) -> Any:
+    def _refuse(self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = "") -> Any:
         meant = closest(str(node.value), listed)
-        remedy = f"did you mean {meant}?" if meant else "change it, or remove the key for its default"
-        self._note(f"{key} must be {expected}", node, node, remedy)
+        if meant:
+            remedy = f"did you mean {meant}?"
+        self._note(f"{key} must be {expected}", node, node, remedy or "change it, or remove the key for its default")
         return INVALID
 
     def _note(self, what: str, node: Node, value: object, remedy: str) -> None:
@@ -219,10 +275,27 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else MISSING
 
 
+def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:
+    """The node of a field's default; without quotes around a word that the type lists, such as none."""
+    default = default_of(field)
+    node = node_of(default)
+    if isinstance(default, str) and default in choices(members(annotation)):
+        node.quoted = False
+    return node
+
+
+def _is_quoted_word(text: str, accepts_any: bool) -> bool:
+    """Whether a flag's value is a word in quotes that would not be text without them: 'none', or '12' in any type."""
+    if len(text) < 3 or text[0] not in "'\"" or text[-1] != text[0]:
+        return False
+    word = text[1:-1]
+    return word in NULL_WORDS or (accepts_any and not isinstance(untyped(word), str))
+
+
 def _patch(node: Node, default: Node) -> None:
     """``--key.0 value`` on a list that only the schema gives: the default list with that item replaced."""
     assert isinstance(default.value, list)
-    if not isinstance(node.value, dict) or not node.value or not all(part.isdecimal() for part in node.value):
+    if not isinstance(node.value, dict) or not node.value or not all(is_number(part) for part in node.value):
         return
     items = list(default.value)
     for part, child in sorted(node.value.items(), key=lambda item: int(item[0])):

@@ -21,6 +21,10 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
+# Where a field is a number, leading zeros are harmless. Python's int() and float() also take 1_000 and digits of every
+# alphabet, which other readers of the recipe do not.
+_DIGITS = re.compile(r"[-+]?[0-9]+")
+_DECIMAL = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.?inf(inity)?|[-+]?\.?nan")
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -52,10 +56,13 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def untyped(text: str, *, quoted: bool = False) -> Any:
-    """The value of text whose type nobody declared: YAML 1.2, with ``1e-5`` a float, ``017`` and ``on`` text."""
+    """The value of text whose type nobody declared: YAML 1.2, with ``1e-5`` a float, ``017`` and ``on`` text.
+
+    The words none and None are null too, as in every field.
+    """
     if quoted:
         return text
-    if text in NULL_WORDS - {"None"}:
+    if text in NULL_WORDS:
         return None
     if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return text.lower() == "true"
@@ -70,11 +77,16 @@ def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> 
     """Text as the first fitting type: what YAML would make of it, else any other, text last.
 
     Raises ValueError where nothing fits, null without Optional included. A type that cannot be written as text (a
-    callable, a class of a library) takes the untyped value.
+    callable, a class of a library) takes the untyped value. The words null, none and None are null, unless the type
+    lists one of them as a value.
     """
     guess, opened = untyped(text, quoted=quoted), any(is_open(member) for member in alternatives)
-    if not quoted and text in NULL_WORDS and (type(None) in alternatives or not opened):
-        if type(None) not in alternatives:
+    if not quoted and text in NULL_WORDS:
+        for member in alternatives:
+            parse = _parser(member)
+            if parse is not None and text in choices((member,)):
+                return parse(text)
+        if type(None) not in alternatives and not opened:
             raise ValueError(text)
         return None
     if type(guess) in alternatives:
@@ -113,15 +125,18 @@ def describe(alternatives: tuple[Any, ...]) -> str:
 
 def choices(alternatives: tuple[Any, ...]) -> list[str]:
     """The values that are listed by the type itself."""
-    literal = find(alternatives, Literal)
-    return [str(choice) for choice in typing.get_args(literal)] if literal else []
+    listed: list[str] = []
+    for member in alternatives:
+        if typing.get_origin(member) is Literal:
+            listed += [str(choice) for choice in typing.get_args(member)]
+        elif isinstance(member, type) and issubclass(member, enum.Enum):
+            listed += [str(choice.value) for choice in member]
+    return listed
 
 
 def _word(member: Any) -> str:
-    if typing.get_origin(member) is Literal:
-        return ", ".join(choices((member,)))
-    if isinstance(member, type) and issubclass(member, enum.Enum):
-        return ", ".join(str(choice.value) for choice in member)
+    if listed := choices((member,)):
+        return ", ".join(listed)
     if find((member,), list, tuple, set):
         return "a list"
     if member is Target:
@@ -138,8 +153,17 @@ def _boolean(text: str) -> bool:
     return text.lower() in TRUE_WORDS
 
 
+def _whole_number(text: str) -> int:
+    if not _DIGITS.fullmatch(text.strip()):
+        raise ValueError(text)
+    return int(text)
+
+
 def _number(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    text = text.strip().lower()
+    if not _DECIMAL.fullmatch(text):
+        raise ValueError(text)
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
 def _parser(member: Any) -> Callable[[str], Any] | None:
@@ -150,4 +174,4 @@ def _parser(member: Any) -> Callable[[str], Any] | None:
     return _PARSERS.get(member)
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {bool: _boolean, int: int, float: _number, str: str, Path: Path}
+_PARSERS: dict[Any, Callable[[str], Any]] = {bool: _boolean, int: _whole_number, float: _number, str: str, Path: Path}

@@ -10,10 +10,9 @@ import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from automodel_ckpt.config.bind import default_of
+from automodel_ckpt.config.bind import default_node, default_of
 from automodel_ckpt.config.convert import describe, members, section_type
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
 
 USAGE = """\
@@ -23,6 +22,11 @@ Fine-tunes a Hugging Face model as a recipe file says, saves checkpoints, and go
 Flags, recipe and overrides may stand in any order. A later override wins.
 
   --k v  --k=v  --k (true)  --a.b null  --a.list '[1, 2]'  --a.list.0 x  --section '{key: value}'
+
+A value is read by the type of its key, in the file and on the command line. null, none, None and ~ mean null; where a
+key lists none as a value, none is that value, and in quotes ('none') they are text. Brackets and {{ }} in a text are
+text.
+An optional section without content is an error: write {} for its defaults, or null.
 """
 MODES = """\
 instead of training:
@@ -83,6 +87,6 @@ def _rows(section: type[Any], prefix: str, *, dashes: bool = False, skip: Collec
     for name, field in zip(names, fields, strict=True):
         default = default_of(field)
         is_required = getattr(default, "_target_", default) == MISSING
-        shown = "required" if is_required else f"default {node_of(default)}"
+        shown = "required" if is_required else f"default {default_node(field, hints[field.name])}"
         kind = describe(members(hints[field.name]))
         yield f"  {name:{max(map(len, names))}}  {docs.get(field.name, '')} [{kind}; {shown}]"

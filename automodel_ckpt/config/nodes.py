@@ -20,7 +20,9 @@ DEFAULT = "default"
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 40
 MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
-NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "None"})
+NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "none", "None", "NONE"})
+_NONE_WORDS = frozenset({"none", "None", "NONE"})
+"""Null to this program and text to other readers of YAML; where a field lists none as a value, they are that value."""
 _RESOLVER = yaml.SafeLoader("")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML as it stands
 UNREADABLE = "write plain YAML: keys, text, numbers, lists and mappings"
@@ -30,11 +32,15 @@ _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 
 @dataclass
 class Node:
-    """A scalar's text, a list or a mapping; ``origin`` is ``file:line``, a flag as typed, or ``default``."""
+    """A scalar's text, a list or a mapping; ``origin`` is ``file:line``, a flag as typed, or ``default``.
+
+    ``text`` is what a flag said before it was read as YAML, for a parameter that turns out to be text.
+    """
 
     value: str | list[Node] | dict[str, Node]
     origin: str
     quoted: bool = False
+    text: str | None = None
 
     @property
     def is_null(self) -> bool:
@@ -47,7 +53,7 @@ class Node:
     def __str__(self) -> str:
         """The value in one line of YAML, references to the environment unresolved."""
         if isinstance(self.value, str) and not self.quoted and _WORD.fullmatch(self.value):
-            return "null" if self.is_null and self.value != "None" else self.value
+            return "null" if self.is_null and self.value not in _NONE_WORDS else self.value
         document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
         return str(document).removesuffix("\n...\n").rstrip("\n")
 
@@ -176,8 +182,8 @@ def _to_yaml(node: Node) -> yaml.Node:
         return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=True)
     if isinstance(node.value, list):
         return yaml.SequenceNode("tag:yaml.org,2002:seq", [_to_yaml(item) for item in node.value], flow_style=True)
-    # The word None is text where nobody says a type.
-    text = "null" if node.is_null and node.value != "None" else node.value
+    # none may be one of the values that a field lists: it is shown as it was written.
+    text = "null" if node.is_null and node.value not in _NONE_WORDS else node.value
     if "\n" in text or not text.isprintable():
         return yaml.ScalarNode("tag:yaml.org,2002:str", text, style='"')
     if node.quoted:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_ckpt.config.bind import Binder, annotation_at, closest, hints_of
+from automodel_ckpt.config.bind import Binder, annotation_at, closest, hints_of, is_number
 from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.nodes import NULL_WORDS, Node, read_text
@@ -194,6 +194,6 @@ def _put(node: Node, part: str, value: Node) -> None:
 
 
 def _index(items: list[Node], part: str, last: int) -> int:
-    if not part.isdecimal() or int(part) > last:
+    if not is_number(part) or int(part) > last:
         raise LookupError(f"the list has {len(items)} items, counted from 0, and no {part}")
     return int(part)

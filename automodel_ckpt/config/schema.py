@@ -65,7 +65,7 @@ def setting(default: T, *rules: Rule) -> T:
 
 def parse_duration(text: str) -> float | None:
     """Seconds of ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS``; None when the text is no positive duration."""
-    if not re.fullmatch(r"(\d+:)?\d+:[0-5]\d|\d+(\.\d*)?([eE][+-]?\d+)?", text):
+    if not re.fullmatch(r"(\d+:)?\d+:[0-5]\d|\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII):
         return None
     seconds = 0.0
     for part in text.split(":"):

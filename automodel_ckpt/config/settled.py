@@ -68,7 +68,7 @@ def _settle_scalar(node: Node, value: Any) -> None:
     elif type(value) is float:
         node.value, node.quoted = _number(value), False
     elif isinstance(value, str | Path):
-        node.quoted = node.quoted or node.is_null or _is_misread(node.value)
+        node.quoted = node.quoted or _is_misread(node.value)
 
 
 def _number(value: float) -> str:
@@ -81,4 +81,5 @@ def _number(value: float) -> str:
 def _is_misread(text: str) -> bool:
     """Whether plain text is no text to YAML 1.1 or 1.2."""
     tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
-    return tag != "tag:yaml.org,2002:str" or not isinstance(untyped(text), str)
+    # none without quotes is text only as one of the values that a field lists, and is read as that again.
+    return tag != "tag:yaml.org,2002:str" or not isinstance(untyped(text), str | None)

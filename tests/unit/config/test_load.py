@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -14,7 +16,8 @@ from omegaconf import OmegaConf
 
 from automodel_ckpt import errors
 from automodel_ckpt.cli.failure import record_of
-from automodel_ckpt.config.convert import members, typed
+from automodel_ckpt.config.bind import hints_of
+from automodel_ckpt.config.convert import members, section_type, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.overrides import parse
@@ -57,7 +60,15 @@ TYPED = [
     ("model.attn_implementation", "1e-5", "1e-5"),
     ("model.attn_implementation", "null", None),
     ("model.attn_implementation", "None", None),
+    ("model.attn_implementation", "none", None),
+    ("model.attn_implementation", "NONE", None),
     ("model.attn_implementation", "~", None),
+    ("model.attn_implementation", "'none'", "none"),
+    ("clip_grad_norm", "none", None),
+    ("lr_scheduler", "none", None),
+    ("step_scheduler.max_steps", "None", None),
+    ("checkpoint.verify", "none", "none"),
+    ("checkpoint.save_consolidated", "none", None),
     ("clip_grad_norm", "null", None),
     ("deterministic", "on", True),
     ("deterministic", "yes", True),
@@ -81,10 +92,22 @@ TYPED = [
     ("dataset.x", "-1.5", -1.5),
     ("dataset.x", "0x10", 16),
     ("dataset.x", "null", None),
+    ("dataset.x", "none", None),
+    ("dataset.x", "None", None),
+    ("dataset.x", "'None'", "None"),
+    ("dataset.x", "'12'", "12"),
+    ("dataset.x", "[none, 'none']", [None, "none"]),
     ("dataset.x", "[1, a, {b: 2}]", [1, "a", {"b": 2}]),
     ("dataset.x", ".inf", float("inf")),
     ("dataset.x", "2024-01-02", "2024-01-02"),
 ]
+
+
+class Compression(enum.Enum):
+    NONE = "none"
+    ZIP = "zip"
+
+
 UNIONS: list[tuple[Any, str, object]] = [
     (int | float, "3", 3),
     (float | int, "3", 3),
@@ -96,6 +119,11 @@ UNIONS: list[tuple[Any, str, object]] = [
     (bool | str, "true", True),
     (int | None, "null", None),
     (str | None, "null", None),
+    (str | None, "none", None),
+    (Literal["auto", "none"] | list[str] | None, "none", "none"),
+    (Literal["auto", "none"] | None, "null", None),
+    (Compression | None, "none", Compression.NONE),
+    (Any, "None", None),
 ]
 
 
@@ -130,8 +158,57 @@ def test_the_word_null_in_quotes_is_text(tmp_path: Path) -> None:
     assert loaded.config.checkpoint.restore_from == "null"
 
 
+@pytest.mark.parametrize("word", ["none", "None", "null", "~"])
+@pytest.mark.parametrize("key", ["checkpoint.checkpoint_dir", "logging.level", "checkpoint.keep_steps.0", "seed"])
+def test_null_where_there_must_be_a_value_is_rejected_and_text_is_written_in_quotes(
+    tmp_path: Path, key: str, word: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"{key} must be") as caught:
+        load(tmp_path, "checkpoint: {keep_steps: [1]}\n", f"--{key}={word}")
+    assert ("put quotes around it" in str(caught.value)) == (key == "checkpoint.checkpoint_dir")
+    quoted = load(tmp_path, "", f"--checkpoint.checkpoint_dir='{word}'")
+    assert quoted.config.checkpoint.checkpoint_dir == word
+
+
+def test_a_value_named_none_is_shown_and_saved_as_it_is_written(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "peft: {}\ncheckpoint:\n  verify: none\n")
+    again = tmp_path / "again.yaml"
+    for text in (loaded.explain(), loaded.to_yaml()):
+        assert "  bias: none" in text and "  verify: none" in text
+        again.write_text(text)
+        assert load_recipe(again).config == loaded.config
+
+
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "optimizer:\n").config.optimizer == RecipeConfig().optimizer
+
+
+def optional_sections(schema: type[Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of sections and plug-ins that may be null."""
+    for name, hint in hints_of(schema).items():
+        kinds = members(hint)
+        section = section_type(kinds)
+        if type(None) in kinds and (section or Target in kinds):
+            yield prefix + name
+        if section:
+            yield from optional_sections(section, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("key", list(optional_sections(RecipeConfig)))
+def test_an_optional_section_without_content_is_rejected_with_its_line(tmp_path: Path, key: str) -> None:
+    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))]
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, "\n".join([*lines, "  # r: 8", "seed: 3"]) + "\n")
+    assert f"{key} has no content" in str(caught.value)
+    assert f"recipe.yaml:{5 + len(lines)}\n" in str(caught.value)
+    assert "or null to leave it out" in str(caught.value)
+    value = load(tmp_path, "\n".join([*lines[:-1], f"{lines[-1]} null"]) + "\n")
+    assert value_at(value, key) is None
+
+
+def test_an_empty_section_that_the_command_line_fills_is_that_section(tmp_path: Path) -> None:
+    peft = load(tmp_path, "peft:\n", "--peft.r=4").config.peft
+    assert peft is not None and peft.r == 4
 
 
 @pytest.mark.parametrize("value", ["final", "every", "true", "false", "null"])
@@ -173,6 +250,36 @@ def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
     assert origins["optimizer.eps"] == "default"
     row = next(row for row in loaded.explain().splitlines() if "betas" in row)
     assert row.split("# ")[1] == "--optimizer.betas.1"
+
+
+# Numbers
+
+NUMBER_KEYS = [
+    ("seed", "{}"),
+    ("optimizer.lr", "{}"),
+    ("optimizer.betas", "[{}, 0]"),
+    ("checkpoint.keep_steps", "[{}]"),
+    ("step_scheduler.max_time", "{}"),
+    ("step_scheduler.ckpt_every_steps", "{}"),
+]
+
+
+@pytest.mark.parametrize("number", ["1_000", "1_0.5", "\uff11\uff12", "\u0661", "1e1_0", "0x1_0"])
+@pytest.mark.parametrize(("key", "form"), NUMBER_KEYS)
+def test_a_number_has_ascii_digits_and_no_underscores(tmp_path: Path, key: str, form: str, number: str) -> None:
+    value = form.format(number)
+    section, _, name = key.rpartition(".")
+    text = f"{section}:\n  {name}: {value}\n" if section else f"{name}: {value}\n"
+    for case in ((text,), ("", f"--{key}={value}")):
+        with pytest.raises(RecipeError, match=f"{key}.* must be"):
+            load(tmp_path, *case)
+    assert load(tmp_path, "", f"--dataset.x={number}").config.dataset.kwargs["x"] == number
+
+
+@pytest.mark.parametrize("flag", ["nproc-per-node", "nnodes", "node-rank", "master-port", "max-restarts"])
+@pytest.mark.parametrize("number", ["1_0", "\uff11"])
+def test_a_number_of_a_launch_flag_has_ascii_digits_and_no_underscores(flag: str, number: str) -> None:
+    assert f"{flag.replace('-', '_')} must be" in str(parse([f"--{flag}={number}"]).problems[0])
 
 
 # References to the environment
@@ -280,6 +387,7 @@ def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -
              "--model.attn_implementation=off", "--checkpoint.keep_steps=[0x10]", "--clip_grad_norm=None",
              "--dataset.id", "017", "--dataset.word=None", "--dataset.table={on: [no, 1e5]}"]  # fmt: skip
     loaded = load(tmp_path, "", *words)
+    assert loaded.config.dataset.kwargs["word"] is None
     as_printed = yaml.safe_load(loaded.explain())["dataset"]
     assert as_printed == {
         "_target_": "automodel_ckpt.data.text.TextDataset", "path": "data.jsonl", "id": "017", "word": "None",
@@ -309,7 +417,7 @@ def test_any_recipe_as_run_loads_to_the_same_configuration(
     words.append("--model.freeze=[" + ", ".join(f"'{item}'" for item in quoted) + "]")
     try:
         loaded = load(tmp_path, "", *words)
-    except RecipeError as error:  # an opening bracket begins YAML inside a plug-in; all else loads
+    except RecipeError as error:  # YAML inside a plug-in may have a reference or a section's mistake; all else loads
         assert text[:1] in ("[", "{"), error  # noqa: PT017
         return
     again = tmp_path / "again.yaml"

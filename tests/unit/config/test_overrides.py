@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.train import _recipe_path
+from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -107,6 +108,36 @@ def test_null_unsets(recipe: Path) -> None:
 
 def test_brackets_are_characters_in_a_text_field(recipe: Path) -> None:
     assert load(recipe, "--model.attn_implementation", "[x]").config.model.attn_implementation == "[x]"
+
+
+TEMPLATES = ["{{ text }}", "{% if a %}{{ b }}{% endif %}", "[INST] {{ q }} [/INST]", "[INST] {x}", "{x}: {y", "[*.x]"]
+
+
+@pytest.mark.parametrize("text", TEMPLATES)
+def test_a_template_in_a_plug_in_is_text(recipe: Path, text: str) -> None:
+    loaded = load(recipe, "--dataset.field", text, "--dataset.more={a: 1}")
+    assert loaded.config.dataset.kwargs["field"] == text
+    assert loaded.config.dataset.kwargs["more"] == {"a": 1}
+    assert f"'{text}'" in loaded.to_yaml()
+
+
+@pytest.mark.parametrize("text", [*TEMPLATES, "[INST]", "{text}", "[1, 2]"])
+def test_a_text_parameter_takes_brackets_as_characters(recipe: Path, text: str) -> None:
+    annotations = ["chat_template", "template_kwargs", "x"]
+    loaded = load(recipe, *(f"--dataset.{name}={text}" for name in annotations))
+    binder = Binder(RecipeConfig, [])
+    nodes = [loaded.tree.at(f"dataset.{name}") for name in annotations]
+    assert None not in nodes
+    assert binder.value(str | None, nodes[0], "dataset.chat_template") == text  # type: ignore[arg-type]
+    assert binder.problems == []
+    assert loaded.tree.at("dataset.chat_template").value == text  # type: ignore[union-attr]
+
+
+def test_text_with_brackets_that_is_no_yaml_is_rejected_where_a_list_is_needed(recipe: Path) -> None:
+    loaded = load(recipe, "--dataset.columns=[*.x]")
+    binder = Binder(RecipeConfig, [])
+    binder.value(list[str], loaded.tree.at("dataset.columns"), "dataset.columns")  # type: ignore[arg-type]
+    assert "put quotes around words" in str(binder.problems[0])
 
 
 def test_overrides_reach_into_plug_ins(recipe: Path) -> None:
