@@ -52,7 +52,8 @@ def test_only_the_next_step_divides(by_torch: bool) -> None:
     optimizer.divide_in_step(4.0)
     optimizer.step()
     optimizer.state.clear()
-    optimizer.param_groups[0]["params"][0].grad = plain.param_groups[0]["params"][0].grad
+    # A copy: torch divides gradients in place, and the plain optimizer must not see that.
+    optimizer.param_groups[0]["params"][0].grad = plain.param_groups[0]["params"][0].grad.clone()
     optimizer.step()
     plain.step()
     states = [each.state[each.param_groups[0]["params"][0]]["exp_avg"] for each in (optimizer, plain)]
