@@ -155,19 +155,27 @@ class ChatTemplate:
         return "probe" in shown and not re.search(r"['\"]type['\"]", shown)
 
     def _as_taken(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a text for each list of parts, where the template knows texts only."""
+        """The messages with a text for each list of parts or null content, where the template knows texts only."""
+        if any(turn.get("content", "") is None for turn in turns) and not self.takes_null_content:
+            turns = [turn | {"content": ""} if turn.get("content", "") is None else turn for turn in turns]
         if not any(isinstance(turn.get("content"), list) for turn in turns) or self.takes_parts:
             return turns
         return [turn | {"content": _text_of(turn["content"])} if "content" in turn else turn for turn in turns]
 
     @cached_property
+    def takes_null_content(self) -> bool:
+        """Whether the template writes nothing for the content null of a message with calls; others write ``None``."""
+        try:
+            shown = self._apply(_calling("{}", content=None), None, tokenize=False)
+        except Unlearnable:
+            return False
+        return "None" not in str(shown)
+
+    @cached_property
     def quotes_arguments(self) -> bool:
         """Whether the template writes a call's arguments as JSON, so that a text of JSON would become one in quotes."""
-        function = {"name": "probe", "arguments": '{"probe": 1}'}
-        call = {"id": "probe0000", "type": "function", "function": function}
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            shown = self._apply([{"role": "user", "content": "probe"}, calling], None, tokenize=False)
+            shown = self._apply(_calling('{"probe": 1}', content=""), None, tokenize=False)
         except Unlearnable:
             return False
         return '{\\"probe' in str(shown)
@@ -355,6 +363,13 @@ def conversations(
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
     return samples
+
+
+def _calling(arguments: str, content: str | None) -> list[dict[str, Any]]:
+    """A conversation that shows how a template writes calls."""
+    call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    calling = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return [{"role": "user", "content": "probe"}, calling]
 
 
 def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 @dataclass

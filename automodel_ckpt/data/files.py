@@ -1,17 +1,16 @@
-"""Local data files: which ones a path means, of which kind they are, and the line at which one cannot be read.
+"""Local data files: which ones a path means, and of which kind they are.
 
-A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv`` or ``.tsv`` (whose values are texts
-all), or ``.txt`` with a document on each line; behind ``.gz``, ``.bz2`` or ``.xz`` it is compressed.
+A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv``, ``.tsv``, or ``.txt`` with a
+document on each line; behind ``.gz``, ``.bz2`` or ``.xz`` it is compressed. For what the files contain, see
+:mod:`.records`.
 """
 
 from __future__ import annotations
 
 import bz2
-import csv
 import glob
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -87,7 +86,8 @@ def kind_of(path: Path) -> str:
     return ".jsonl" if kind == ".ndjson" else kind
 
 
-def _open(path: Path) -> IO[bytes]:
+def open_data(path: Path) -> IO[bytes]:
+    """A file opened for reading bytes, decompressed by its suffix."""
     opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), _plainly)(path)
     return opened
 
@@ -111,39 +111,6 @@ def _is_table_without_rows(path: Path) -> bool:
         return bool(ParquetFile(path).metadata.num_rows == 0)
     except ArrowInvalid:  # the reader will say why
         return False
-
-
-def reading_options(files: Sequence[Path], datasets: Any) -> dict[str, Any]:
-    """What the reader of ``datasets`` needs to be told for *files*, of which it reads all alike."""
-    kinds = {kind_of(file) for file in files}
-    if kinds in ({".csv"}, {".tsv"}):
-        return _as_texts(files[0], datasets)
-    return {"encoding": "utf-8-sig"} if kinds == {".txt"} else {}  # or a byte order mark would be learnt
-
-
-def _as_texts(path: Path, datasets: Any) -> dict[str, Any]:
-    """Options for a table in which ``3`` and ``NA`` are texts as well, and only an empty place is none.
-
-    :class:`RecipeError` for a first row of more values than there are names: readers would move all to the right.
-    """
-    separator = "\t" if kind_of(path) == ".tsv" else ","
-    options = {"sep": separator, "keep_default_na": False, "na_values": [""]}
-    try:
-        with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
-            rows = filter(None, csv.reader(text, delimiter=separator))
-            names, first = next(rows, []), next(rows, [])
-    except (UnicodeDecodeError, csv.Error):  # told by the reader
-        return options
-    if len(first) > len(names):
-        raise RecipeError(
-            "a row has more values than the table has columns",
-            where=f"{path}, row 0",
-            value=f"{len(first)} values for {', '.join(names)}",
-            remedy="put quotes around values with separators in them, or name all columns in the first line",
-        )
-    if len(set(names)) < len(names) or "" in names:  # which pandas would rename
-        return options
-    return options | {"features": datasets.Features({name: datasets.Value("string") for name in names})}
 
 
 def is_about_data(path: Path) -> bool:
@@ -174,50 +141,25 @@ def require_readable(path: Path) -> Path:
     return path
 
 
-def bad_line(path: Path) -> RecipeError | None:
-    """The first line of a file that is no text, or of JSONL no object; None where there is none."""
-    if kind_of(path) not in LOADERS or kind_of(path) in _TABLES:
-        return None
-    for number, line in lines_of(path):
-        where = f"{path}:{number}"
-        try:
-            text = line.decode("utf-8-sig")
-        except UnicodeDecodeError as fault:
-            value = f"byte {line[fault.start]:#04x} at {fault.start} of the line"
-            remedy = "save the file as UTF-8"
-            return RecipeError("a line is not UTF-8 text", where=where, value=value, remedy=remedy)
-        if kind_of(path) == ".jsonl" and (fault_of_json := _fault(text)):
-            remedy = "correct or leave out this line"
-            return RecipeError("a line is not JSON", where=where, value=fault_of_json, remedy=remedy)
-    return None
-
-
-def _fault(text: str) -> str:
-    """Why a line is no JSON object that readers take; empty where it is one."""
-    try:
-        row = json.loads(text.rstrip(), object_pairs_hook=_named_once)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "half of a surrogate pair, as \\ud800 is"
-    except (ValueError, RecursionError) as fault:
-        return str(fault)
-    return "" if isinstance(row, dict | None) else f"no object with fields, but {text.strip()[:40]}"
-
-
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError(f"a field stands there twice, among {', '.join(name for name, _ in pairs)}")
-    return row
-
-
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that hold something, numbered from 1; :class:`RecipeError` for a compressed file that is damaged."""
     try:
-        with _open(path) as file:
+        with open_data(path) as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
     except UNREADABLE as error:
-        if isinstance(error, OSError) and error.errno:
+        if not is_damage(error):
             raise
-        remedy = "get it anew or compress it again, and check that the end of its name says how it is compressed"
-        raise RecipeError("a compressed file is damaged", where=str(path), value=error, remedy=remedy) from error
+        raise damaged(path, error) from error
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether reading failed because of what a compressed file contains, rather than by an error of the system."""
+    if isinstance(error, OSError):
+        return error.errno is None
+    return isinstance(error, UNREADABLE)
+
+
+def damaged(path: Path, error: Exception) -> RecipeError:
+    """The error for a compressed file that cannot be decompressed."""
+    remedy = "get it anew or compress it again, and check that the end of its name says how it is compressed"
+    return RecipeError("a compressed file is damaged", where=str(path), value=error, remedy=remedy)

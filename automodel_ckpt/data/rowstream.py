@@ -15,6 +15,7 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.encode import Truncation
 from automodel_ckpt.data.files import UNREADABLE
 from automodel_ckpt.data.limits import at_most
+from automodel_ckpt.data.records import RecordStream
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import OneRow, Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedSample
@@ -25,18 +26,21 @@ log = logging.getLogger(__name__)
 Encode = Callable[[Rows], list[TokenizedSample]]
 """From a table to a sample per row."""
 DEFAULT_BLOCK = 1000
+_Placed = tuple[dict[str, Any], str | None]
+"""A row, and its file and line where they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it was read, and its number from 0 in the stream."""
+    """A row as it was read, its number from 0 in the stream, and its file and line where they are known."""
 
     number: int
     content: dict[str, Any]
+    place: str | None = None
 
 
 class RowStream(IterableDataset[Row]):
-    """Iterable with exact state: *rows*, of ``datasets``, block by block of *block* rows, each block in its own order.
+    """Iterable with exact state: *rows*, a stream of a :class:`Source`, each block of *block* rows in its own order.
 
     The state is that of the rows at the beginning of the block and how many of it were given, so that a resume reads
     less than a block again, and shuffled rows resume exactly. :meth:`prepare` makes the sample of a row; whoever
@@ -70,12 +74,12 @@ class RowStream(IterableDataset[Row]):
             while self._given < len(block):
                 number = order[self._given]
                 self._given += 1
-                yield Row(self._first + number, block[number])
+                yield Row(self._first + number, *block[number])
             self._first += len(block)
             self._given, self._block_start, self._block_size = 0, following, self.block
         self._rewind()
 
-    def _read_block(self, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _read_block(self, rows: Iterator[_Placed]) -> list[_Placed]:
         try:
             return list(islice(rows, self._block_size))
         except (*UNREADABLE, ValueError, RuntimeError) as error:
@@ -85,7 +89,7 @@ class RowStream(IterableDataset[Row]):
 
     def prepare(self, row: Row) -> dict[str, list[int]]:
         """The sample of a row, cut where it is too long; without any label where none was left of it."""
-        table = OneRow(self.source.path, row.number, row.content)
+        table = OneRow(self.source.path, row.number, row.content, row.place, self.rows.fields)
         (whole,) = self.encode(table)
         kept = self.policy.apply(whole, lambda: table.place(0))
         tokens = kept.tokens if kept else whole.tokens[: self.policy.seq_length]
@@ -113,6 +117,9 @@ class RowStream(IterableDataset[Row]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._block_start, self._first = state["rows"], state["first"]
+        if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
+            # Saved by a version that read these files with datasets, whose state means nothing here.
+            self._block_start = self.rows.state_after(self._first)
         self._given, self._block_size = state["given"], state["block"]
 
     def _rewind(self) -> None:

@@ -1,19 +1,22 @@
 """Rows of local data files, of a directory of them, or of a data set of the Hugging Face Hub.
 
-Read by the ``datasets`` library. The kinds of files: see :mod:`.files`.
+JSON, CSV, TSV and text files are read by :mod:`.records`. Parquet, Arrow and the Hub are read by ``datasets``; so are
+directories whose README gives options for reading.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import logging
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,17 +25,16 @@ from automodel_ckpt.data.fields import FieldTemplate, is_template, names_in
 from automodel_ckpt.data.files import (
     LOADERS,
     UNREADABLE,
-    bad_line,
     digest,
     files_of,
     holds_anything,
     is_about_data,
     is_pattern,
     kind_of,
-    lines_of,
-    reading_options,
     saved_table,
 )
+from automodel_ckpt.data.records import KINDS, RecordStream, RecordTable
+from automodel_ckpt.data.turns import without_nulls
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -52,20 +54,26 @@ class Rows:
 
     @property
     def fields(self) -> Sequence[str]:
+        """The names of all fields that occur."""
         raise NotImplementedError
 
-    def values(self, field: str) -> list[Any]:
-        """A column, which is there."""
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row; None where a row does not have the field."""
         raise NotImplementedError
 
     def place(self, row: int) -> str:
-        """Where a row stands."""
+        """Where a row is: file and line, or the number of the row from 0."""
         raise NotImplementedError
+
+    def values(self, field: str) -> list[Any]:
+        """The values of one field, row by row."""
+        [values] = self.read([field])
+        return values
 
     def columns(self, fields: Sequence[str]) -> list[list[Any]]:
         """The values of each field, row by row; :class:`RecipeError` for no rows, or no such field."""
         self.require(fields)
-        return [self.values(field) for field in fields]
+        return self.read(fields)
 
     def require(self, fields: Sequence[str]) -> None:
         """:class:`RecipeError` for no rows, or no such field."""
@@ -82,13 +90,17 @@ class Rows:
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
         """A column of texts for each field, or template of fields; :class:`RecipeError` with the row for no text."""
-        self.require([name for field in fields for name in names_in(field)])
-        return [self._written(field) if is_template(field) else self._texts_of(field) for field in fields]
+        names = list(dict.fromkeys(name for field in fields for name in names_in(field)))
+        values = dict(zip(names, self.columns(names), strict=True))
+        return [
+            self._written(field, values) if is_template(field) else self._require_texts(field, values[field])
+            for field in fields
+        ]
 
     def hold_lists(self, fields: Sequence[str]) -> bool:
         """Whether one of these fields has lists of messages; :class:`RecipeError` as of :meth:`columns`."""
         self.require([name for field in fields for name in names_in(field)])
-        named = (self.values(field) for field in fields if not is_template(field))
+        named = self.read([field for field in fields if not is_template(field)])
         first = [next(filter(None, values), None) for values in named]
         return any(isinstance(value, list) and isinstance(value[0], Mapping) for value in first)
 
@@ -96,14 +108,15 @@ class Rows:
         """Whether the rows have this field."""
         return field in self.fields
 
-    def _written(self, field: str) -> list[str]:
+    def _written(self, field: str, values: Mapping[str, list[Any]]) -> list[str]:
         template = FieldTemplate(field)
-        columns = {name: self.values(name) for name in template.names}
-        rows = ({name: values[number] for name, values in columns.items()} for number in range(self.num_rows))
-        return [template.write(row, partial(self.place, number)) for number, row in enumerate(rows)]
+        texts = []
+        for number in range(self.num_rows):
+            row = {name: values[name][number] for name in template.names}
+            texts.append(template.write(row, partial(self.place, number)))
+        return texts
 
-    def _texts_of(self, field: str) -> list[str]:
-        values = self.values(field)
+    def _require_texts(self, field: str, values: list[Any]) -> list[str]:
         for row, value in enumerate(values):
             if not isinstance(value, str):
                 what = f"field {field} of a sample is {'missing' if value is None else 'not a text'}"
@@ -114,11 +127,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class OneRow(Rows):
-    """The row *number* of a stream as a table of its own."""
+    """The row *number* of a stream as a table. *known* are the fields that other rows of the stream have."""
 
     path: str
     number: int
     content: Mapping[str, Any]
+    location: str | None = None
+    known: Sequence[str] = ()
 
     @property
     def num_rows(self) -> int:
@@ -126,13 +141,76 @@ class OneRow(Rows):
 
     @property
     def fields(self) -> Sequence[str]:
-        return list(self.content)
+        return list(dict.fromkeys([*self.content, *self.known]))
 
-    def values(self, field: str) -> list[Any]:
-        return [self.content[field]]
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [[self.content.get(field)] for field in fields]
 
     def place(self, row: int) -> str:
-        return f"{self.path}, row {self.number}"
+        return self.location or f"{self.path}, row {self.number}"
+
+
+class RecordRows(Rows):
+    """Rows *start* to *stop* of each of some tables, one after another."""
+
+    def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
+        self.path, self.parts = path, list(parts)
+        self._ends = list(accumulate(stop - start for _, start, stop in parts))
+
+    @property
+    def num_rows(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(dict.fromkeys(name for table, _, _ in self.parts for name in table.fields))
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        columns: list[list[Any]] = [[] for _ in fields]
+        for table, start, stop in self.parts:
+            for number in range(start, stop):
+                row = table.row(number)
+                for field, column in zip(fields, columns, strict=True):
+                    column.append(row.get(field))
+        return columns
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of one row; None for those that only other rows have."""
+        table, inner = self._find(number)
+        return dict.fromkeys(self.fields) | table.row(inner)
+
+    def place(self, row: int) -> str:
+        table, inner = self._find(row)
+        return table.place(inner)
+
+    def _find(self, number: int) -> tuple[RecordTable, int]:
+        part = bisect_right(self._ends, number)
+        before = self._ends[part - 1] if part else 0
+        table, start, _ = self.parts[part]
+        return table, start + number - before
+
+
+class TableStream:
+    """The rows of an iterable data set of ``datasets``, as pairs of content and place, which is not known."""
+
+    fields: Sequence[str] = ()
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
+        for row in self.rows:
+            yield without_nulls(row), None
+
+    def take(self, limit: int) -> TableStream:
+        """The first *limit* rows."""
+        return TableStream(self.rows.take(limit))
+
+    def state_dict(self) -> Any:
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.rows.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -190,72 +268,138 @@ class Source(Rows):
         return folders[0]
 
     def fingerprint(self) -> str:
-        """Changes with the rows. :class:`RecipeError` when they cannot be had."""
-        if not self.is_file:
+        """Changes with the rows. :class:`RecipeError` when they cannot be read."""
+        if self.is_file:
+            return f"{' '.join(map(digest, self.files))} {self.split}"
+        if self._record_files is None:
             return f"{self.path} {self.name} {self.split} {self._table._fingerprint}"
-        return f"{' '.join(map(digest, self.files))} {self.split}"
+        used = [digest(file) for name in self._splits() for file in self._record_files[name]]
+        return f"{self.path} {self.name} {self.split} {' '.join(used)}"
 
     def outline(self) -> str:
         """As :meth:`fingerprint`, of what is known without reading: it changes when files come, go, grow or shrink."""
         sizes = [f"{file.name} {file.stat().st_size}" for file in self.files] if self.is_file else [self.path]
         return f"{', '.join(sizes)} {self.name} {self.split}"
 
-    def stream(self) -> Any:
-        """The rows as an iterable data set of ``datasets``, read while they are used; :class:`RecipeError` likewise."""
-        import datasets  # type: ignore[import-untyped]
-
-        if "[" in self.split:
+    def stream(self) -> RecordStream | TableStream:
+        """The rows, read while they are used. :class:`RecipeError` for no rows, and for what :meth:`read` rejects."""
+        if "[" in self.split or "+" in self.split:
             remedy = "leave the part out, or set dataset.streaming false"
             raise RecipeError("a stream has no parts of splits", where="dataset.split", value=self.split, remedy=remedy)
+        if self._record_files is not None:
+            [split] = self._splits()
+            stream = RecordStream(self._record_files[split])
+            if stream.is_empty:
+                raise _empty(self.path)
+            return stream
+        return TableStream(self._stream_of_datasets())
+
+    def _stream_of_datasets(self) -> Any:
+        import datasets  # type: ignore[import-untyped]
+
         try:
             if not self.is_file:
-                return self._telling_others(
-                    datasets.load_dataset(**self._of_name(datasets), split=self.split, streaming=True)
-                )
+                rows = datasets.load_dataset(**self._of_name(), split=self.split, streaming=True)
+                self._report_others(rows.info.builder_name)
+                return rows
             if not self._filled:
                 raise _empty(self.path)
             with _quiet(datasets):
-                return datasets.load_dataset(**self._of_files(datasets), split=self.split, streaming=True)
+                return datasets.load_dataset(**self._of_files(), split=self.split, streaming=True)
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._bad_line() or self._refused(error) from error
+            raise self._refused(error) from error
 
     @property
     def num_rows(self) -> int:
-        return int(self._table.num_rows)
+        return self._records.num_rows if self._records else int(self._table.num_rows)
 
     @property
     def fields(self) -> Sequence[str]:
-        return list(self._table.column_names)
+        return self._records.fields if self._records else list(self._table.column_names)
 
-    def values(self, field: str) -> list[Any]:
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        if self._records:
+            return self._records.read(fields)
         try:
-            return list(self._table[field])
-        except UnicodeDecodeError as error:  # the reader of JSON takes any bytes for UTF-8
+            return [[without_nulls(value) for value in self._table[field]] for field in fields]
+        except UnicodeDecodeError as error:  # readers of tables take any bytes for UTF-8
             raise self.unreadable(error) from error
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row; its images are decoded only now. :class:`RecipeError` where they cannot be."""
+        if self._records:
+            return self._records.row(number)
         try:
             fields: dict[str, Any] = self._table[number]
-            return fields
+            return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError, SyntaxError) as error:
             value = f"{type(error).__name__}: {error}"
             remedy = "correct or leave out this sample"
             raise RecipeError("a row cannot be read", where=self.place(number), value=value, remedy=remedy) from error
 
     def place(self, row: int) -> str:
-        """File and line of a row where rows are lines, else its number from 0."""
-        if self.is_file and kind_of(self.files[0]) == ".jsonl" and self.split == "train":
-            lines = ((file, number) for file in self.files for number, _ in lines_of(file))
-            for file, number in islice(lines, row, row + 1):
-                return f"{file}:{number}"
+        """File and line of a row, or for tables without lines its number from 0."""
+        if self._records:
+            return self._records.place(row)
         split = "" if self.split == "train" else f" {self.split}"
         return f"{self.path}{split}, row {row}"
 
+    @cached_property
+    def _record_files(self) -> dict[str, list[Path]] | None:
+        """The files of each split, if :mod:`.records` reads them; None where ``datasets`` does."""
+        if self.is_file:
+            return {"train": self.files} if kind_of(self.files[0]) in KINDS else None
+        directory = Path(self.path).expanduser()
+        if not directory.is_dir() or saved_table(directory) is not None:
+            return None
+        import datasets
+
+        try:
+            with _quiet(datasets):
+                builder = datasets.load_dataset_builder(**self._of_name())
+        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._refused(error) from error
+        splits = {
+            str(split): [Path(file) for file in files if LOADERS.get(kind_of(Path(file))) == builder.info.builder_name]
+            for split, files in (builder.config.data_files or {}).items()
+        }
+        kinds = {kind_of(file) for files in splits.values() for file in files}
+        if not kinds or not kinds <= KINDS or _has_reading_options(builder.config, kinds):
+            return None
+        self._report_others(builder.info.builder_name)
+        return splits
+
+    @cached_property
+    def _records(self) -> RecordRows | None:
+        """The rows where :mod:`.records` reads them; None where ``datasets`` does."""
+        if self._record_files is None:
+            return None
+        tables = {name: RecordTable(self._record_files[name]) for name in self._splits()}
+        if self.split in tables:
+            return RecordRows(self.path, [(tables[self.split], 0, len(tables[self.split]))])
+        import datasets
+
+        sizes = {name: len(table) for name, table in tables.items()}
+        try:
+            parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
+        except (ValueError, AssertionError) as error:
+            raise self._refused(error) from error
+        bounds = [(tables[part.splitname], part.from_ or 0, part.to) for part in parts]
+        return RecordRows(
+            self.path, [(table, start, len(table) if stop is None else stop) for table, start, stop in bounds]
+        )
+
+    def _splits(self) -> list[str]:
+        """The splits that :attr:`split` names, as ``train[:90%]+test`` does; :class:`RecipeError` for unknown ones."""
+        names = list(dict.fromkeys(part.partition("[")[0].strip() for part in self.split.split("+")))
+        known = list(self._record_files or ())
+        for name in names:
+            if name not in known:
+                raise self._refused(ValueError(f'Unknown split "{name}". Should be one of {known}.'))
+        return names
+
     def unreadable(self, error: Exception) -> RecipeError:
-        """What is wrong with the data, found by reading it again; otherwise the reader's own words."""
-        if (line := self._bad_line()) is not None:
-            return line
+        """The error for data that ``datasets`` cannot read, with its reason."""
         remedy = "repair the file; every row must have the same fields with values of the same types"
         reason = " ".join(str(error.__cause__ or error).split())
         return self._other_fields(reason) or RecipeError(
@@ -283,7 +427,7 @@ class Source(Rows):
         """The files that hold something: readers stumble over empty ones, which writers of parts may leave."""
         return [file for file in self.files if holds_anything(file)]
 
-    def _of_name(self, datasets: Any) -> dict[str, Any]:
+    def _of_name(self) -> dict[str, Any]:
         """What ``load_dataset`` is given to read a directory, or a data set of the Hub."""
         path = Path(self.path).expanduser()
         if not path.is_dir():
@@ -292,8 +436,7 @@ class Source(Rows):
             if not saved:
                 raise _empty(self.path)
             return {"path": "arrow", "data_files": {"train": [glob.escape(str(file)) for file in saved]}}
-        options = {} if self.name is not None else reading_options(self._in_directory(), datasets)
-        return {"path": str(path.resolve()), "name": self.name, **options}  # it needs a name for a directory
+        return {"path": str(path.resolve()), "name": self.name}  # it needs a name for a directory
 
     def _in_directory(self) -> list[Path]:
         found = sorted(each for each in Path(self.path).expanduser().rglob("*") if each.is_file())
@@ -315,38 +458,35 @@ class Source(Rows):
         with TemporaryDirectory() as scratch:
             try:
                 return datasets.load_dataset(
-                    **self._of_files(datasets), split=self.split, cache_dir=scratch, keep_in_memory=True
+                    **self._of_files(), split=self.split, cache_dir=scratch, keep_in_memory=True
                 )
             except (datasets.exceptions.DatasetGenerationError, ArrowInvalid, *UNREADABLE) as error:
                 raise self.unreadable(error) from error
             except ValueError as error:
-                raise self._bad_line() or self._refused(error) from error
+                raise self._refused(error) from error
 
-    def _of_files(self, datasets: Any) -> dict[str, Any]:
+    def _of_files(self) -> dict[str, Any]:
         """What ``load_dataset`` is given to read the files."""
-        kind = kind_of(self.files[0])
-        # Or it would take a name with brackets for a pattern.
-        options = {"path": LOADERS[kind], "data_files": [glob.escape(str(file)) for file in self._filled]}
-        return options | reading_options(self._filled, datasets)
-
-    def _bad_line(self) -> RecipeError | None:
-        """What is wrong with a line of a file, or of the files of a directory; None where that is not it."""
-        return next(filter(None, map(bad_line, self.files if self.is_file else self._in_directory())), None)
+        # Unescaped, it would take a name with brackets for a pattern.
+        return {
+            "path": LOADERS[kind_of(self.files[0])],
+            "data_files": [glob.escape(str(file)) for file in self._filled],
+        }
 
     def _read_named(self, datasets: Any) -> Any:
         try:
-            return self._telling_others(datasets.load_dataset(**self._of_name(datasets), split=self.split))
+            rows = datasets.load_dataset(**self._of_name(), split=self.split)
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._bad_line() or self._refused(error) from error
+            raise self._refused(error) from error
+        self._report_others(rows.info.builder_name)
+        return rows
 
-    def _telling_others(self, rows: Any) -> Any:
-        """*rows* of a directory, of whose files only those of the commonest kind are read."""
-        reader = rows.info.builder_name
+    def _report_others(self, reader: str) -> None:
+        """Warn of files in a directory that are not read: only those of the most common kind are."""
         others = [file.name for file in self._in_directory() if LOADERS[kind_of(file)] != reader]
         if others and reader in LOADERS.values():
             shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
             log.warning("%s: files of another kind than most are not read: %s", self.path, shown)
-        return rows
 
     def _refused(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
@@ -361,6 +501,16 @@ class Source(Rows):
             remedy="correct them; a Hub name needs the network or a filled cache, "
             f"a relative path starts from {Path.cwd()}",
         )
+
+
+def _has_reading_options(config: Any, kinds: set[str]) -> bool:
+    """Whether a directory's README gives options for reading its files, which only ``datasets`` knows."""
+    options = {field.name for field in dataclasses.fields(config)}
+    options -= {"name", "version", "data_dir", "data_files", "description"}
+    if kinds == {".tsv"}:
+        options -= {"sep", "delimiter"}
+    default = type(config)()
+    return any(getattr(config, name) != getattr(default, name) for name in options)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class Unlearnable(Exception):
 def turns_of(conversation: Any) -> list[dict[str, Any]]:
     """The messages of a conversation, or of its JSON text; :class:`Unlearnable` when it is none."""
     given = plain(conversation)
-    turns = [_in_roles(turn) for turn in given] if isinstance(given, list) else []
+    turns = [_without_absent(_in_roles(turn)) for turn in given] if isinstance(given, list) else []
     if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
         raise Unlearnable(
             "this is not a conversation",
@@ -43,7 +43,7 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
 
 def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     """One conversation of two lists of messages, of which only the assistant's of *completion* are learnt."""
-    asked, answered = _without_nulls(prompt), _without_nulls(completion)
+    asked, answered = prompt, completion
     if not isinstance(asked, list) or not isinstance(answered, list):
         odd = "prompt" if isinstance(answered, list) else "completion"
         raise Unlearnable(
@@ -72,13 +72,13 @@ def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """JSON text read, and the nulls left out with which a table fills the keys that only other rows have."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise Unlearnable("this is not JSON", value[:80], "correct this sample") from error
-    return _without_nulls(value)
+    """*value*, or what it means where it is JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise Unlearnable("this is not JSON", value[:80], "correct this sample") from error
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,6 +103,13 @@ def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
     return call | {"function": change(call["function"])} if isinstance(call.get("function"), dict) else change(call)
 
 
+def _without_absent(turn: Any) -> Any:
+    """A message without its null keys, which mean the same as absent ones; a null content stays."""
+    if not isinstance(turn, dict):
+        return turn
+    return {key: value for key, value in turn.items() if value is not None or key == "content"}
+
+
 def _in_roles(turn: Any) -> Any:
     """A message of ShareGPT's form with role and content; anything else as it is."""
     if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
@@ -120,12 +127,13 @@ def _in_roles(turn: Any) -> Any:
 
 
 def _require_content(turn: dict[str, Any]) -> None:
-    if turn.keys() <= {"role", "name", _WEIGHT}:  # templates write nothing for it, or the word None, to be learnt
+    content = turn.get("content")
+    others = turn.keys() - {"role", "name", "content", _WEIGHT}
+    if content is None and not others:  # templates write nothing for it, or the word None, to be learned
         raise Unlearnable(
             "a message has no content", repr(turn)[:80], "give it a content, or tool_calls, or leave it out"
         )
-    content = turn.get("content", "")
-    if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
+    if not isinstance(content, str | list | None) and turn["role"] in ("system", "user", "assistant"):
         remedy = 'give it a text, or a list of parts as {"type": "text", "text": "..."}'
         raise Unlearnable("a message's content is neither a text nor a list of parts", repr(content)[:80], remedy)
 
@@ -140,7 +148,8 @@ def _require_weight(turn: dict[str, Any]) -> None:
         raise Unlearnable("a message has a weight and is not the assistant's", f"role: {turn['role']}", remedy)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """*value* without the nulls with which a typed table fills the keys that only other rows have."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

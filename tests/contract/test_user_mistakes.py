@@ -76,7 +76,7 @@ MISTAKES = {
     "another encoding": texts("a.jsonl", b'{"text": "\xff"}\n', r"not UTF-8[\s\S]*a.jsonl:1[\s\S]*0xff"),
     "a table in another encoding": texts("a.csv", b"text\n\xff\n", r"not UTF-8[\s\S]*a.csv:2[\s\S]*save the file"),
     "a stream that is no JSON": texts("a.jsonl", '{"text": "a"}\n{"te\n', r"not JSON[\s\S]*a.jsonl:2", STREAMED),
-    "a table of uneven rows": texts("a.csv", "text,b\n1,2\n3,4,5\n", r"cannot be read[\s\S]*line 3[\s\S]*repair"),
+    "a table of uneven rows": texts("a.csv", "text,b\n1,2\n3,4,5\n", r"more values than[\s\S]*a.csv:3[\s\S]*3 val"),
     "no parquet": texts("a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"),
     "a kind of file": texts("a.dat", "x", r"kind of a data file is not known[\s\S]*\*\.jsonl"),
     "no samples": texts("a.jsonl", '{"text": "a"}\n', "max_samples must be at least 1", "--dataset.max_samples=0"),

@@ -29,8 +29,8 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.targets import Refused, Trust, prepare, resolve
 from automodel_ckpt.data import digits, images, python_docs
-from automodel_ckpt.data.files import _named_once
 from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.records import _unique
 from automodel_ckpt.data.sampler import accumulation_steps
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.distributed import rendezvous
@@ -116,7 +116,7 @@ def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> N
         (lambda: typed("null", (int,)), "null"),
         (lambda: typed("x", (int,)), "x"),
         (lambda: _boolean("maybe"), "maybe"),
-        (lambda: json.loads('{"a": 1, "b": {"c": 2, "c": 3}}', object_pairs_hook=_named_once), "among c, c"),
+        (lambda: json.loads('{"a": 1, "b": {"c": 2, "c": 3}}', object_pairs_hook=_unique), "among c, c"),
     ],
 )
 def test_text_that_is_of_no_use_is_refused_before_others_word_it(make: Callable[[], object], said: str) -> None:

@@ -171,7 +171,7 @@ def test_long_samples_are_cut_counted_or_refused_with_their_row(
     assert "1 were cut to seq_length 8, 1 more kept no label" in caplog.text
     strict = prompt_completion(tokenizer, path, seq_length=8, streaming=True)
     made = GlobalBatchLoader(strict, collate_fn=PadCollator(0), global_batch_size=3, local_batch_size=3, shuffle=False)
-    with pytest.raises(RecipeError, match=r"sample 0 of the stream: .*a\.jsonl, row 0"):
+    with pytest.raises(RecipeError, match=r"sample 0 of the stream: .*a\.jsonl:1"):
         train(made, 1)
 
 

@@ -1,0 +1,474 @@
+"""Rows of JSON, CSV, TSV and text files, exactly as each file has them.
+
+A row depends on its own line only. No type is inferred from other rows: text that looks like a date stays text, ``1``
+stays an integer although another row has ``2.5``, integers of any size stay exact, and a key that only other rows have
+is missing. Values of CSV and TSV files are texts; an empty one is None.
+
+CSV follows RFC 4180: a value in double quotes may contain commas, line breaks and doubled quotes. TSV has no quoting:
+a double quote is an ordinary character, and a value cannot contain a tab or a line break.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from automodel_ckpt.data.files import damaged, is_damage, kind_of, open_data
+from automodel_ckpt.errors import RecipeError
+
+KINDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".txt"})
+"""Suffixes of the files that this module reads."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BLANK = " \t\n\r"
+_FIRST_ROWS = 1000
+_LONGEST_CSV_VALUE = 2**31 - 1
+
+
+class Mark(NamedTuple):
+    """A place between two records of a file: *offset* in the decompressed content, and the number of lines before."""
+
+    offset: int = 0
+    num_lines: int = 0
+
+
+_BEGINNING = Mark()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row, the line at which it begins (from 1), and the place after it. *source* is its JSON text, if it has one."""
+
+    content: dict[str, Any]
+    line: int
+    end: Mark
+    source: str | None = None
+
+    def to_json(self) -> str:
+        """The row as JSON text, from which ``json.loads`` makes the same *content*."""
+        return self.source or json.dumps(self.content, ensure_ascii=False)
+
+
+def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
+    """The records of a file of one of :data:`KINDS`, from *start* on: the ``end`` of one of them, or the beginning.
+
+    Raises :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or
+    fewer values than the header, and for a damaged compressed file.
+    """
+    read = _READERS[kind_of(path)]
+    try:
+        with open_data(path) as file:
+            yield from read(path, file, start or _BEGINNING)
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
+def header(path: Path) -> list[str] | None:
+    """The column names of a CSV or TSV file; None for other kinds of files, and for a file without any line."""
+    if kind_of(path) not in (".csv", ".tsv"):
+        return None
+    try:
+        with open_data(path) as file:
+            return _header(_Lines(path, file, _BEGINNING), _separator(path))
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
+def check_tables(paths: Sequence[Path]) -> None:
+    """Raise :class:`RecipeError` unless all CSV or TSV files have the same columns, in any order.
+
+    The first rows of each file are read as well, so that a stream reports a broken file before training.
+    """
+    first_path, first_names = None, None
+    for path in paths:
+        names = header(path)
+        if names is None:
+            continue
+        if first_names is None:
+            first_path, first_names = path, names
+        if sorted(names) != sorted(first_names):
+            raise RecipeError(
+                "a data file has other columns than the first one",
+                where=f"{path}:1",
+                value=f"{', '.join(names)}; {first_path} has {', '.join(first_names)}",
+                remedy="give all files the same columns, or name only files that have them",
+            )
+        for number, _ in enumerate(read_records(path)):
+            if number == _FIRST_ROWS:
+                break
+
+
+class _Lines:
+    """The lines of an open file as text, with the place that was reached."""
+
+    def __init__(self, path: Path, file: IO[bytes], start: Mark) -> None:
+        self.path, self.file = path, file
+        self.offset, self.number = start
+        file.seek(start.offset)
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        raw = next(self.file)
+        self.number += 1
+        self.offset += len(raw)
+        return _decoded(raw, self.path, self.number)
+
+    @property
+    def mark(self) -> Mark:
+        """The place after the last line."""
+        return Mark(self.offset, self.number)
+
+
+def _decoded(raw: bytes, path: Path, line: int) -> str:
+    """Text of UTF-8 bytes, without a byte order mark; *line* is the number of their first line."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        start_of_line = raw.rfind(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            "a line is not UTF-8 text",
+            where=f"{path}:{line}",
+            value=f"byte {raw[error.start]:#04x} at {error.start - start_of_line} of the line",
+            remedy="save the file as UTF-8",
+        ) from error
+
+
+def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    lines = _Lines(path, file, start)
+    for text in lines:
+        document = text.removesuffix("\n").removesuffix("\r")
+        yield Record({"text": document}, lines.number, lines.mark)
+
+
+def _read_json_lines(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    lines = _Lines(path, file, start)
+    for text in lines:
+        source = text.strip()
+        if not source:
+            continue
+        try:
+            value = _DECODER.decode(source)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(path, lines.number, str(error)) from error
+        yield Record(_object(value, source, path, lines.number), lines.number, lines.mark, source)
+
+
+def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    """A list of objects, or of texts, or objects one after another. Here a mark's offset counts characters."""
+    if _has_object_per_line(file):
+        yield from _read_json_lines(path, file, start)
+        return
+    file.seek(0)
+    text = _decoded(file.read(), path, 1)
+    position, num_lines = start
+    position = _after_blanks(text, position)
+    is_list = text.lstrip(_BLANK).startswith("[")
+    if is_list and start.offset == 0:
+        position = _after_blanks(text, position + 1)
+    counted = start.offset
+    while position < len(text) and not (is_list and text[position] == "]"):
+        num_lines += text.count("\n", counted, position)
+        counted = position
+        line = num_lines + 1
+        value, position = _decode_at(text, position, path, line)
+        source = text[counted:position]
+        if is_list and isinstance(value, str):
+            value, source = {"text": value}, ""
+        content = _object(value, source, path, line)
+        position = _after_separator(text, position, path, is_list)
+        num_lines += text.count("\n", counted, position)
+        counted = position
+        yield Record(content, line, Mark(position, num_lines), source or None)
+    if is_list:
+        _check_end(text, position, path)
+
+
+def _has_object_per_line(file: IO[bytes]) -> bool:
+    """Whether the first line that is not blank is an object that ends there."""
+    first = next((line for line in file if line.strip()), b"")
+    try:
+        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _decode_at(text: str, position: int, path: Path, line: int) -> tuple[Any, int]:
+    try:
+        return _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        raise _not_json(path, error.lineno, str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _not_json(path, line, str(error)) from error
+
+
+def _after_blanks(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _BLANK:
+        position += 1
+    return position
+
+
+def _after_separator(text: str, position: int, path: Path, is_list: bool) -> int:
+    """The place of the next value, or of the end of the list or file."""
+    position = _after_blanks(text, position)
+    if not is_list or text[position : position + 1] == "]":
+        return position
+    if text[position : position + 1] != ",":
+        raise _not_json(path, text.count("\n", 0, position) + 1, "a comma or ] is missing between two objects")
+    following = _after_blanks(text, position + 1)
+    if text[following : following + 1] in ("", "]"):
+        raise _not_json(path, text.count("\n", 0, position) + 1, "no object follows after a comma")
+    return following
+
+
+def _check_end(text: str, position: int, path: Path) -> None:
+    line = text.count("\n", 0, position) + 1
+    if text[position : position + 1] != "]":
+        raise _not_json(path, line, "the list does not end with ]")
+    if text[position + 1 :].strip():
+        raise _not_json(path, line, "more text follows after the end of the list")
+
+
+def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
+    """*value* if it is a row; null is a row without fields."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _not_json(path, line, f"not an object with fields, but {json.dumps(value)[:40]}")
+    if _SURROGATE.search(source):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _not_json(path, line, "half of a surrogate pair, as \\ud800 is") from error
+    return value
+
+
+def _not_json(path: Path, line: int, reason: str) -> RecipeError:
+    remedy = "correct or leave out this line"
+    return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, remedy=remedy)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"duplicate field, among {', '.join(name for name, _ in pairs)}")
+    return row
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"number {text[:40]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite)
+
+
+def _read_table(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    separator = _separator(path)
+    lines = _Lines(path, file, _BEGINNING)
+    names = _header(lines, separator)
+    if names is None:
+        return
+    if start.offset:
+        lines = _Lines(path, file, start)
+    for line, values in _rows(lines, separator):
+        if len(values) != len(names):
+            raise _other_length(values, names, separator, f"{path}:{line}")
+        content = {name: value or None for name, value in zip(names, values, strict=True)}
+        yield Record(content, line, lines.mark)
+
+
+def _separator(path: Path) -> str:
+    return "\t" if kind_of(path) == ".tsv" else ","
+
+
+def _header(lines: _Lines, separator: str) -> list[str] | None:
+    _, names = next(_rows(lines, separator), (0, None))
+    return None if names is None else _distinct(names)
+
+
+def _rows(lines: _Lines, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """The line at which a row begins, and its values as texts. Blank lines are skipped."""
+    split = _split_csv if separator == "," else _split_tabs
+    before = lines.number
+    for values in split(lines):
+        is_blank = len(values) <= 1 and not "".join(values).strip()
+        if not is_blank:
+            yield before + 1, values
+        before = lines.number
+
+
+def _split_tabs(lines: _Lines) -> Iterator[list[str]]:
+    for text in lines:
+        yield text.removesuffix("\n").removesuffix("\r").split("\t")
+
+
+def _split_csv(lines: _Lines) -> Iterator[list[str]]:
+    csv.field_size_limit(_LONGEST_CSV_VALUE)  # by default a value of 128 KiB is an error
+    reader = csv.reader(lines, strict=True)
+    before = lines.number
+    while True:
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise RecipeError(
+                "a row is not CSV",
+                where=f"{lines.path}:{before + 1}",
+                value=str(error),
+                remedy='put quotes around values with commas, line breaks or quotes, and write " inside of them as ""',
+            ) from error
+        before = lines.number
+        yield values
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Column names without repetitions, numbered as pandas does: ``a``, ``a.1``; an empty one by its column."""
+    counts: Counter[str] = Counter()
+    found = []
+    for column, given in enumerate(names):
+        name = given or f"Unnamed: {column}"
+        found.append(f"{name}.{counts[name]}" if counts[name] else name)
+        counts[name] += 1
+    return found
+
+
+def _other_length(values: Sequence[str], names: Sequence[str], separator: str, where: str) -> RecipeError:
+    is_longer = len(values) > len(names)
+    remedy = "give every row a value for each column; an empty one is enough"
+    if is_longer and separator == ",":
+        remedy = "put quotes around values with commas in them, or name all columns in the first line"
+    elif is_longer:
+        remedy = "remove tabs from the values, or name all columns in the first line"
+    return RecipeError(
+        f"a row has {'more' if is_longer else 'fewer'} values than the table has columns",
+        where=where,
+        value=f"{len(values)} values for {', '.join(names)}",
+        remedy=remedy,
+    )
+
+
+_READERS: dict[str, Callable[[Path, IO[bytes], Mark], Iterator[Record]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_table,
+    ".tsv": _read_table,
+    ".txt": _read_text,
+}
+
+
+class RecordTable:
+    """The rows of some files in memory, as JSON text that is parsed when a row is used.
+
+    One buffer holds the texts, so that processes which a loader forks share it. *fields* are all that occur in a row.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        check_tables(files)
+        fields: dict[str, None] = {}
+        texts, ends, lines, file_ends = bytearray(), [0], [], []
+        for file in files:
+            fields.update(dict.fromkeys(header(file) or ()))
+            for record in read_records(file):
+                fields.update(dict.fromkeys(record.content))
+                texts += record.to_json().encode()
+                ends.append(len(texts))
+                lines.append(record.line)
+            file_ends.append(len(lines))
+        self.fields = list(fields)
+        self._files, self._file_ends = list(files), file_ends
+        self._texts, self._ends, self._lines = texts, np.array(ends), np.array(lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of a row, as the file has them."""
+        text = self._texts[self._ends[number] : self._ends[number + 1]]
+        return json.loads(text.decode()) or {}
+
+    def place(self, number: int) -> str:
+        """File and line of a row."""
+        file = self._files[bisect_right(self._file_ends, number)]
+        return f"{file}:{self._lines[number]}"
+
+
+class RecordStream:
+    """The rows of some files one after another, read while they are used, as pairs of content and place.
+
+    The state is the place that was reached, so that a resume continues there without reading what lies before it.
+    :attr:`fields` are those of the first 1000 rows.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        check_tables(files)
+        self._files = list(files)
+        self._limit: int | None = None
+        self._state: dict[str, int] = _state_at(0, _BEGINNING, 0)
+        fields: dict[str, None] = {}
+        for file in files:
+            fields.update(dict.fromkeys(header(file) or ()))
+        self.is_empty = True
+        for number, (content, _) in enumerate(self):
+            self.is_empty = False
+            fields.update(dict.fromkeys(content))
+            if number == _FIRST_ROWS:
+                break
+        self.fields = list(fields)
+        self._state = _state_at(0, _BEGINNING, 0)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], str]]:
+        state = self._state
+        row = state["row"]
+        start = Mark(state["offset"], state["num_lines"])
+        for number in range(state["file"], len(self._files)):
+            for record in read_records(self._files[number], start):
+                if self._limit is not None and row >= self._limit:
+                    return
+                row += 1
+                self._state = _state_at(number, record.end, row)
+                yield record.content, f"{self._files[number]}:{record.line}"
+            start = _BEGINNING
+
+    def take(self, limit: int) -> RecordStream:
+        """The first *limit* rows."""
+        stream = copy.copy(self)
+        stream._limit = limit
+        return stream
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._state = dict(state)
+
+    def state_after(self, num_rows: int) -> dict[str, int]:
+        """The state after the first *num_rows* rows, found by reading them."""
+        others = self.take(num_rows)
+        others.load_state_dict(_state_at(0, _BEGINNING, 0))
+        for _ in others:
+            pass
+        return others.state_dict()
+
+
+def _state_at(file: int, mark: Mark, row: int) -> dict[str, int]:
+    return {"file": file, "offset": mark.offset, "num_lines": mark.num_lines, "row": row}
