@@ -45,6 +45,7 @@ from automodel_ckpt.checkpoint.saving.planner import (
     plain,
 )
 from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.state.loading import Loader, shown
 from automodel_ckpt.checkpoint.state.optimizer_state import places
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners
@@ -273,14 +274,21 @@ class Checkpointer:
             Save, name, config_yaml=config_yaml, losses=dict(losses), progress=dict(progress), validated=validated,
             last=last, before_publishing=before_publishing, on_saved=on_saved, started=started,
         )  # fmt: skip
-        if self._async is not None and (report := self._async.save_again(state, make)) is not None:
-            return report
+        with Staging().removed_on_failure() as staging:
+            if self._async is not None and (report := self._async.save_again(state, make, staging)) is not None:
+                return report
+            return self._plan_and_save(state, name, make, staging)
+
+    def _plan_and_save(
+        self, state: Mapping[str, Any], name: layout.CheckpointName, make: Callable[..., Save], staging: Staging
+    ) -> SaveReport:
         with self._failing_together(f"saving {name}"):
             snapshot = self._planner.snapshot(state)
-            proposal = self._planner.propose(snapshot, name)
+            proposal = self._planner.propose(snapshot, name, staging)
         proposals = agree.gather_objects(self._group, proposal)
+        staging.path = Path(proposals[0].staging or "")
         self._tell_once(snapshot.items, [proposal.digests for proposal in proposals])
-        save = make(staging=Path(proposals[0].staging or ""), snapshot=snapshot)
+        save = make(staging=staging, snapshot=snapshot)
         return self._save_now(save, proposals) if self._async is None else self._async.save(save, proposals)
 
     def _tell_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
@@ -301,17 +309,13 @@ class Checkpointer:
             with self._failing_together(f"saving {name}"):
                 part, jobs, objects = planner.plan(save, proposals)
                 self._writing = name.step, METER.nbytes, sum(job.size for job in (*jobs, *objects))
-                run_all([*jobs, *objects], save.staging, part)
+                run_all([*jobs, *objects], save.staging.path, part)
                 if self.is_leader:
                     planner.write_common(save, part)
-                commit.write_file(save.staging / layout.part_file(self._ranks.rank), part.to_bytes())
+                commit.write_file(save.staging.path / layout.part_file(self._ranks.rank), part.to_bytes())
             with self._failing_together(f"publishing {name}"):
                 if self.is_leader:
                     report = self._publish(save)
-        except SaveFailed:
-            if self.is_leader:
-                commit.discard(save.staging)
-            raise
         finally:
             self._writing = None
         report = planner.report(save) if report is None else report
@@ -322,11 +326,12 @@ class Checkpointer:
 
     def _publish(self, save: Save) -> SaveReport:
         """All ranks have written: make it a checkpoint."""
-        parts = sealing.parts_in(save.staging, self._ranks.world_size)
+        parts = sealing.parts_in(save.staging.path, self._ranks.world_size)
         parts[0].files.update(self._planner.write_metadata(save, lambda: parts))
         if save.before_publishing is not None:
             save.before_publishing()
-        return self._planner.publish(save, sealing.seal(save.staging, self._planner.draft(save), parts))
+        nbytes = sealing.seal(save.staging.path, self._planner.draft(save), parts)
+        return self._planner.publish(save, nbytes)
 
     # ---------------------------------------------------------------- what is under way
 

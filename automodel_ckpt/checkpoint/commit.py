@@ -68,7 +68,11 @@ def reserve(root: Path, name: str) -> Path:
     """A new empty staging directory for the checkpoint *name*."""
     staging = root / layout.staging_name(name, uuid.uuid4().hex)
     os.mkdir(staging)
-    os.mkdir(staging / layout.PARTS)
+    try:
+        os.mkdir(staging / layout.PARTS)
+    except OSError:
+        discard(staging)
+        raise
     return staging
 
 

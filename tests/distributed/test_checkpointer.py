@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.files import durable
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
@@ -173,6 +173,44 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(tmp
         assert "rank 1" in message and "ENOSPC" in message and "shard-00002" in message and seconds < 30
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["LATEST", "epoch_0_step_20", "epoch_0_step_60"]
+
+
+class FailsOnRank1(tiny.Counter):
+    """State that rank 1 cannot save while *fails* is set: by an error, or by a value of a type that is never read."""
+
+    fails: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1 and isinstance(self.fails, Exception):
+            raise self.fails
+        return {"value": self.fails if dist.get_rank() == 1 else 0}
+
+
+def staging_left_by_failed_plans(root: Path) -> list[str]:
+    """What happened at saves 1, 2 and 3, of which the second works, and what each left; synchronous, then not."""
+    found = []
+    for is_async in (False, True):
+        directory, tracker = root / f"async_{is_async}", FailsOnRank1()
+        made = SimpleNamespace(model=torch.nn.Linear(2, 2), tracker=tracker)
+        saver = tiny.checkpointer(directory, is_async=is_async)
+        saver.prepare(discover(made))
+        for step, fails in enumerate((ValueError("broken"), None, object()), start=1):
+            tracker.fails, error = fails, ""
+            try:
+                saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+                saver.settle()
+            except (SaveFailed, RecipeError) as failure:
+                error = failure.problems[0].what.partition(":")[0]
+            dist.barrier()
+            found.append(f"{error} {sorted(p.name for p in directory.iterdir() if p.name.startswith('.epoch'))}")
+            dist.barrier()
+        saver.close()
+    return found
+
+
+def test_a_save_that_fails_while_it_is_planned_on_another_rank_leaves_no_staging_directory(tmp_path: Path) -> None:
+    expected = ["rank 1 []", " []", "rank 1 []"] * 2
+    assert ranks.run(staging_left_by_failed_plans, 2, tmp_path) == [expected, expected]
 
 
 def resumed_step(root: Path) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.background import Background, Cancelled
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export.publish import clear_leftovers
@@ -27,6 +27,7 @@ from automodel_ckpt.checkpoint.files.plain_writing import saved
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport, Snapshot
+from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.state.live_state import LiveState, look
 from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values
 from automodel_ckpt.checkpoint.together import failing_together
@@ -34,7 +35,7 @@ from automodel_ckpt.checkpoint.writing.jobs import Job
 from automodel_ckpt.checkpoint.writing.parts import Part
 from automodel_ckpt.checkpoint.writing.sealing import part_files, parts_in
 from automodel_ckpt.distributed import agree
-from automodel_ckpt.errors import ExportFailed, SaveFailed
+from automodel_ckpt.errors import AutomodelError, ExportFailed
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -43,10 +44,15 @@ _POLL_SECONDS = 0.02
 
 @dataclass(slots=True)
 class _Again:
-    """What a rank tells the others where its plan of the save before is still good."""
+    """What a rank reports to the others before a save with the plan of the save before.
 
-    digests: dict[str, str]
-    staging: str
+    *digests* of its small state, None where the plan does not fit that rank's state; *staging*, the path of the
+    directory that rank 0 created; *failed*, whether rank 0 could not create it.
+    """
+
+    digests: dict[str, str] | None
+    staging: str = ""
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -101,7 +107,7 @@ class AsyncSaves:
                 live = self._live(save.snapshot)
                 trees = lay_out(jobs)
                 self._upload(save, part, trees, objects)
-        except SaveFailed:
+        except AutomodelError:
             self._abandon(save)
             raise
         if all(agree.gather_objects(self._group, live is not None)) and live is not None:
@@ -125,7 +131,7 @@ class AsyncSaves:
         )
         # From here on the state may change.
         then = partial(self._complete, save) if self._is_leader else None
-        self._background.start(save.staging, part, staged, then=then, doing=f"saving {save.name}")
+        self._background.start(save.staging.path, part, staged, then=then, doing=f"saving {save.name}")
 
     def _live(self, snapshot: Snapshot) -> LiveState | None:
         """The state as a later save can look at it; None where that is not what was planned."""
@@ -137,48 +143,62 @@ class AsyncSaves:
 
     # ---------------------------------------------------------------- the plan of the save before
 
-    def save_again(self, state: Mapping[str, Any], make: Callable[..., Save]) -> SaveReport | None:
+    def save_again(self, state: Mapping[str, Any], make: Callable[..., Save], staging: Staging) -> SaveReport | None:
         """Save with the plan of the save before; None, and nothing has happened, where it does not fit on some rank.
-        Called on all ranks. *make* a save of its staging directory and snapshot.
+        Called on all ranks. *make* creates a save from its *staging* directory and snapshot.
 
-        What fails from the agreement on is raised by :meth:`settle`, on all ranks.
+        Raises, the same on all ranks, what kept rank 0 from creating the staging directory. What fails after the ranks
+        agreed is raised by :meth:`settle`, on all ranks.
         """
         kept = self._kept
         if kept is None:
             return None
         before = kept.snapshot
         snapshot = Snapshot(classify(state), before.trees, before.tied, before.placements, before.metadata)
-        save, live = make(staging=Path(), snapshot=snapshot), LiveState()
-        with contextlib.suppress(Exception):  # planning anew meets it again, and says so
+        save, live = make(staging=staging, snapshot=snapshot), LiveState()
+        with contextlib.suppress(Exception):  # the new plan, made instead, meets the same and reports it
             live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
-        answers = agree.gather_objects(self._group, self._again(kept, live, save))
-        agreed = [answer for answer in answers if answer is not None]
+        answer, failure = self._again(kept, live, save)
+        answers = agree.gather_objects(self._group, answer)
+        if answers[0].failed:
+            agree.all_or_nothing(self._group, failure)
+        agreed = [answer.digests for answer in answers if answer.digests is not None]
         if len(agreed) < len(answers):
             self._kept = None
-            if self._is_leader and answers[0] is not None:
-                commit.discard(Path(answers[0].staging))
+            staging.remove()
             return None
-        save.staging = Path(agreed[0].staging)
+        staging.path = Path(answers[0].staging)
+        self._in_flight = save  # from here on, a failure is found by settle
         try:
             for name, tree in before.trees.items():
                 tree.hold(live.trees[name])
-            objects = self._planner.object_plans(save, [answer.digests for answer in agreed], kept.dp_ranks)
+            objects = self._planner.object_plans(save, agreed, kept.dp_ranks)
             self._upload(save, kept.part, kept.layout, objects)
         except Exception as error:
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
         return self._under_way(save)
 
-    def _again(self, kept: _Kept, live: LiveState, save: Save) -> _Again | None:
-        """This rank's word on whether the plan is good for what it has now; on the leader that reserves a place."""
-        snapshot, staging = save.snapshot, ""
-        with contextlib.suppress(Exception):
+    def _again(self, kept: _Kept, live: LiveState, save: Save) -> tuple[_Again, AutomodelError | None]:
+        """Whether the plan fits what this rank has now; where it does, rank 0 creates the staging directory.
+
+        The second value is what kept rank 0 from that.
+        """
+        digests = self._fitting(kept, live, save.snapshot)
+        if digests is None or not self._is_leader:
+            return _Again(digests), None
+        try:
+            forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
+            staging = self._planner.reserve(save.snapshot, save.name, forecast, save.staging)
+        except Exception as error:
+            return _Again(digests, failed=True), as_failure(error, f"saving {save.name}", self._planner.run.path)
+        return _Again(digests, staging), None
+
+    def _fitting(self, kept: _Kept, live: LiveState, snapshot: Snapshot) -> dict[str, str] | None:
+        """The digests of this rank's small state, entered into *snapshot*; None where the plan does not fit."""
+        with contextlib.suppress(Exception):  # the new plan, made instead, meets the same and reports it
             if live.outline == kept.outline and self._refreshed(kept, live):
                 snapshot.objects = {i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"}
-                digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
-                if self._is_leader:
-                    forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
-                    staging = self._planner.reserve(snapshot, save.name, forecast)
-                return _Again(digests, staging)
+                return {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
         return None
 
     def _refreshed(self, kept: _Kept, live: LiveState) -> bool:
@@ -200,12 +220,13 @@ class AsyncSaves:
         export. Whatever grows with the number of tensors is the writer's: here it would take turns with training."""
         planner, common = self._planner, Part(self._planner.ranks.rank)
         planner.write_common(save, common)
-        self._await_parts(save.staging)
+        self._await_parts(save.staging.path)
         num_ranks = planner.ranks.world_size
-        common.files.update(planner.write_metadata(save, lambda: parts_in(save.staging, num_ranks)))
+        common.files.update(planner.write_metadata(save, lambda: parts_in(save.staging.path, num_ranks)))
         if save.before_publishing is not None:
             save.before_publishing()
-        report = planner.publish(save, self._background.seal(save.staging, planner.draft(save), common))
+        nbytes = self._background.seal(save.staging.path, planner.draft(save), common)
+        report = planner.publish(save, nbytes)
         save.is_published = True
         if save.on_saved is not None:
             save.on_saved(report)
@@ -286,8 +307,7 @@ class AsyncSaves:
         try:
             agree.all_or_nothing(self._group, failure)
         finally:
-            if self._is_leader:
-                commit.discard(save.staging)
+            save.staging.remove()
 
     def wait(self) -> None:
         """Return when nothing of this rank's is under way."""

@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint.saving.forecast import (
     free_bytes,
 )
 from automodel_ckpt.checkpoint.saving.side_files import Assets, write_finished, write_for_export
+from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_state import digests_of_own, refuse_unlike
@@ -108,7 +109,7 @@ class Save:
     """One save, from its plan to its publication. *staging* is where it is written, *records* how each attribute is."""
 
     name: layout.CheckpointName
-    staging: Path
+    staging: Staging
     snapshot: Snapshot
     config_yaml: str
     losses: dict[str, Any]
@@ -198,8 +199,10 @@ class Planner:
                 snapshot.objects[item.name] = item.value.state_dict()
         return snapshot
 
-    def propose(self, snapshot: Snapshot, name: layout.CheckpointName) -> Proposal:
-        """On the leader that reserves a place. Raises OSError, and :class:`SaveFailed` where the disk is too full."""
+    def propose(self, snapshot: Snapshot, name: layout.CheckpointName, staging: Staging) -> Proposal:
+        """Plan what this rank saves; rank 0 also creates the *staging* directory, which the caller removes on failure.
+
+        Raises OSError, and :class:`SaveFailed` where the disk is too full."""
         plans = {tree.name: tree.local() for tree in snapshot.trees.values()}
         for tree in snapshot.trees.values():
             refuse_unsafe_values(tree.name, tree.flat())
@@ -207,22 +210,22 @@ class Planner:
         for item in snapshot.items:
             if item.kind == "optimizer" and self.save_optimizer and trained_by_all(item.value) is None:
                 digests |= digests_of_own(item.name, item.value)
-        staging = None
+        reserved = None
         if self.ranks.rank == 0:
             states = {tree.name: tree.state_dict for tree in snapshot.trees.values()}
             forecast = self.forecast(snapshot.items, states)
             self.expected_bytes = forecast.nbytes
-            staging = self.reserve(snapshot, name, forecast)
-        return Proposal(plans, digests, self.ranks.dp_rank, staging, self._naming(snapshot))
+            reserved = self.reserve(snapshot, name, forecast, staging)
+        return Proposal(plans, digests, self.ranks.dp_rank, reserved, self._naming(snapshot))
 
-    def reserve(self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast) -> str:
-        """On the leader: a staging directory for a checkpoint. Raises as :meth:`propose`."""
+    def reserve(self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast, staging: Staging) -> str:
+        """Create the *staging* directory for a checkpoint; only rank 0 calls this. Returns its path.
+
+        Raises OSError, and :class:`SaveFailed` where the disk is too full."""
         self.run.hold()
         self.refuse_what_does_not_fit(forecast)
-        path = commit.reserve(self.run.root, str(name))
-        for tree in snapshot.trees.values():
-            (path / tree.directory).mkdir()
-        return str(path)
+        directories = [tree.directory for tree in snapshot.trees.values()]
+        return str(staging.reserve(self.run.root, str(name), directories))
 
     def _naming(self, snapshot: Snapshot) -> dict[str, hf.Naming]:
         """In the layout hf: what the base says of each module's files. The dtype is that of training. In the layout
@@ -276,13 +279,13 @@ class Planner:
             (layout.CONFIG, save.config_yaml.encode()),
             (layout.LOSSES, (json.dumps(plain(save.losses), indent=2) + "\n").encode()),
         ):
-            part.files[file] = commit.write_file(save.staging / file, data)
+            part.files[file] = commit.write_file(save.staging.path / file, data)
         placements = save.snapshot.placements
         for name, placement in placements.items():
-            write_finished(self.assets.get(name), placement, save.staging, part)
+            write_finished(self.assets.get(name), placement, save.staging.path, part)
         for name, assets in self.assets.items():
             if name not in placements:
-                write_for_export(assets, save.staging, part, save.snapshot.trees[name].directory)
+                write_for_export(assets, save.staging.path, part, save.snapshot.trees[name].directory)
 
     def write_metadata(self, save: Save, parts: Callable[[], Sequence[Part]]) -> dict[str, FileRecord]:
         """What torch's reader needs of each tree in its format; the *parts* are asked for where that is new."""
@@ -292,7 +295,7 @@ class Planner:
             if formats[name] == torch_save.NAME:
                 known[name] = known.get(name) or torch_save.metadata_of(tree, parts())
                 file = f"{tree.directory}/{layout.DCP_METADATA}"
-                written[file] = commit.write_file(save.staging / file, known[name])
+                written[file] = commit.write_file(save.staging.path / file, known[name])
         return written
 
     def draft(self, save: Save) -> Draft:
@@ -318,7 +321,8 @@ class Planner:
     def publish(self, save: Save, nbytes: int) -> SaveReport:
         """Give a sealed checkpoint of so many bytes its name, swap the pointers, and remove what the keep policy lets
         go. Raises OSError where it has not got its name."""
-        self.run.publish(save.staging, save.name, plain(save.losses) if save.validated else {})
+        self.run.publish(save.staging.path, save.name, plain(save.losses) if save.validated else {})
+        save.staging.published()
         return replace(self.report(save), nbytes=nbytes, pruned=self.run.prune(str(save.name)))
 
     # ---------------------------------------------------------------- what is said of it

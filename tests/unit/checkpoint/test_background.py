@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
+from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.checkpoint.writing import writer
@@ -427,6 +428,45 @@ def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_ca
         assert found.keys() >= expected.keys() and twin.optimizer.param_groups[0]["lr"] == rate
         assert all(torch.equal(found[name], expected[name]) for name in expected if name != "model.scratch"), change
     saver.checkpointer.close()
+
+
+def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_failed_save(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.settle()
+
+    def cannot(directory: Path, *_: Any) -> None:
+        if directory.name == "optim":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        os.mkdir(directory)
+
+    attempts: list[str] = []
+    reserve = commit.reserve
+    monkeypatch.setattr(commit, "reserve", lambda *place: attempts.append("once") or reserve(*place))
+    monkeypatch.setattr(Path, "mkdir", cannot)
+    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOSPC"):
+        saver.save(2)
+    monkeypatch.undo()
+    assert names(root) == ["LATEST", "epoch_0_step_1"] and attempts == ["once"]
+    saver.save(3)
+    assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
+def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_nothing(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.settle()
+
+    def broken(*_: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Planner, "object_plans", broken)
+    saver.save(2)
+    with pytest.raises(SaveFailed, match="saving epoch_0_step_2"):
+        saver.checkpointer.settle()
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
 
 
 def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_settling(

@@ -1,0 +1,55 @@
+"""The staging directory of one save: who owns it, and who removes it. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit
+
+
+class Staging:
+    """The staging directory of a save. It exists before :meth:`reserve` only as this object.
+
+    Rank 0 owns the directory from its creation until its checkpoint is published. Whatever fails in between,
+    on any rank, has to end in :meth:`remove`. On other ranks only :attr:`path` is used.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self._is_owner = False
+
+    def reserve(self, root: Path, name: str, directories: Iterable[str]) -> Path:
+        """Create the directory for the checkpoint *name* below *root*, with empty *directories* in it.
+
+        Raises OSError, and then leaves no directory.
+        """
+        self.path = commit.reserve(root, name)
+        self._is_owner = True
+        try:
+            for directory in directories:
+                (self.path / directory).mkdir()
+        except OSError:
+            self.remove()
+            raise
+        return self.path
+
+    def remove(self) -> None:
+        """Delete the directory, if this rank owns one."""
+        if self._is_owner:
+            self._is_owner = False
+            commit.discard(self.path)
+
+    def published(self) -> None:
+        """The directory has become a checkpoint under another name: there is nothing to remove any more."""
+        self._is_owner = False
+
+    @contextlib.contextmanager
+    def removed_on_failure(self) -> Iterator[Staging]:
+        """Remove the directory when the block ends with any exception."""
+        try:
+            yield self
+        except BaseException:
+            self.remove()
+            raise
