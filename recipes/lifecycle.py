@@ -364,6 +364,7 @@ class Lifecycle:
         try:
             report = self.save_now(self.checkpointer, validation, last=last)
         except SaveFailed as failure:
+            scheduler.note_failed_save()
             self.note_failure(failure)
             return
         scheduler.note_save(time.monotonic() - started)

@@ -453,7 +453,8 @@ class CheckpointConfig:
     keep_steps: list[int] = field(default_factory=list)
     """Of those that keep_last lets go, keep these steps."""
     on_save_failure: Literal["stop", "continue"] = "stop"
-    """stop ends the run when a save fails; continue warns, and the exit code tells unless a later save succeeds."""
+    """stop ends the run when a save fails; continue warns and tries again when the next save is due. The exit code is
+    then 4, unless a later save succeeds."""
     verify: Literal["none", "size", "digest"] = "digest"
     """What a resume checks of each file before use."""
     allow_missing_state: list[str] = field(default_factory=list)

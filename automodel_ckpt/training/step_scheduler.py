@@ -124,7 +124,8 @@ class StepScheduler:
         self._session_start = clock()
         self._elapsed_before = 0.0
         self._saved_step = 0
-        self._last_save_time = self._session_start
+        self._attempted_step = 0
+        self._attempt_time = self._session_start
         self._step_start: float | None = None
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
@@ -214,8 +215,19 @@ class StepScheduler:
     def note_save(self, seconds: float) -> None:
         """Record that the present step is saved, which took *seconds*, its validation included."""
         self._saved_step = self.step
-        self._last_save_time = self._clock()
+        self._note_attempt()
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
+
+    def note_failed_save(self) -> None:
+        """Record that a save was tried and failed: the next one waits for as long as after a save that succeeded.
+
+        Without this, a full disk would have the run try, and validate, after every step.
+        """
+        self._note_attempt()
+
+    def _note_attempt(self) -> None:
+        self._attempted_step = self.step
+        self._attempt_time = self._clock()
 
     def note_published(self, stall_seconds: float, total_seconds: float) -> str | None:
         """Record how long a save kept the training, and how long it took until its checkpoint was there; on the leader,
@@ -229,11 +241,11 @@ class StepScheduler:
 
     def save_is_wanted(self) -> bool:
         """By this rank's clock: whether ``ckpt_every_minutes`` have passed since the last save, or the run's own choice
-        of steps with the one that is about to be counted."""
+        of steps with the one that is about to be counted. A save that failed counts like one that succeeded."""
         minutes = self.cadence.ckpt_every_minutes
-        if minutes is not None and self._clock() - self._last_save_time >= 60 * minutes:
+        if minutes is not None and self._clock() - self._attempt_time >= 60 * minutes:
             return True
-        return self._auto is not None and self.step + 1 - self._saved_step >= self._auto.steps
+        return self._auto is not None and self.step + 1 - self._attempted_step >= self._auto.steps
 
     def time_is_up(self) -> bool:
         """Whether one more step and the saves of both might not fit into ``max_time``, by this rank's clock."""
@@ -276,3 +288,4 @@ class StepScheduler:
         self.save_was_due = state.get("save_was_due", self.validation_is_due)
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
         self._saved_step = self.step
+        self._attempted_step = self.step

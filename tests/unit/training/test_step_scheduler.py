@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint import Checkpointer, SaveReport
+from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.recipes.lifecycle import Lifecycle, Validation
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, due_after, run_is_over, total_steps
 
 counts = st.none() | st.integers(1, 12)
@@ -164,6 +168,47 @@ def test_a_step_whose_save_was_lost_is_unsaved_again() -> None:
     assert not scheduler.unsaved
     scheduler.note_lost_save()
     assert scheduler.unsaved
+
+
+class FullDisk(Lifecycle):
+    """A run whose saves all fail, asynchronous ones after they returned; 5 s a step."""
+
+    def __init__(self, cadence: Cadence, is_async: bool) -> None:
+        config = RecipeConfig(checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async))
+        super().__init__(config, config_yaml="")
+        self.clock, self.attempts = Clock(), list[int]()
+        self.step_scheduler = StepScheduler(cadence, clock=self.clock)
+        self.checkpointer = self  # type: ignore[assignment]
+
+    def settle(self) -> None:
+        if self.attempts and self.config.checkpoint.is_async and not self.step_scheduler.unsaved:
+            self.step_scheduler.note_lost_save()
+
+    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
+        self.attempts.append(self.step_scheduler.step)
+        if self.config.checkpoint.is_async:
+            return SaveReport(Path(), self.step_scheduler.step, 0.0, published=False)
+        raise SaveFailed("no space", where="", value="", remedy="")
+
+    def train(self) -> list[int]:
+        while not self.step_scheduler.is_finished():
+            self.clock.now += 5.0
+            wanted = self.step_scheduler.save_is_wanted()
+            due = self.step_scheduler.finish_step(
+                epoch=0, epochs_done=0, num_samples=1, num_tokens=1, elapsed_seconds=1.0, save_is_wanted=wanted
+            )
+            self.settle()
+            if due.save:
+                self.save(None, 0.0, last=due.last)
+        return self.attempts
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_after_a_failed_save_the_next_attempt_waits_until_it_is_due(is_async: bool) -> None:
+    by_clock = FullDisk(Cadence(max_steps=32, ckpt_every_minutes=1.0), is_async)
+    assert by_clock.train() == [12, 24, 32]
+    by_cost = FullDisk(Cadence(max_steps=35, mtbf_seconds=1e6), is_async)
+    assert by_cost.train() == [10, 20, 30, 35]
 
 
 def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
