@@ -110,6 +110,12 @@ class SaveFailed(AutomodelError):
     exit_code = EXIT_SAVE_FAILED
 
 
+class LeaseLost(AutomodelError):
+    """Another run took over the run directory, so that this run may write nothing more there."""
+
+    exit_code = EXIT_SAVE_FAILED
+
+
 class ExportFailed(SaveFailed):
     """A checkpoint is complete, but its export did not come about."""
 

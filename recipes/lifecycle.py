@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -27,7 +28,15 @@ from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConf
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
-from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, Stopped, without_hidden
+from automodel_ckpt.errors import (
+    AutomodelError,
+    ExportFailed,
+    LeaseLost,
+    RecipeError,
+    SaveFailed,
+    Stopped,
+    without_hidden,
+)
 from automodel_ckpt.recipes.alike import refuse_unlike
 from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.starting import start_from
@@ -132,8 +141,13 @@ class Lifecycle:
 
     def place_logs(self, directory: Path) -> None:
         """The logs of the run are in its directory; nothing is written to them before the first step."""
-        self.training_log = JsonlLog(directory / TRAINING_LOG)
-        self.validation_log = JsonlLog(directory / VALIDATION_LOG)
+        self.training_log = JsonlLog(directory / TRAINING_LOG, before_writing=self._check_lease)
+        self.validation_log = JsonlLog(directory / VALIDATION_LOG, before_writing=self._check_lease)
+
+    def _check_lease(self) -> None:
+        """Raise :class:`LeaseLost` where another run took over the run directory."""
+        if self.checkpointer is not None:
+            self.checkpointer.check_lease()
 
     def resume(self) -> None:
         """Load the newest usable checkpoint, if there is one, else what ``init_from`` names; ends ``setup``.
@@ -272,9 +286,14 @@ class Lifecycle:
         )
 
     def append(self, jsonl: JsonlLog, record: dict[str, Any], *, soon: bool = False) -> None:
-        """Write a log line, unless this run leaves nothing on disk (``checkpoint.enabled: false``) or is no leader."""
+        """Write a log line, unless this run leaves nothing on disk (``checkpoint.enabled: false``) or is no leader.
+
+        Nothing is written where another run took over the run directory. The control vector of the next step tells
+        all ranks, which then raise :class:`LeaseLost` together.
+        """
         if self.layout.is_leader and self.checkpointer is not None:
-            jsonl.append(record, soon=soon)
+            with contextlib.suppress(LeaseLost):
+                jsonl.append(record, soon=soon)
 
     def flush_logs(self) -> None:
         """Have every line up to this step on disk."""
@@ -375,9 +394,13 @@ class Lifecycle:
             self.note_failure(report.export_failure)
 
     def settle(self) -> None:
-        """Wait for a save in the background, and take note of how it ended."""
+        """Wait for a save in the background, and take note of how it ended.
+
+        Called on all ranks. Raises :class:`LeaseLost`, on all ranks, where another run took over the run directory.
+        """
         if self.checkpointer is None:
             return
+        self.checkpointer.check_lease_together()
         try:
             if self.checkpointer.settle():
                 self.save_failure = None
@@ -495,13 +518,20 @@ class Lifecycle:
 
     def close(self) -> None:
         """Let go of logs, checkpointer and process groups; safe after a failed or missing ``setup``."""
+        lost = self.checkpointer is not None and self.checkpointer.lease_is_lost
         if self.checkpointer is not None:
-            self.checkpointer.close()
+            self.checkpointer.wait()
         self.progress.close()
+        # The logs close before the lease is released: their last lines are this run's.
         for name in ("training_log", "validation_log"):
             if name in vars(self):
-                getattr(self, name).close()
-        if self.tracking is not None:
+                with contextlib.suppress(LeaseLost):
+                    getattr(self, name).close()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+        if self.tracking is not None and lost:
+            self.tracking.abandon()
+        elif self.tracking is not None:
             self.tracking.close()
         if self.peer_stop is not None:
             self.peer_stop.close()

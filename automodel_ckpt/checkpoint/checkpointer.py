@@ -11,6 +11,7 @@ A save is three short exchanges between the ranks and, between them, work that e
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -61,6 +62,7 @@ from automodel_ckpt.errors import (
     AutomodelError,
     CheckpointUnusable,
     ExportFailed,
+    LeaseLost,
     RecipeError,
     SaveFailed,
 )
@@ -193,6 +195,25 @@ class Checkpointer:
                     options = {f"param_groups.{index}.{key}": group[key] for key in group if key != "params"}
                     refuse_unsafe_values(item.name, options)
                     places(options)
+
+    def check_lease(self) -> None:
+        """Return where this run still holds its directory. For the leader, before it writes anything there.
+
+        Raises :class:`LeaseLost` where another run took over, OSError where that cannot be determined.
+        """
+        self._run.check_lease()
+
+    def check_lease_together(self) -> None:
+        """Raise :class:`LeaseLost` on all ranks where another run took over the directory. Called on all ranks."""
+        doing = "looking who holds the run directory"
+        # Where that cannot be determined now (OSError), the next write fails instead.
+        with self._failing_together(doing), contextlib.suppress(OSError):
+            self.check_lease()
+
+    @property
+    def lease_is_lost(self) -> bool:
+        """Whether this rank knows that another run took over the directory. Reads no file."""
+        return self._run.is_lost
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""
@@ -346,8 +367,11 @@ class Checkpointer:
 
     @property
     def upload_failed(self) -> bool:
-        """Whether this rank knows of a background save that failed: let all ranks call :meth:`settle`."""
-        return self._async is not None and self._async.has_failed
+        """Whether this rank knows that the run cannot go on saving: let all ranks call :meth:`settle`.
+
+        A background save failed, or another run took over the directory.
+        """
+        return self._run.is_lost or (self._async is not None and self._async.has_failed)
 
     def await_copies(self) -> None:
         """To be called before state on the device is changed: its copy may still have to be taken."""
@@ -364,7 +388,9 @@ class Checkpointer:
 
     def note_validation(self, resumed: Resumed, losses: Mapping[str, Any]) -> None:
         """Let a checkpoint of this run, published without its validation, be ranked by what was measured since."""
-        if self.is_leader and resumed.path.parent == self._run.root:
+        if not self.is_leader or resumed.path.parent != self._run.root:
+            return
+        with contextlib.suppress(LeaseLost):  # raised on all ranks before the next step
             self._run.note_validation(resumed.path.name, resumed.manifest.digest, plain(losses))
 
     # ---------------------------------------------------------------- exports
@@ -416,8 +442,11 @@ class Checkpointer:
         from automodel_ckpt.checkpoint.consolidate import consolidate
 
         def export() -> Path | None:
+            if not self.is_leader:
+                return None
+            self.check_lease()
             places = [self._run.root / str(name) / layout.state_directory(one) for one in self.assets]
-            return [consolidate(place, log=log.info).output for place in places][-1] if self.is_leader else None
+            return [consolidate(place, log=log.info).output for place in places][-1]
 
         with self._failing_together(f"exporting {name} (the checkpoint itself is safe)", ExportFailed):
             return agree.while_working(self._group, export)
@@ -429,6 +458,8 @@ class Checkpointer:
             self._failing_together, f"exporting {name} (the checkpoint itself is safe)", kind=ExportFailed
         )
         try:
+            with together():
+                self.check_lease()
             for attribute, assets in self.assets.items():
                 export = export_from_memory(
                     snapshot.trees[attribute], self._run.root / str(name), assets, snapshot.tied[attribute],

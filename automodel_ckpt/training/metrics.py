@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,10 +33,13 @@ class JsonlLog:
     the last tenth of a second at most; :meth:`flush` makes them survive a power cut, and is called before a checkpoint
     is published. A disk that is full for a while stops nothing: lines that could not be written wait for the next ones,
     and the next save needs them all. Threads may share it.
+
+    *before_writing* is called before each change of the file; what it raises is raised, and nothing is written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, before_writing: Callable[[], None] = lambda: None) -> None:
         self.path = Path(path)
+        self._before_writing = before_writing
         self._file: IO[bytes] | None = None
         self._records: list[dict[str, Any]] = []
         self._unwritten = b""
@@ -70,6 +73,8 @@ class JsonlLog:
         self._unwritten += b"".join(_line_of(record) for record in self._records)
         self._records.clear()
         self._write_after = time.monotonic() + PAUSE_SECONDS
+        if self._unwritten:
+            self._before_writing()
         while self._unwritten:
             count = self._open().write(self._unwritten)
             self._unwritten = self._unwritten[count:]
@@ -99,6 +104,7 @@ class JsonlLog:
             else:
                 num_dropped += 1
         if num_dropped:
+            self._before_writing()
             replace_file(self.path, b"".join(kept))
         return num_dropped
 

@@ -53,6 +53,13 @@ class Tracking:
         self._pipe.write(json.dumps(job).encode() + b"\n")
         self._pipe.flush()
 
+    def abandon(self) -> None:
+        """End the process now: another run has the logs, and its own process sends them."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
+
     def close(self) -> None:
         """Have the rest sent; what takes longer than a few seconds goes on without us."""
         with contextlib.suppress(BrokenPipeError):

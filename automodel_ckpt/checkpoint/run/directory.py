@@ -56,14 +56,32 @@ class RunDirectory:
     def hold(self) -> None:
         """Be the only run that writes here; a directory that vanishes later is not made again.
 
-        Raises :class:`RecipeError` where another live run holds it, OSError where it cannot be written.
+        Raises :class:`RecipeError` where another live run holds it, :class:`LeaseLost` where one took over since the
+        first call, OSError where it cannot be written.
         """
         if self._lease is not None:
+            self._lease.check()
             return
         if not self.root.is_dir():
             commit.make_run_directory(self.root)
             self._made = True
         self._lease = Lease(self.root)
+        if (before := self._lease.taken_over) is not None:
+            message = "Process %d on %s held %s and has ended without releasing it: this run takes over"
+            log.info(message, before.pid, before.host, self.path)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that another run took over this directory. Reads no file."""
+        return self._lease is not None and self._lease.is_lost
+
+    def check_lease(self) -> None:
+        """Return where this run still holds the directory. To be called before everything that others will read.
+
+        Raises :class:`LeaseLost` where another run took over, OSError where that cannot be determined.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     def release(self) -> None:
         """Let the next run have it; one that was made here and is empty goes."""
@@ -93,11 +111,13 @@ class RunDirectory:
         """Give a sealed checkpoint its name, and point to it; *losses* are those of its own step, if it was validated.
 
         Where the run went back, checkpoints of later steps are set aside first. Raises OSError where it has not got its
-        name.
+        name, :class:`LeaseLost` where another run took over this directory.
         """
+        self.check_lease()
         if self.went_back_to is not None:
             step, self.went_back_to = self.went_back_to, None
             self._set_aside_after(step)
+            self.check_lease()
         path = commit.publish(staging, str(name))
         with contextlib.suppress(OSError):  # then it is read when it is asked for
             metric = policy.metric_of(losses, self._metric_key)
@@ -109,6 +129,7 @@ class RunDirectory:
         that names the newest, a start need not doubt the other."""
         behind, self._pointers_are_behind = self._pointers_are_behind, True
         try:
+            self.check_lease()
             self._point_to_best(None if behind else newest)
             commit.point(self.root, layout.LATEST, newest)
             self._pointers_are_behind = False
@@ -127,8 +148,12 @@ class RunDirectory:
             commit.point(self.root, layout.LATEST, newest.name)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
-        """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards."""
+        """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards.
+
+        Raises :class:`LeaseLost`.
+        """
         try:
+            self.check_lease()
             late_validations.note(self.root / name, digest, losses)
             self._known.pop(name, None)
             self._point_to_best(None if self._pointers_are_behind else name)

@@ -1,9 +1,18 @@
-"""One live run per directory: a lock that the kernel frees when its holder dies, and a heartbeat where locks end.
+"""One live run per directory: a lock that the kernel releases when its holder dies, and a heartbeat where locks end.
 
-The holder keeps an exclusive ``flock`` on ``.run.lock`` and writes who it is, then a beat every few seconds. A second
-run on the same machine is refused by the lock at once. Where the lock is free but another machine's name stands in the
-file (a file system that does not share locks, a container that was killed), the newcomer watches the beat: it is
-refused when the beat goes on, and takes over when it has stopped. A holder that ends by itself removes the file.
+The holder keeps an exclusive ``flock`` on ``.run.lock``. The file's content names the holder with a token of its own,
+and changes every few seconds (the heartbeat). A second run meets the lock and is rejected immediately.
+
+A lock that was granted proves nothing by itself: two mounts of one directory (FUSE, NFS without a lock service, other
+nodes) do not share locks, and then both runs are granted theirs. So a run that finds another holder's record watches
+its heartbeat first, and takes over only when it has stopped. It does not watch where it can prove that the holder has
+ended: the lock is shared (same boot of the same kernel, same mounted file system), or the holder's process is gone
+from the same process namespace.
+
+Taking over replaces the lock file by rename. A holder that was only suspended, and goes on, finds another token under
+the name: :meth:`Lease.check`, called before everything that the run publishes or logs, raises :class:`LeaseLost`.
+
+Every look at the file opens it again: network file systems compare their caches with the server at that point.
 """
 
 from __future__ import annotations
@@ -18,115 +27,207 @@ import stat
 import sys
 import threading
 import time
+import uuid
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.errors import LeaseLost, RecipeError
 
 LOCK_FILE = ".run.lock"
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
+CACHED_WATCH_SECONDS = 90.0
+"""The watch on a FUSE mount: gcsfuse shows what it cached for 60 seconds, sshfs for 20."""
+SETTLE_SECONDS = 2.0
+"""After a takeover: time for another run that watched the same dead holder to show itself."""
+_RECORD_BYTES = 2048
 _NO_LOCKS_HERE = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+_NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The content of a lock file. Fields with defaults are missing in files of older versions."""
+
+    host: str
+    boot_id: str
+    pid: int
+    command: str
+    beat: int
+    token: str = ""
+    pid_namespace: str = ""
+    device: int = -1
+    file_system_id: int = -1
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """Read the record at the start of an open lock file; None for content of any other form."""
+        try:
+            raw = json.loads(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
+            fields = {name: raw[name] for name in cls.__slots__ if name in raw}
+            holder = cls(**fields)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        texts = (holder.host, holder.boot_id, holder.command, holder.token, holder.pid_namespace)
+        numbers = (holder.pid, holder.beat, holder.device, holder.file_system_id)
+        if not all(isinstance(text, str) for text in texts):
+            return None
+        if not all(type(number) is int for number in numbers):
+            return None
+        return holder
+
+    def to_bytes(self) -> bytes:
+        """The record, padded to a fixed size: a shorter one leaves no tail of a longer one."""
+        content = json.dumps({**asdict(self), "time": time.time()}).encode()
+        return content.ljust(_RECORD_BYTES)
+
+    def shares_locks_with(self, descriptor: int) -> bool:
+        """Whether a lock on this open file would have met the holder's lock, for certain.
+
+        True on the same boot of the same kernel, and on the same mounted file system: the kernel keeps one set of
+        locks for each file of it.
+        """
+        if self.boot_id != kernel_boot_id():
+            return False
+        return (self.device, self.file_system_id) == _file_system_identity(descriptor)
+
+    def is_known_to_be_dead(self) -> bool:
+        """Whether the holder's process has ended, for certain.
+
+        False where that cannot be determined: on another node, in another container, or when another process has got
+        the number since.
+        """
+        if self.boot_id != kernel_boot_id() or not self.pid_namespace or self.pid_namespace != _pid_namespace():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            return False
+        return False
 
 
 class Lease:
     """The right to write in a run directory, held from construction until :meth:`release` or death.
 
-    Raises :class:`RecipeError`, naming the holder, where another live run has it; OSError where the directory cannot be
-    written. *beat_seconds* and *watch_seconds* are for file systems without shared locks.
+    *beat_seconds* is the pause between two heartbeats, *watch_seconds* how long another holder's heartbeat has to be
+    silent (default: by the kind of file system). Raises :class:`RecipeError`, naming the holder, where another live
+    run has the directory; OSError where the directory cannot be written.
     """
 
-    def __init__(self, root: Path, *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float = WATCH_SECONDS) -> None:
+    def __init__(self, root: Path, *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float | None = None) -> None:
         self._path = root / LOCK_FILE
-        self._owner = os.getpid()
+        self._process = os.getpid()
+        self._token = uuid.uuid4().hex
+        self._beats = 0
+        self._descriptor = -1
+        self._loss: LeaseLost | None = None
+        self._file_guard = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._descriptor, locked = self._opened()
-        self._beats = 0
-        before = _holder(self._descriptor)
-        reached = locked and before.get("boot_id") == boot_id()
-        if before and not reached and _still_beating(self._descriptor, watch_seconds):
-            os.close(self._descriptor)
-            raise self._refusal(before)
+        self.taken_over: Holder | None = None
+        """The holder before, which ended without releasing the directory; None after a clean end."""
         _held.add(self)
-        self.taken_over = before
-        self._beat()
+        try:
+            self._acquire(_watch_seconds(root) if watch_seconds is None else watch_seconds)
+        except (OSError, RecipeError):
+            self._forget()
+            raise
         self._thread = threading.Thread(target=self._keep_beating, args=(beat_seconds,), daemon=True, name="lease")
         self._thread.start()
         # A forked data-loader worker must not keep the lock of a trainer that was killed.
         os.register_at_fork(after_in_child=self._forget)
 
+    # ---------------------------------------------------------------- while it is held
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a heartbeat or a check has found that another run took over. Reads no file."""
+        return self._loss is not None
+
+    def check(self) -> None:
+        """Return where the lock file still names this run: open, read, close.
+
+        Raises :class:`LeaseLost` where it does not, OSError where it cannot be read. A lost lease stays lost.
+        """
+        with self._file_guard:
+            os.close(self._open_own(os.O_RDONLY))
+
     def release(self) -> None:
-        """Let the next run in at once. Harmless when called again."""
-        if self._descriptor < 0 or os.getpid() != self._owner:
+        """Let the next run in immediately. Does nothing when called again, or when the lease was lost."""
+        if os.getpid() != self._process or self not in _held:
             return
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        with contextlib.suppress(OSError):
-            if os.fstat(self._descriptor).st_ino == os.stat(self._path).st_ino:
-                os.unlink(self._path)
+        with contextlib.suppress(OSError, LeaseLost), self._file_guard:
+            # The name may belong to a run that took over: removing it would let a third run in.
+            os.close(self._open_own(os.O_RDONLY))
+            os.unlink(self._path)
         self._forget()
 
-    def _opened(self) -> tuple[int, bool]:
-        """The lock file that has the name now (not one removed meanwhile), and whether the kernel locked it for us."""
-        while True:
-            locked = True
-            self._refuse_special()
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    holder = _holder(descriptor)
-                    os.close(descriptor)
-                    raise self._refusal(holder) from None
-                if error.errno not in _NO_LOCKS_HERE:
-                    os.close(descriptor)
-                    raise
-                locked = False
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self._path).st_ino == os.fstat(descriptor).st_ino:
-                    return descriptor, locked
+    def _open_own(self, flags: int) -> int:
+        """A new descriptor of the lock file, which names this run. Raises as :meth:`check`."""
+        if self._loss is not None:
+            raise self._loss
+        try:
+            descriptor = _open(self._path, flags)
+        except FileNotFoundError:
+            if not self._path.parent.is_dir():
+                raise  # the whole directory is gone: that is the next save's failure
+            self._loss = _lost(self._path, None)
+            raise self._loss from None
+        holder = None
+        try:
+            holder = Holder.read(descriptor)
+        except PermissionError:
+            # SMB: the lock keeps every other handle out, also those of this process.
             os.close(descriptor)
-
-    def _refuse_special(self) -> None:
-        """The beat is written into the lock file: a device in its place must not even be opened."""
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise RecipeError(
-                    "the lock file of this directory is not a regular file", where=str(self._path),
-                    value=stat.filemode(os.lstat(self._path).st_mode), remedy="remove it: no run makes such a file",
-                )  # fmt: skip
-
-    def _refusal(self, holder: dict[str, Any]) -> RecipeError:
-        known = f"process {holder['pid']} on {holder['host']}, running {holder['command']}" if holder else "unknown"
-        return RecipeError(
-            "another run is alive in this directory",
-            where=str(self._path.parent),
-            value=known,
-            remedy="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
-        )
+            descriptor = os.dup(self._descriptor)
+            holder = Holder.read(descriptor)
+        finally:
+            if holder is None or holder.token != self._token:
+                os.close(descriptor)
+        if holder is None or holder.token != self._token:
+            self._loss = _lost(self._path, holder)
+            raise self._loss
+        return descriptor
 
     def _keep_beating(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
-            with contextlib.suppress(OSError):  # a full or stalled disk is the next save's matter
+            # A full or stalled disk is the next save's failure, and a loss is raised by the next check.
+            with contextlib.suppress(OSError, LeaseLost):
                 self._beat()
 
     def _beat(self) -> None:
-        self._beats += 1
-        content = json.dumps(
-            {
-                "host": socket.gethostname(),
-                "boot_id": boot_id(),
-                "pid": os.getpid(),
-                "command": " ".join(sys.argv)[:500],
-                "beat": self._beats,
-                "time": time.time(),
-            }
-        ).encode()
-        # One write of padded length: a reader never sees half of it, and no old tail stays.
-        os.pwrite(self._descriptor, content.ljust(1024), 0)
+        """Write the next heartbeat, and close the file: that is when network file systems send it to the server.
+
+        A run that takes over between the look at the token and the write has replaced the file by then, so that the
+        write goes to a file without a name.
+        """
+        with self._file_guard:
+            descriptor = self._open_own(os.O_RDWR)
+            try:
+                self._beats += 1
+                os.pwrite(descriptor, self._record(descriptor).to_bytes(), 0)
+            finally:
+                os.close(descriptor)
+
+    def _record(self, descriptor: int) -> Holder:
+        device, file_system_id = _file_system_identity(descriptor)
+        return Holder(
+            host=socket.gethostname(),
+            boot_id=kernel_boot_id() or socket.gethostname(),
+            pid=os.getpid(),
+            command=" ".join(sys.argv)[:500],
+            beat=self._beats,
+            token=self._token,
+            pid_namespace=_pid_namespace(),
+            device=device,
+            file_system_id=file_system_id,
+        )
 
     def _forget(self) -> None:
         _held.discard(self)
@@ -134,38 +235,250 @@ class Lease:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    # ---------------------------------------------------------------- how it is acquired
+
+    def _acquire(self, watch_seconds: float) -> None:
+        while True:
+            found = self._lock_existing()
+            if found is None:
+                if self._place(replace=False):
+                    return
+                continue
+            descriptor, is_locked = found
+            try:
+                before = Holder.read(descriptor)
+                watched = before is not None and not _has_ended(before, descriptor, is_locked)
+                if watched and _is_beating(self._path, watch_seconds):
+                    raise _rejection(self._path, before)
+                if not _is_at(self._path, descriptor):
+                    continue  # released, or taken over by another run meanwhile
+                self._place(replace=True)
+                self.taken_over = before
+            finally:
+                os.close(descriptor)
+            if watched:
+                self._await_rivals(watch_seconds)
+            return
+
+    def _lock_existing(self) -> tuple[int, bool] | None:
+        """Open the lock file that is there and lock it: its descriptor, and whether the file system has locks.
+
+        None where there is no lock file. Raises :class:`RecipeError` where another run holds the lock.
+        """
+        while True:
+            _reject_special_file(self._path)
+            try:
+                descriptor = _open(self._path, os.O_RDWR)
+            except FileNotFoundError:
+                return None
+            try:
+                is_locked = _lock(descriptor)
+                # The holder may have released it, and another run made a new one, between opening and locking.
+                is_current = _is_at(self._path, descriptor)
+            except BlockingIOError:
+                holder = Holder.read(descriptor)
+                os.close(descriptor)
+                raise _rejection(self._path, holder) from None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if is_current:
+                return descriptor, is_locked
+            os.close(descriptor)
+
+    def _place(self, *, replace: bool) -> bool:
+        """Put a complete, locked record under the lock file's name.
+
+        Without *replace*, False where another run has made the file since.
+        """
+        temporary = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+        descriptor = _open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        placed = False
+        try:
+            _lock(descriptor)
+            os.pwrite(descriptor, self._record(descriptor).to_bytes(), 0)
+            if replace:
+                os.rename(temporary, self._path)
+                placed = True
+            else:
+                placed = _link_or_rename(temporary, self._path)
+        finally:
+            if not placed:
+                os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if placed:
+            self._descriptor = descriptor
+        return placed
+
+    def _await_rivals(self, watch_seconds: float) -> None:
+        """Raise :class:`RecipeError` where another run took over from the same dead holder at the same time."""
+        time.sleep(min(SETTLE_SECONDS, watch_seconds))
+        try:
+            self.check()
+        except LeaseLost as lost:
+            raise RecipeError(
+                "another run took over this directory at the same time",
+                where=str(self._path.parent),
+                value=lost.problems[0].value,
+                remedy="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+            ) from None
+
 
 _held: set[Lease] = set()
-"""Those of this process."""
+"""The leases of this process."""
 
 
 def release_all() -> None:
-    """For a process that ends in the middle of starting, where nobody may know of a lease but its beat."""
+    """Release every lease of a process that ends in the middle of starting, when no other object owns it yet."""
     for lease in list(_held):
         lease.release()
 
 
-def boot_id() -> str:
-    """A name for this boot of this machine, the same in all its containers."""
+def kernel_boot_id() -> str | None:
+    """The kernel's name for its current boot, equal in all containers of a node; None where there is none."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or None
     except OSError:
-        return socket.gethostname()
+        return None
 
 
-def _holder(descriptor: int) -> dict[str, Any]:
-    """Who wrote the lock file; empty where nobody has, or not in this form."""
-    with contextlib.suppress(ValueError, RecursionError):
-        raw = json.loads(os.pread(descriptor, 4096, 0))
-        if isinstance(raw, dict) and {"host", "pid", "command", "boot_id", "beat"} <= raw.keys():
-            return raw
-    return {}
+def _pid_namespace() -> str:
+    """The kernel's name for the process numbers that this process sees; empty where there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
-def _still_beating(descriptor: int, seconds: float) -> bool:
-    first, end = _holder(descriptor), time.monotonic() + seconds
+def _file_system_identity(descriptor: int) -> tuple[int, int]:
+    """Two numbers that differ between any two mounted file systems of a kernel: device and file system id."""
+    return os.fstat(descriptor).st_dev, os.fstatvfs(descriptor).f_fsid
+
+
+def _watch_seconds(root: Path) -> float:
+    kind = file_system_of(Path(os.path.realpath(root))) or ""
+    return CACHED_WATCH_SECONDS if kind.startswith(("fuse", "virtiofs")) else WATCH_SECONDS
+
+
+def _has_ended(holder: Holder, descriptor: int, is_locked: bool) -> bool:
+    """Whether the run that left this record has ended, for certain. *is_locked*: this run has the file's lock."""
+    return (is_locked and holder.shares_locks_with(descriptor)) or holder.is_known_to_be_dead()
+
+
+def _is_beating(path: Path, seconds: float) -> bool:
+    """Watch the lock file for so many *seconds*; True as soon as its record changes, False where it is removed."""
+    first = _read(path)
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(0.2, seconds / 10))
-        if _holder(descriptor) != first:
+        now = _read(path)
+        if now is None and not os.path.lexists(path):
+            return False
+        if first is None:
+            first = now
+        if now is not None and now != first:
             return True
     return False
+
+
+def _read(path: Path) -> Holder | None:
+    """The record in the lock file now; None where it cannot be read."""
+    try:
+        descriptor = _open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return Holder.read(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file. False where the file system has no locks; BlockingIOError where another run has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EACCES:
+            raise BlockingIOError(error.errno, error.strerror) from None
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether *path* still leads to the open file."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
+def _link_or_rename(source: Path, target: Path) -> bool:
+    """Give *source* the name *target*, in addition to its own where there are hard links; False where it is taken."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS_HERE:
+            raise
+        # Two runs that start at the same moment both get here: the loser's first check finds that out.
+        if os.path.lexists(target):
+            return False
+        os.rename(source, target)
+    return True
+
+
+def _reject_special_file(path: Path) -> None:
+    """Raise :class:`RecipeError` for a link or device in the lock file's place: it must not even be opened."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise RecipeError(
+                "the lock file of this directory is not a regular file",
+                where=str(path),
+                value=stat.filemode(mode),
+                remedy="remove it: no run makes such a file",
+            )
+
+
+def _rejection(path: Path, holder: Holder | None) -> RecipeError:
+    return RecipeError(
+        "another run is alive in this directory",
+        where=str(path.parent),
+        value=_described(holder),
+        remedy="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+    )
+
+
+def _lost(path: Path, holder: Holder | None) -> LeaseLost:
+    if holder is None and not os.path.lexists(path):
+        return LeaseLost(
+            "this run does not hold its directory any more: its lock file was removed, by a person or by another run "
+            "that has ended since",
+            where=str(path),
+            value="no such file",
+            remedy="nothing is written here from now on; the same command goes on from the newest checkpoint",
+        )
+    return LeaseLost(
+        "this run does not hold its directory any more: another run has taken over",
+        where=str(path.parent),
+        value=_described(holder),
+        remedy="nothing is written here from now on. The other run took over because this one was silent for too "
+        "long: look for what suspended this process or stalled its disk",
+    )
+
+
+def _described(holder: Holder | None) -> str:
+    if holder is None:
+        return "unknown"
+    return f"process {holder.pid} on {holder.host}, running {holder.command}"

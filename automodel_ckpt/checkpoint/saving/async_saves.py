@@ -242,6 +242,7 @@ class AsyncSaves:
         path = self._planner.run.root / str(save.name)
         sources = [path / layout.state_directory(name) for name in self._planner.assets]
         try:
+            self._planner.run.check_lease()
             output, said = self._background.export(sources)
         except Cancelled:
             for source in sources:

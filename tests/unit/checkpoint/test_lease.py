@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from automodel_ckpt.checkpoint.run import lease
 from automodel_ckpt.checkpoint.run.lease import LOCK_FILE, Lease, release_all
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import LeaseLost, RecipeError
 
 HOLD = """
 import sys, time
@@ -61,7 +66,7 @@ def test_a_killed_runs_place_is_taken_at_once(tmp_path: Path) -> None:
     end(holder(tmp_path))
     started = time.monotonic()
     taken = Lease(tmp_path)
-    assert time.monotonic() - started < 1 and taken.taken_over
+    assert time.monotonic() - started < 1 and taken.taken_over is not None
     taken.release()
 
 
@@ -74,19 +79,19 @@ def test_a_worker_forked_by_the_holder_does_not_keep_the_lock(tmp_path: Path) ->
     end(first)
 
 
-def test_a_process_told_to_stop_while_it_takes_the_place_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", ["_record", "register_at_fork"])
+def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    def told_to_stop(lease: Lease) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Lease, "_beat", told_to_stop)
+        patched.setattr(Lease if at == "_record" else lease.os, at, stopped)
         with pytest.raises(KeyboardInterrupt):
             Lease(tmp_path)
-    assert (tmp_path / LOCK_FILE).exists()
     release_all()
-    assert not (tmp_path / LOCK_FILE).exists()
+    assert list(tmp_path.iterdir()) == []
     Lease(tmp_path).release()
 
 
@@ -98,26 +103,57 @@ def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def elsewhere(root: Path, beat: int) -> None:
-    """The lock file as a run on another machine leaves it, where locks are not shared."""
+def elsewhere(root: Path, beat: int, **fields: Any) -> None:
+    """Write the lock file as a run does whose locks are not shared with this process: another node, another mount."""
     content = {"host": "node7", "boot_id": "another", "pid": 1, "command": "ckpt-train x.yaml", "beat": beat}
-    (root / LOCK_FILE).write_text(json.dumps(content).ljust(1024))
+    new = root / "new"
+    new.write_text(json.dumps(content | fields).ljust(2048))
+    new.rename(root / LOCK_FILE)  # what a reader's open descriptor shows stays as it was, like a mount's cache
 
 
-def test_a_run_elsewhere_whose_heart_beats_is_respected(tmp_path: Path) -> None:
-    elsewhere(tmp_path, 1)
-    beat = threading.Timer(0.3, elsewhere, (tmp_path, 2))
+OTHER_MOUNT = {"boot_id": lease.kernel_boot_id(), "pid": os.getpid(), "device": 1, "file_system_id": 1}
+"""A run of this node that has the directory through another mount."""
+
+
+@pytest.mark.parametrize("fields", [{}, OTHER_MOUNT], ids=["another node", "another mount"])
+def test_a_run_elsewhere_whose_heart_beats_is_respected(tmp_path: Path, fields: dict[str, Any]) -> None:
+    elsewhere(tmp_path, 1, **fields)
+    beat = threading.Timer(0.2, elsewhere, (tmp_path, 2), fields)
     beat.start()
-    with pytest.raises(RecipeError, match="process 1 on node7"):
+    with pytest.raises(RecipeError, match=r"process \d+ on node7"):
         Lease(tmp_path, watch_seconds=5)
     beat.join()
 
 
 def test_a_run_elsewhere_that_is_dead_is_taken_over(tmp_path: Path) -> None:
     elsewhere(tmp_path, 1)
-    held = Lease(tmp_path, watch_seconds=0.5)
-    assert held.taken_over["host"] == "node7"
+    started = time.monotonic()
+    held = Lease(tmp_path, watch_seconds=0.3)
+    assert time.monotonic() - started > 0.3
+    assert held.taken_over is not None and held.taken_over.host == "node7"
     held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_on_another_mount_whose_process_is_gone_is_taken_over_immediately(tmp_path: Path) -> None:
+    ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    fields = {**OTHER_MOUNT, "pid": int(ended.stdout), "pid_namespace": os.readlink("/proc/self/ns/pid")}
+    elsewhere(tmp_path, 1, **fields)
+    Lease(tmp_path, watch_seconds=60).release()
+
+
+def test_of_two_that_take_over_at_once_where_locks_are_not_shared_one_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(tmp_path, 1)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: elsewhere(tmp_path, 1, token="rival") if replaced() else None)
+
+    def replaced() -> bool:
+        return "token" in json.loads((tmp_path / LOCK_FILE).read_text())
+
+    with pytest.raises(RecipeError, match="at the same time"):
+        Lease(tmp_path, watch_seconds=0.1)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] == "rival"
 
 
 def test_the_holders_heart_beats(tmp_path: Path) -> None:
@@ -126,12 +162,99 @@ def test_the_holders_heart_beats(tmp_path: Path) -> None:
     while json.loads((tmp_path / LOCK_FILE).read_text())["beat"] == before and time.monotonic() < end:
         time.sleep(0.01)
     assert json.loads((tmp_path / LOCK_FILE).read_text())["beat"] > before
+    held.check()
     held.release()
+
+
+def test_a_run_that_lost_its_lease_says_who_has_it_and_leaves_that_ones_file_alone(tmp_path: Path) -> None:
+    held = Lease(tmp_path, beat_seconds=0.02)
+    held.check()
+    elsewhere(tmp_path, 1, token="theirs")
+    theirs, end = (tmp_path / LOCK_FILE).read_bytes(), time.monotonic() + 20
+    while not held.is_lost and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(LeaseLost, match="another run has taken over") as caught:
+        held.check()
+    assert caught.value.exit_code == 4 and "process 1 on node7" in str(caught.value)
+    held.release()
+    assert (tmp_path / LOCK_FILE).read_bytes() == theirs
+
+
+def test_a_run_whose_lock_file_was_removed_does_not_hold_the_directory(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    with pytest.raises(LeaseLost, match="its lock file was removed"):
+        held.check()
+    Lease(tmp_path).release()  # a run that has ended since
+    with pytest.raises(LeaseLost):
+        held.check()
+    held.release()
+
+
+def at_the_first_lock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Have *action* happen between the opening of the lock file and its locking."""
+    real, done = fcntl.flock, []
+
+    def lock(descriptor: int, operation: int) -> None:
+        if not done:
+            done.append(True)
+            action()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(lease.fcntl, "flock", lock)
+
+
+def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Lease(tmp_path)
+    others: list[Lease] = []
+
+    def the_next_run_comes() -> None:
+        first.release()
+        others.append(Lease(tmp_path))
+
+    at_the_first_lock(monkeypatch, the_next_run_comes)
+    with pytest.raises(RecipeError, match="another run is alive"):
+        Lease(tmp_path)
+    others[0].check()
+    others[0].release()
+
+
+def test_a_run_that_starts_during_the_watch_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(tmp_path, 1)
+    others: list[Lease] = []
+
+    def the_holder_ends_and_another_starts(_: float) -> None:
+        if not others:
+            (tmp_path / LOCK_FILE).unlink()
+            others.append(Lease(tmp_path))
+
+    monkeypatch.setattr(lease, "_is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds))
+    with pytest.raises(RecipeError, match="another run is alive"):
+        Lease(tmp_path)
+    others[0].check()
+    others[0].release()
+
+
+def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no links")
+
+    monkeypatch.setattr(lease.os, "link", unsupported)
+    held = Lease(tmp_path)
+    with pytest.raises(RecipeError, match="another run is alive"):
+        Lease(tmp_path)
+    held.check()
+    held.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_there_are_no_locks_the_beat_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
-        raise OSError(lease.errno.EOPNOTSUPP, "no locks")
+        raise OSError(errno.EOPNOTSUPP, "no locks")
 
     monkeypatch.setattr(lease.fcntl, "flock", unsupported)
     Lease(tmp_path, watch_seconds=0.3).release()
@@ -141,6 +264,80 @@ def test_where_there_are_no_locks_the_beat_alone_decides(tmp_path: Path, monkeyp
     alive.release()
 
 
-def test_a_lock_file_of_any_other_content_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / LOCK_FILE).write_bytes(b"\xff\x00 nonsense")
+@pytest.mark.parametrize(
+    "content", [b"\xff\x00 nonsense", b"", b"[]", b'{"host": 1, "boot_id": "", "pid": 2, "command": "", "beat": 0}']
+)
+def test_a_lock_file_of_any_other_content_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LOCK_FILE).write_bytes(content)
     Lease(tmp_path).release()
+
+
+# ---------------------------------------------------------------- two mounts of one directory, as users have them
+
+HOLD_ON_A_MOUNT = """
+import sys, time
+from pathlib import Path
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.errors import LeaseLost
+root = Path(sys.argv[1])
+lease = Lease(root, beat_seconds=0.2, watch_seconds=3)
+while True:
+    try:
+        lease.check()
+    except LeaseLost as lost:
+        print(lost.problems[0].what, flush=True)
+        break
+    with open(root / "log", "a") as log:
+        log.write(f"{sys.argv[1]}\\n")
+    print("wrote", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two FUSE mounts of one directory, whose locks the kernel does not share."""
+    (tmp_path / "real").mkdir()
+    made = (tmp_path / "a", tmp_path / "b")
+    try:
+        for mount in made:
+            mount.mkdir()
+            subprocess.run(["bindfs", tmp_path / "real", mount], check=True, capture_output=True)
+        yield made
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no FUSE here: {error.stderr.decode().strip()}")
+    finally:
+        for mount in made:
+            subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("bindfs") is None, reason="bindfs is not installed")
+def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_nothing_when_it_wakes(
+    mounts: tuple[Path, Path],
+) -> None:
+    def start(mount: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD_ON_A_MOUNT, str(mount)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def line(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    first, rejected = start(mounts[0]), None
+    second = None
+    try:
+        assert line(first) == "wrote\n"
+        rejected = start(mounts[1])
+        assert "another run is alive" in rejected.communicate(timeout=30)[0]
+        os.kill(first.pid, signal.SIGSTOP)
+        second = start(mounts[1])
+        assert line(second) == "wrote\n"
+        before = (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0]))
+        os.kill(first.pid, signal.SIGCONT)
+        assert "another run has taken over" in first.communicate(timeout=30)[0].splitlines()[-1]
+        assert (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0])) == before
+        assert line(second) == "wrote\n"
+    finally:
+        for process in filter(None, (first, rejected, second)):
+            process.kill()
+            process.communicate()

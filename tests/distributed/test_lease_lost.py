@@ -1,0 +1,98 @@
+"""A run that was suspended for so long that another one took over its directory: what it does when it goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.errors import LeaseLost
+from automodel_ckpt.recipes.lifecycle import Control
+from automodel_ckpt.training.step_scheduler import Due
+from tests.support import ranks, training
+
+THEIRS = b'{"host": "node7", "boot_id": "x", "pid": 1, "command": "ckpt-train", "beat": 3, "token": "theirs"}'
+
+
+def another_run_takes_over(directory: Path) -> None:
+    """Put another run's record into the place of the lock file, as a takeover does."""
+    (directory / "new").write_bytes(THEIRS)
+    (directory / "new").rename(directory / LOCK_FILE)
+    (directory / "LATEST").unlink()  # as if the other run had started over: a pointer made from now on would be seen
+    (directory / "log").write_bytes((directory / "training.jsonl").read_bytes())
+
+
+class InAStep(training.Recipe):
+    """It happens during the eighth step, after the save of step 5."""
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+        if self.layout.is_leader and self.step_scheduler.step == 7:
+            self.training_log.flush()
+            another_run_takes_over(self.training_log.path.parent)
+        return super().train_step(batch, control)
+
+
+class InASave(training.Recipe):
+    """It happens when everything of the second save, step 10, is written, and nothing is published."""
+
+    def flush_logs(self) -> None:
+        super().flush_logs()
+        if (self.training_log.path.parent / "LATEST").exists():
+            another_run_takes_over(self.training_log.path.parent)
+
+
+class InTheLastStep(training.Recipe):
+    """It happens after the last log line of a run that saves nothing at its end."""
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        if self.layout.is_leader and due.last:
+            self.training_log.flush()
+            another_run_takes_over(self.training_log.path.parent)
+        return due
+
+    def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
+        if not last:
+            super().validate_and_save(validate=validate, save=save, last=last)
+
+
+def ended(recipe: Path, directory: Path, recipe_class: type[training.Recipe], *overrides: str) -> tuple[str, int, int]:
+    """(message, exit code, last step) of a run that lost its lease."""
+    made = training.build(recipe, "--checkpoint.checkpoint_dir", str(directory), *overrides, recipe_class=recipe_class)
+    try:
+        made.setup()
+        made.run()
+    except LeaseLost as lost:
+        return str(lost), lost.exit_code, made.step_scheduler.step
+    finally:
+        made.close()
+    return "", 0, made.step_scheduler.step
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "recipe_class", "overrides", "steps"),
+    [
+        (2, InAStep, (), (8, 9, 10)),
+        (1, InASave, ("--checkpoint.is_async", "true", "--checkpoint.on_save_failure", "continue"), (10, 11, 12)),
+        (1, InASave, (), (10,)),
+        (1, InTheLastStep, (), (12,)),
+    ],
+    ids=["step", "asynchronous save", "save", "last step"],
+)
+def test_a_run_that_lost_its_lease_ends_on_all_ranks_and_writes_nothing_more(
+    tmp_path: Path, num_ranks: int, recipe_class: Any, overrides: tuple[str, ...], steps: tuple[int, ...]
+) -> None:
+    recipe, directory = training.write_recipe(tmp_path), tmp_path / "run"
+    for message, code, step in ranks.run(ended, num_ranks, recipe, directory, recipe_class, *overrides, init=False):
+        assert "another run has taken over" in message and "process 1 on node7" in message
+        assert code == 4 and step in steps
+    assert (directory / "training.jsonl").read_bytes() == (directory / "log").read_bytes()
+    assert (directory / LOCK_FILE).read_bytes() == THEIRS
+    assert {path.name for path in directory.glob("epoch*")} == {"epoch_0_step_5", "epoch_1_step_10"} - (
+        set() if recipe_class is InTheLastStep else {"epoch_1_step_10"}
+    )
+    assert not os.path.lexists(directory / "LATEST")
