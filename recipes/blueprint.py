@@ -107,7 +107,7 @@ def _whole(
 def _in_parts(
     section: ModelConfig, config: PreTrainedConfig, auto_class: Any, seed: int, group: ProcessGroup | None
 ) -> Blueprint:
-    options: dict[str, Any] = {"dtype": fresh_dtype(config, section.dtype)}
+    options: dict[str, Any] = {"dtype": fresh_dtype(config, section.dtype), "trust_remote_code": False}
     if section.attn_implementation is not None:
         options["attn_implementation"] = section.attn_implementation
 

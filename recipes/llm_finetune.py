@@ -54,7 +54,7 @@ class LLMFinetune(FinetuneRecipe):
         if name is None:
             return None
         try:
-            return AutoTokenizer.from_pretrained(os.path.expanduser(name))
+            return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
         except Exception as error:  # for some files the tokenizers library raises nothing more special
             raise RecipeError(
                 "the tokenizer cannot be read",

@@ -29,6 +29,8 @@ from automodel_ckpt.errors import Problem
 _LISTS = (list, tuple, set, Sequence, Iterable)
 _MAPPINGS = (dict, Mapping)
 INVALID = object()
+REMOTE_CODE = "trust_remote_code"
+"""A key of this name is a boolean wherever it is, so that ``no`` cannot reach transformers as a text, which is true."""
 
 
 def hints_of(section: Any) -> dict[str, Any]:
@@ -105,6 +107,8 @@ class Binder:
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
         """A node as a type; ``INVALID`` after noting why that cannot be."""
+        if key.rpartition(".")[2] == REMOTE_CODE:
+            annotation = bool | None
         alternatives = members(annotation)
         num_before = len(self.problems)
         self._expand(annotation, node)

@@ -37,4 +37,4 @@ class LaunchFlags:
     max_restarts: int | None = setting(None, AT_LEAST_0)
     """Times the ranks are started again after a crash (0; 3 where --nnodes is MIN:MAX)."""
     trust: list[str] = field(default_factory=list)
-    """Package or .py file outside automodel_ckpt whose code the recipe may run (repeatable; AUTOMODEL_CKPT_TRUST)."""
+    """Package or .py file whose code the recipe may run; trust_remote_code (repeatable; AUTOMODEL_CKPT_TRUST)."""

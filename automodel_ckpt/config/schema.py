@@ -78,7 +78,7 @@ class Target:
     """A plug-in: the dotted name of a callable, with keyword arguments beside it in the same section."""
 
     _target_: str = MISSING
-    """Dotted name of the class or function; outside torch.optim, torch.nn, transformers, datasets, peft: --trust."""
+    """Dotted name of a class or function on the list for this section (config/allowlist.py); any other: --trust."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The section's other keys, checked against the callable's signature."""
 

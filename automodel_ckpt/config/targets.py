@@ -1,8 +1,8 @@
 """Code that a recipe names: what may run, what it is called with, and building it.
 
-A recipe file is data that may come from anywhere, so what it names runs only if it is part of a few libraries, or if
-whoever starts the run trusts it by ``--trust`` or AUTOMODEL_CKPT_TRUST. That is decided from names, before anything is
-imported, and once more from where the object found was really defined.
+A recipe file is data that may come from anywhere. What it names runs only if it is on the list of callables for this
+purpose (``allowlist.py``), or if whoever starts the run trusts its package by ``--trust`` or AUTOMODEL_CKPT_TRUST. This
+is decided by names before anything is imported, and again by the type and the module of the object that was found.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.config.bind import INVALID, Binder, closest, join
-from automodel_ckpt.config.convert import FALSE_WORDS
+from automodel_ckpt.config import allowlist
+from automodel_ckpt.config.allowlist import CUSTOM
+from automodel_ckpt.config.bind import INVALID, REMOTE_CODE, Binder, closest, join
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.references import is_reference
@@ -33,24 +34,16 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.own_code import note_own_code, place_in_own_code
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
-REMOTE_CODE = "trust_remote_code"
 LIBRARIES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft")
-ALLOWED = (*LIBRARIES, "automodel_ckpt")
-# Parts of them whose business is to start programs, import files, or delete things.
-EXCLUDED = (
-    "transformers.dynamic_module_utils",
-    "transformers.testing_utils",
-    "transformers.commands",
-    "transformers.cli",
-    "datasets.commands",
-    "automodel_ckpt.cli",
-    "automodel_ckpt.config",
-    "automodel_ckpt.checkpoint",
-    "automodel_ckpt.consolidate",
-)
+"""Libraries whose errors about arguments are reported as mistakes in the recipe."""
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
+"""Settings of transformers for which ``owner/repository`` means code that is loaded from the Hub."""
+_OWN_PACKAGES = ("torch", "transformers", "datasets", "peft", "automodel_ckpt")
 _NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}
 """What some recipes need and takes a moment to import: imported before ranks are forked, once for all of them."""
+_SECTIONS = frozenset(field.name for field in dataclasses.fields(RecipeConfig))
+Entry = allowlist.Exact | allowlist.ClassesOf
 _FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 
 _checked: dict[str, Callable[..., Any]] = {}  # what check_targets resolved, for build() in this process and its forks
@@ -65,22 +58,15 @@ class Refused(Exception):
 
 
 class Trust:
-    """What may run besides the allowed libraries: packages, ``.py`` files, and code from model repositories."""
+    """What may run besides the allowlist: packages, ``.py`` files, and code from model repositories."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         """The names of ``--trust``, to which those of the environment variable are added."""
         self.names = frozenset(filter(None, [*names, *re.split(r"[\s,:]+", os.environ.get(ENVIRONMENT, ""))]))
 
-    def covers(self, module: str) -> bool:
-        """Whether objects defined in a module may be used; never those of Python itself."""
-        if module.partition(".")[0] in _NEVER:
-            return False
-        return _within(module, self.names) or (_within(module, ALLOWED) and not _within(module, EXCLUDED))
-
-    def may_import(self, name: str) -> bool:
-        """Whether the module of a dotted name may be imported to see what is there."""
-        roots = {allowed.partition(".")[0] for allowed in ALLOWED}
-        return name.partition(".")[0] not in _NEVER and _within(name, self.names | roots)
+    def covers(self, name: str) -> bool:
+        """Whether a module or a dotted name is trusted; never those of Python itself."""
+        return name.partition(".")[0] not in _NEVER and _within(name, self.names)
 
     def covers_file(self, path: Path) -> bool:
         """Whether a ``.py`` file, or a directory above it, is trusted."""
@@ -92,16 +78,27 @@ def _within(name: str, packages: Sequence[str] | frozenset[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def resolve(name: str, trust: Trust) -> Callable[..., Any]:
+def resolve(name: str, trust: Trust, purpose: str = CUSTOM) -> Callable[..., Any]:
     """The callable of a dotted name. Raises :class:`Refused` where trust or the callable is missing."""
-    check_name(name, trust)
+    return _resolve(name, trust, purpose)[0]
+
+
+def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any], Entry | None]:
+    """The callable of a dotted name, and its entry on the allowlist; None where the name is trusted."""
+    check_name(name, trust, purpose)
     found = _find(name, trust)
-    module = getattr(_innermost(found), "__module__", None)
     if not callable(found):
         raise Refused(f"{name} is not a class or function", "name something that can be called")
-    if not isinstance(module, str) or not trust.covers(module):
-        raise Refused(f"{name} is defined in {module or 'no module'}, which recipes may not use", _remedy(module))
-    return typing.cast(Callable[..., Any], found)
+    if not trust.covers(name):
+        entry = allowlist.entry_of(purpose, name, found)
+        if entry is None:
+            raise _not_listed(name, purpose)
+        return found, entry
+    inner = _innermost(found)
+    module = getattr(inner, "__module__", None)
+    if not isinstance(module, str) or not (trust.covers(module) or allowlist.is_listed(purpose, inner)):
+        raise Refused(f"{name} is defined in {module or 'no module'}, which is not trusted", _remedy(module))
+    return typing.cast(Callable[..., Any], found), None
 
 
 def _innermost(function: Any) -> Any:
@@ -111,21 +108,29 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-def check_name(name: str, trust: Trust) -> None:
-    """What can be said of a dotted name before anything is imported."""
+def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
+    """Check a dotted name before anything is imported. Raises :class:`Refused`."""
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise Refused(f"{name!r} is not a dotted name", "write package.module.callable")
-    if not trust.may_import(name):
-        raise Refused(f"{name} is code that nobody trusted", _remedy(parts[0]))
-    if _within(name, trust.names) and not _within(name, ALLOWED):
-        note_own_code(parts[0])
+    if trust.covers(name):
+        if parts[0] not in _OWN_PACKAGES:
+            note_own_code(parts[0])
+    elif parts[0] in _NEVER or not allowlist.may_name(purpose, name):
+        raise _not_listed(name, purpose)
+
+
+def _not_listed(name: str, purpose: str) -> Refused:
+    allowed = allowlist.suggestion(purpose, name)
+    section = {"": "an argument", CUSTOM: "a recipe"}.get(purpose, purpose)
+    what = f"{name} is not trusted, and not on the list of what {section} may name without trust"
+    return Refused(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_remedy(name)}")
 
 
 def _remedy(module: str | None) -> str:
     root = (module or "builtins").partition(".")[0]
     if root in _NEVER:
-        return "Python's own functions are not for recipes; write one in a package of yours and trust that"
+        return "recipes never call Python's own functions; write one in a package of yours and trust that"
     return f"if you know this code and want it to run: --trust {root}, or {ENVIRONMENT}={root}"
 
 
@@ -206,7 +211,7 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
     if match := _FILE.fullmatch(name):
         found = _from_file(folder, match["path"], match["name"], trust)
     else:
-        found = resolve(registered().get(name, name).replace(":", "."), trust)
+        found = resolve(registered().get(name, name).replace(":", "."), trust, "recipe")
     missing = [method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
         raise Refused(f"{name} is not a recipe", "a recipe is a class with setup, run and close; see recipes/base.py")
@@ -221,7 +226,7 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
         places = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
         raise Refused(f"there is no file {written}", f"looked in {' and '.join(places)}")
     if not trust.covers_file(path):
-        raise Refused(f"{path} is code that nobody trusted", f"if you know it and want it to run: --trust {path}")
+        raise Refused(f"{path} is not trusted", f"if you know this code and want it to run: --trust {path}")
     module_name = f"_recipe_{path.stem}"
     note_own_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -246,40 +251,67 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> None:
     _check_names(loaded, trust)
     checker = _Checker(loaded, trust)
     for key, target, supplied in _targets(loaded.config):
-        checker.check(key, target, supplied)
+        checker.check(key, target, supplied, allowlist.purpose_of(key, _SECTIONS))
     if checker.problems:
         raise RecipeError.all_of(checker.problems)
     settle(loaded.tree, loaded.config, with_arguments=True)
 
 
 def _check_names(loaded: LoadedRecipe, trust: Trust) -> None:
+    """Check everything that is known before code is imported. Raises :class:`RecipeError`."""
     problems: list[Problem] = []
-    for key, node in _entries(loaded.tree):
-        name = key.rpartition(".")[2]
-        if name == REMOTE_CODE and REMOTE_CODE not in trust.names and not _is_off(node):
-            remedy = f"if you know this code and want it to run: --trust {REMOTE_CODE}"
-            problems.append(Problem(f"{key}: runs code that nobody trusted", node.origin, str(node), remedy))
-        if name == "_target_":
-            _note_untrusted(key, node, trust, problems)
+    for key, node, purpose in _names(loaded.tree, trust):
+        try:
+            check_name(resolve_reference(str(node.value)) or "", trust, purpose)
+        except Refused as error:
+            problems.append(_problem(key, error, node))
+    if REMOTE_CODE not in trust.names:
+        problems += _remote_code(loaded)
     if problems:
         raise RecipeError.all_of(problems)
 
 
-def _note_untrusted(key: str, node: Node, trust: Trust, problems: list[Problem]) -> None:
-    try:
-        check_name(resolve_reference(str(node.value)) or "", trust)
-    except Refused as error:
-        problems.append(_problem(key.removesuffix("._target_"), error, node))
+def _names(node: Node, trust: Trust, key: str = "", purpose: str | None = None) -> Iterator[tuple[str, Node, str]]:
+    """(key, node of ``_target_``, purpose) of every plug-in.
+
+    *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins.
+    """
+    children = node.children()
+    target = dict(children).get("_target_") if isinstance(node.value, dict) else None
+    inner = dict.fromkeys([name for name, _ in children], purpose)
+    if target is not None:
+        yield key, target, purpose if purpose is not None else allowlist.purpose_of(key, _SECTIONS)
+        trusted = trust.covers(resolve_reference(str(target.value)) or "")
+        inner = {name: CUSTOM if trusted else allowlist.NESTED.get(name, "") for name in inner}
+    for name, child in children:
+        yield from _names(child, trust, join(key, name), inner[name])
 
 
-def _is_off(node: Node) -> bool:
-    return node.is_null or (isinstance(node.value, str) and node.value.lower() in FALSE_WORDS)
+def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """A problem for each converted value that would run code from a model's repository."""
+    for key, value in _values(loaded.config):
+        parts = key.split(".")
+        runs_code = parts[-1] == REMOTE_CODE and value is not None and value is not False
+        if isinstance(value, str) and "/" in value:
+            runs_code = runs_code or not set(parts).isdisjoint(_KERNELS)
+        if runs_code:
+            node = loaded.tree.at(key)
+            what = f"{key}: this runs code from a model's repository, which is not trusted"
+            remedy = f"if you know this code and want it to run: --trust {REMOTE_CODE}"
+            yield Problem(what, node.origin if node else "", str(node) if node else "", remedy)
 
 
-def _entries(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
-    for name, child in node.children():
-        yield join(key, name), child
-        yield from _entries(child, join(key, name))
+def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, converted value) of every scalar of a recipe, arguments of plug-ins included."""
+    if isinstance(value, Target):
+        value = value.kwargs
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict | list | tuple):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _values(item, join(key, str(name)))
+    else:
+        yield key, value
 
 
 def _targets(
@@ -313,9 +345,9 @@ class _Checker:
         self.problems: list[Problem] = []
         self.binder = Binder(type(loaded.config), self.problems)
 
-    def check(self, key: str, target: Target, supplied: tuple[str, ...]) -> None:
+    def check(self, key: str, target: Target, supplied: tuple[str, ...], purpose: str) -> None:
         try:
-            function = resolve(target._target_, self.trust)
+            function, entry = _resolve(target._target_, self.trust, purpose)
         except Refused as error:
             self.problems.append(_problem(key, error, self.tree.at(join(key, "_target_"))))
             return
@@ -327,7 +359,9 @@ class _Checker:
             node = self.tree.at(join(key, name))
             assert node is not None
             if name in parameters or takes_any:
-                self._argument(target, name, hints.get(name, Any), node, join(key, name), supplied)
+                self._refuse_unlisted(target, name, node, join(key, name), entry)
+                inner = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
+                self._argument(target, name, hints.get(name, Any), node, join(key, name), supplied, inner)
             else:
                 self._unknown(target, key, name, node, parameters)
         given = {*target.kwargs, *supplied}
@@ -343,14 +377,22 @@ class _Checker:
             remedy = "write a function around it that takes keywords, in a package of yours, and trust that"
             self.problems.append(Problem(what, where.origin if where else "", "", remedy))
 
+    def _refuse_unlisted(self, target: Target, name: str, node: Node, key: str, entry: Entry | None) -> None:
+        """Note an argument that a callable of the allowlist may not have without trust."""
+        reason = allowlist.refused_argument(entry, name, target.kwargs[name]) if entry is not None else None
+        if reason is not None:
+            what = f"{key}: {target._target_} may not have this argument without trust: {reason}"
+            self.problems.append(Problem(what, node.origin, str(node), _remedy(target._target_)))
+
     def _argument(
-        self, target: Target, name: str, annotation: Any, node: Node, key: str, supplied: tuple[str, ...]
+        self, target: Target, name: str, annotation: Any, node: Node, key: str, supplied: tuple[str, ...], inner: str
     ) -> None:
+        """Convert one argument in place, and check the plug-ins in it for the purpose *inner*."""
         if not isinstance(target.kwargs[name], Target):
             value = self.binder.value(annotation, node, key)
             target.kwargs[name] = None if value is INVALID else value
-        for inner_key, inner, _ in _targets(target.kwargs[name], key):
-            self.check(inner_key, inner, supplied)
+        for inner_key, plug_in, _ in _targets(target.kwargs[name], key):
+            self.check(inner_key, plug_in, supplied, inner)
 
     def _unknown(self, target: Target, key: str, name: str, node: Node, parameters: dict[str, bool]) -> None:
         meant = closest(name, parameters)
@@ -405,7 +447,7 @@ def build(target: Target, /, **supplied: Any) -> Any:
     function = _checked.get(target._target_) or _allowed(target)
     parameters, _ = _parameters(function)
     added = {name: value for name, value in supplied.items() if name in parameters and name not in target.kwargs}
-    arguments = {**_built(target.kwargs, supplied), **added}
+    arguments = {**allowlist.defaults(target._target_), **_built(target.kwargs, supplied), **added}
     try:
         return function(**arguments)
     except Exception as error:
@@ -418,10 +460,18 @@ def build(target: Target, /, **supplied: Any) -> Any:
 
 
 def _allowed(target: Target) -> Callable[..., Any]:
+    """The callable of a plug-in that is no part of a checked recipe. Raises :class:`RecipeError`."""
     try:
-        return resolve(target._target_, Trust())
+        function, entry = _resolve(target._target_, Trust(()), CUSTOM)
     except Refused as error:
         raise RecipeError(str(error), where="_target_", value=target._target_, remedy=error.remedy) from error
+    for name, value in target.kwargs.items():
+        reason = allowlist.refused_argument(entry, name, value) if entry is not None else None
+        if reason is not None:
+            raise RecipeError(
+                reason, where=f"_target_: {target._target_}", value=f"{name}: {value}", remedy="leave it out"
+            )
+    return function
 
 
 def _built(value: Any, supplied: dict[str, Any]) -> Any:

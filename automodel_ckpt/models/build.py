@@ -101,7 +101,7 @@ def _nearest_directory(path: Path) -> str:
 def _read_config(name: str, where: str) -> PreTrainedConfig:
     require_local(name, where)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(os.path.expanduser(name))
+        config: PreTrainedConfig = AutoConfig.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
         return config
     except Exception as error:  # what damaged files make transformers raise
         raise RecipeError(
@@ -245,7 +245,7 @@ def build_model(
     Raises :class:`RecipeError` when the weights cannot be read, for other weights than the model's, or when
     transformers has no such model.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"trust_remote_code": False}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:

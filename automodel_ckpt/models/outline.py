@@ -42,6 +42,8 @@ def _empty_model(directory: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["?"])[0])
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+            raise ValueError(f"{config.architectures} is not a model")  # the file may name any function
         with torch.device("meta"):
             return model_class(config)
     except (OSError, ValueError, AttributeError) as error:

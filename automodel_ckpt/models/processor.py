@@ -30,13 +30,13 @@ def read_processor(name: str) -> Any:
     """The processor of a directory or Hub name; without its part for videos, as the log then says, where that needs
     torchvision and it is missing. Raises OSError, ValueError or ImportError where there is none."""
     try:
-        return _AUTO.from_pretrained(name)
+        return _AUTO.from_pretrained(name, trust_remote_code=False)
     except (ImportError, OSError) as error:
         processor_class = None if is_torchvision_available() else _class_of(name)
         if processor_class is None or _VIDEOS not in processor_class.get_attributes():
             raise
         try:
-            processor = without_videos(processor_class).from_pretrained(name)
+            processor = without_videos(processor_class).from_pretrained(name, trust_remote_code=False)
         except (AttributeError, TypeError):  # it is not made without that part
             raise error from None
     log.info("%s is read without its part for videos, which needs torchvision", processor_class.__name__)
@@ -46,9 +46,10 @@ def read_processor(name: str) -> Any:
 def _class_of(name: str) -> Any:
     """The class of transformers that the processor of a directory or Hub name has; None where none is named."""
     try:
-        return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(name))]
+        return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(name, trust_remote_code=False))]
     except (OSError, ValueError, KeyError):  # no model's files: a processor alone
-        return getattr(transformers, str(_content(name, "processor_config.json").get("processor_class")), None)
+        named = getattr(transformers, str(_content(name, "processor_config.json").get("processor_class")), None)
+        return named if isinstance(named, type) and issubclass(named, transformers.ProcessorMixin) else None
 
 
 def _content(name: str, file: str) -> dict[str, Any]:

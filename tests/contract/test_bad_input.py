@@ -252,7 +252,7 @@ def test_a_mistake_in_a_plug_in_ends_with_the_same_message_before_anything_is_bu
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(recipe), "--dataset.seq_lenght=3", "--dataset.split=7.5x", "--loss_fn._target_=os.system"]) == 2
-    assert "loss_fn: os.system is code that nobody trusted" in capsys.readouterr().err
+    assert "loss_fn: os.system is not trusted" in capsys.readouterr().err
     assert main([str(recipe), "--dataset.seq_lenght=3", "--optimizer={_target_: torch.optim.SGD, lr: fast}"]) == 2
     error = capsys.readouterr().err
     assert "unknown key dataset.seq_lenght\n  where:  --dataset.seq_lenght" in error

@@ -69,7 +69,7 @@ def test_the_users_section_is_checked_like_any_other() -> None:
 
 
 def test_the_code_does_not_run_without_trust() -> None:
-    with pytest.raises(RecipeError, match="nobody trusted"):
+    with pytest.raises(RecipeError, match="is not trusted"):
         prepare(load_recipe(EXAMPLE / "ema.yaml", []), Trust())
 
 

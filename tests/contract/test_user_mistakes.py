@@ -55,6 +55,10 @@ def rows(kind: str, said: str, *more: str) -> Mistake:
     return Mistake((f"--dataset={{_target_: tests.support.training_parts.samples, kind: {kind}}}", *more), said)
 
 
+def part(section: str, name: str, said: str) -> Mistake:
+    return Mistake((f"--{section}={{_target_: tests.support.training_parts.part, name: {name}}}",), said)
+
+
 def images(path: str, said: str, *more: str, **files: bytes | str) -> Mistake:
     section = f"--dataset={{_target_: automodel_ckpt.data.vlm.conversations, path: '@/{path}'}}"
     return Mistake((section, *more), said, {name.replace("__", "."): text for name, text in files.items()}, 2, DIGITS)
@@ -118,13 +122,11 @@ MISTAKES = {
         r"trains another kind of models[\s\S]*a t5 model \(T5Model\), of which AutoModelForCausalLM",
         **{"config.json": '{"model_type": "t5", "architectures": ["T5Model"]}'},
     ),
-    "no optimizer": Mistake(("--optimizer={_target_: torch.nn.ReLU}",), "is not a torch.optim.Optimizer"),
-    "no model": Mistake(("--model={_target_: transformers.LlamaConfig}",), "is not a torch.nn.Module"),
-    "a model without values": Mistake(
-        ("--model={_target_: torch.nn.LazyLinear, out_features: 3}",), r"have no values yet[\s\S]*2 of 2, the first w"
-    ),
+    "no optimizer": part("optimizer", "relu", "is not a torch.optim.Optimizer"),
+    "no model": part("model", "config", "is not a torch.nn.Module"),
+    "a model without values": part("model", "lazy", r"have no values yet[\s\S]*2 of 2, the first w"),
     "a model for classes": Mistake(
-        (f"--model={{_target_: transformers.GPT2ForSequenceClassification, config: {SMALL_GPT2}}}",),
+        (f"--model={{_target_: transformers.AutoModelForSequenceClassification.from_config, config: {SMALL_GPT2}}}",),
         r"no logits for each token[\s\S]*shape \[4, 2\] for \[4, \d+\] tokens",
     ),
     "tokens of another tokenizer": rows("input_ids", r"input_ids that are not tokens[\s\S]*9999; [\s\S]*from 0 to \d"),

@@ -189,7 +189,7 @@ def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
         (["--packed_sequence.size=64"], "are not packed"),
         (["--processor.from_pretrained=/nowhere"], "no such directory"),
         (
-            ["--processor={_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}"],
+            ["--processor={_target_: tests.support.training_parts.part, name: relu}"],
             "text and images",
         ),
     ],

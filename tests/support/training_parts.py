@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import IterableDataset
+from transformers import LlamaConfig
 
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
@@ -50,6 +51,16 @@ def samples(kind: str) -> Any:
 
 def splits() -> dict[str, Any]:
     return {"train": samples("labels")}
+
+
+def part(name: str) -> Any:
+    """A part of another kind than the recipe needs."""
+    made: dict[str, Callable[[], Any]] = {
+        "relu": torch.nn.ReLU,
+        "config": LlamaConfig,
+        "lazy": lambda: torch.nn.LazyLinear(3),
+    }
+    return made[name]()
 
 
 def explodes_at(call: int) -> Any:

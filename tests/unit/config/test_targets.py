@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import Refused, Trust, build, check_targets, prepare, resolve
+from automodel_ckpt.config.targets import Refused, Trust, _check_names, build, check_targets, prepare, resolve
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -120,7 +121,7 @@ def checked(recipe: Path, *words: str, trust: tuple[str, ...] = ("trusted_pkg",)
         "automodel_ckpt.data.collate.PadCollator",
     ],
 )
-def test_objects_defined_in_the_allowed_libraries_resolve_at_once(name: str) -> None:
+def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
     assert callable(resolve(name, Trust()))
 
 
@@ -141,6 +142,22 @@ def test_objects_defined_in_the_allowed_libraries_resolve_at_once(name: str) -> 
         "transformers.testing_utils.run_command",
         "automodel_ckpt.config.targets.resolve_recipe",
         "automodel_ckpt.config.load.Path.unlink",
+        "automodel_ckpt.on_disk.remove",
+        "transformers.exporters.utils.import_dotted_path",
+        "transformers.modeling_utils.load_state_dict",
+        "transformers.utils.import_utils.direct_transformers_import",
+        "transformers.trainer_pt_utils.remove_dummy_checkpoint",
+        "transformers.AutoModel.register",
+        "transformers.AutoTokenizer",
+        "peft.utils.save_and_load.torch_load",
+        "peft.PeftModel.from_pretrained",
+        "datasets.load.import_main_class",
+        "datasets.Dataset.from_generator",
+        "datasets.IterableDataset.from_generator",
+        "datasets.Dataset.from_sql",
+        "torch.optim.lr_scheduler.LambdaLR",
+        "torch.nn.Module.register_forward_hook",
+        "torch.nn.functional.cross_entropy",
         "torch.nn",
         "AdamW",
         "",
@@ -157,7 +174,7 @@ def test_what_could_run_anything_never_resolves(name: str, trust: tuple[str, ...
 
 
 def test_an_untrusted_package_is_not_even_imported(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match=r"dataset: untrusted_pkg\.f is code that nobody trusted") as caught:
+    with pytest.raises(RecipeError, match=r"dataset: untrusted_pkg\.f is not trusted") as caught:
         checked(recipe, "--dataset._target_=untrusted_pkg.f")
     assert "--trust untrusted_pkg" in str(caught.value)
     assert not (recipe.parent / "ran").exists()
@@ -170,7 +187,7 @@ def test_trust_comes_from_the_flag_or_the_environment_and_covers_what_is_below(
     monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "other, trusted_pkg")
     checked(recipe, trust=())
     monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "trusted_pk")
-    with pytest.raises(RecipeError, match="nobody trusted"):
+    with pytest.raises(RecipeError, match="not trusted"):
         checked(recipe, trust=("trusted_pkg_2", "trusted_pkg.things.Dat"))
 
 
@@ -202,15 +219,164 @@ def test_what_takes_arguments_by_position_only_is_refused(recipe: Path) -> None:
         checked(recipe, "--loss_fn._target_=trusted_pkg.things.nameless")
 
 
-@pytest.mark.parametrize("value", ["true", "yes", "1", "sometimes"])
+GADGETS = {
+    "dataset": "{_target_: datasets.Dataset.from_generator, generator: {_target_: transformers.exporters.utils."
+    "import_dotted_path, path: os.system}, gen_kwargs: {command: 'touch PWNED'}}",
+    "validation_dataset": "{_target_: peft.utils.save_and_load.torch_load, f: evil.bin, weights_only: false}",
+    "tokenizer": "{_target_: transformers.modeling_utils.load_state_dict, checkpoint_file: x, weights_only: false}",
+    "processor": "{_target_: transformers.trainer_pt_utils.remove_dummy_checkpoint, output_dir: /, filenames: [x]}",
+    "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.targets.resolve, name: x}}",
+    "optimizer": "{_target_: datasets.load.import_main_class, module_path: evil}",
+    "model": "{_target_: transformers.utils.import_utils.direct_transformers_import, path: .}",
+    "dataloader.collate_fn": "{_target_: automodel_ckpt.on_disk.remove}",
+    "distributed.tp_plan": "{_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: x}",
+    "lr_scheduler.kwargs.num_cycles": "{_target_: torch.optim.AdamW}",
+}
+
+
+@pytest.mark.parametrize("key", GADGETS)
+def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_torch_is_imported(
+    recipe: Path, key: str
+) -> None:
+    section = key.partition(".")[0]
+    recipe.write_text(RECIPE.partition("dataset:")[0] + "dataset: {_target_: datasets.load_dataset, path: x}\n")
+    more = ["--distributed.tp_size=2"] if section == "distributed" else []
+    loaded = load(recipe, f"--{key}={GADGETS[key]}", *more)
+    with pytest.raises(RecipeError) as caught:
+        _check_names(loaded, Trust())
+    text = str(caught.value)
+    assert f"{key}: " in text and f"--{key}" in text and "is not trusted, and not on the list of what" in text
+    assert "AUTOMODEL_CKPT_TRUST=" in text
+
+
+def test_what_a_section_may_name_is_said_with_the_closest_names_first(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=r"without trust: datasets\.load_dataset, datasets\.load_from_disk") as caught:
+        checked(recipe, "--dataset._target_=datasets.load.load_dataset")
+    assert "--trust datasets" in str(caught.value)
+
+
+def test_a_class_of_another_kind_than_the_section_takes_is_rejected_after_its_import(recipe: Path) -> None:
+    for key, target in (
+        ("loss_fn", "torch.nn.Linear"),
+        ("optimizer", "torch.optim.SparseAdamW"),
+        ("optimizer", "torch.nn.CrossEntropyLoss"),
+        ("tokenizer", "transformers.AutoModel.from_pretrained"),
+        ("model", "transformers.AutoModelForCausalLM.register"),
+    ):
+        with pytest.raises(RecipeError, match=f"{key}: .*(not on the list of what {key} may|there is no torch.optim)"):
+            checked(recipe, f"--{key}._target_={target}")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("dataset", "cache_dir", "/outside"),
+        ("dataset", "download_config", "{cache_dir: /outside}"),
+        ("dataset", "storage_options", "{fo: x}"),
+        ("dataset", "download_mode", "force_redownload"),
+        ("dataset", "loader", "x"),
+        ("dataset", "path", "pandas"),
+        ("dataset", "path", "sql"),
+        ("dataset", "path", "reference::evil.json"),
+        ("dataset", "data_files", "{train: [a.csv, 'github://x:y@z/a.csv']}"),
+        ("dataset", "data_dir", "zip://x::https://host/evil.zip"),
+        ("tokenizer", "cache_dir", "/outside"),
+        ("tokenizer", "gguf_file", "x"),
+        ("tokenizer", "use_kernels", "true"),
+        ("model", "weights_only", "false"),
+        ("model", "pickle_module", "dill"),
+        ("model", "use_kernels", "yes"),
+        ("model", "quantization_config.quant_method", "awq"),
+        ("model", "custom_generate", "evil"),
+        ("model", "adapter_kwargs", "{path: x}"),
+    ],
+)
+def test_arguments_that_name_code_or_places_to_write_need_trust(
+    recipe: Path, section: str, name: str, value: str
+) -> None:
+    named = {
+        "dataset": "datasets.load_dataset",
+        "tokenizer": "transformers.AutoTokenizer.from_pretrained",
+        "model": "transformers.AutoModelForCausalLM.from_pretrained",
+    }[section]
+    model = "{from_config: {model_type: llama}}" if section != "model" else "{}"
+    recipe.write_text(f"model: {model}\ndataset: {{_target_: datasets.load_dataset, path: csv}}\n")
+    with pytest.raises(RecipeError) as caught:
+        checked(recipe, f"--{section}._target_={named}", f"--{section}.{name}={value}")
+    refused = f"{section}.{name.partition('.')[0]}: {named} may not have this argument without trust"
+    assert refused in str(caught.value) and f"--trust {named.partition('.')[0]}" in str(caught.value)
+
+
+def test_a_nested_plug_in_is_allowed_by_the_parameter_that_takes_it(recipe: Path) -> None:
+    auto = "_target_: transformers.AutoModelForCausalLM.from_config"
+    recipe.write_text(f"model: {{{auto}, config: {{_target_: transformers.GPT2Config, n_layer: 1}}}}\n")
+    data = "--dataset={_target_: datasets.load_dataset, path: json"
+    checked(recipe, data + "}")
+    for nested in ("split: {_target_: torch.optim.AdamW}", "features: {_target_: transformers.GPT2Config}"):
+        with pytest.raises(RecipeError, match="not on the list of what an argument may name"):
+            checked(recipe, f"{data}, {nested}}}")
+    with pytest.raises(RecipeError, match="not on the list of what config may name"):
+        checked(recipe, data + "}", "--model.config._target_=torch.optim.AdamW")
+    checked(recipe, f"{data}, split: {{_target_: trusted_pkg.things.make, size: 1}}}}", trust=("trusted_pkg",))
+
+
+def test_trust_in_a_library_opens_all_of_it(recipe: Path) -> None:
+    words = ["--dataset={_target_: datasets.load_dataset, path: json, cache_dir: x}"]
+    checked(recipe, *words, trust=("datasets",))
+    assert callable(resolve("transformers.modeling_utils.load_state_dict", Trust(["transformers"])))
+    with pytest.raises(Refused):
+        resolve("transformers.utils.import_utils.importlib.import_module", Trust(["transformers"]))
+
+
+def test_a_target_from_the_environment_follows_the_same_rules(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TARGET", "transformers.modeling_utils.load_state_dict")
+    with pytest.raises(RecipeError, match="this reference names nothing that may be used"):
+        checked(recipe, "--dataset._target_=${oc.env:CKPT_TARGET}")
+    monkeypatch.setenv("CKPT_TARGET", "torch.optim.AdamW")
+    checked(recipe, "--optimizer._target_=${oc.env:CKPT_TARGET}")
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "1", "on", "Y"])
 def test_remote_code_needs_trust_wherever_it_stands(recipe: Path, value: str) -> None:
     for key in ("dataset.trust_remote_code", "model.from_config.trust_remote_code", "dataset.a.b.trust_remote_code"):
         words = ["--model={from_config: {model_type: llama}}", "--dataset._target_=trusted_pkg.things.any_keywords"]
         with pytest.raises(RecipeError, match="--trust trust_remote_code") as caught:
             checked(recipe, *words, f"--{key}={value}")
-        assert f"{key}: runs code that nobody trusted" in str(caught.value)
+        assert f"{key}: this runs code from a model's repository, which is not trusted" in str(caught.value)
         checked(recipe, *words, f"--{key}={value}", trust=("trusted_pkg", "trust_remote_code"))
-        checked(recipe, *words, f"--{key}=false")
+
+
+@pytest.mark.parametrize("spelling", ["no", "off", "n", "N", "0", "False", '"false"', "'0'", "'no'", "null", "~", ""])
+def test_every_spelling_of_no_reaches_transformers_as_false_or_null(recipe: Path, spelling: str) -> None:
+    named = "_target_: transformers.AutoTokenizer.from_pretrained, pretrained_model_name_or_path: x"
+    recipe.write_text(
+        f"{RECIPE}  table: {{trust_remote_code: {spelling}}}\n"
+        f"tokenizer: {{{named}, trust_remote_code: {spelling}}}\n"
+        f"lr_scheduler: {{kwargs: {{trust_remote_code: {spelling}}}}}\n"
+    )
+    config = checked(recipe).config
+    expected = None if spelling in ("null", "~", "") else False
+    found = (config.tokenizer.kwargs, config.dataset.kwargs["table"], config.lr_scheduler.kwargs)
+    assert [each["trust_remote_code"] for each in found] == [expected] * 3
+    assert defaults(config.tokenizer._target_) == {"trust_remote_code": False}
+
+
+@pytest.mark.parametrize("value", ["sometimes", "2", "[]", "{a: 1}", "'  no'", "''", "falsch", "-0", "0.0"])
+def test_what_is_neither_true_nor_false_is_rejected_with_and_without_trust(recipe: Path, value: str) -> None:
+    recipe.write_text(RECIPE + f"  table: {{trust_remote_code: {value}}}\n")
+    with pytest.raises(RecipeError, match=r"table\.trust_remote_code must be true or false or null"):
+        checked(recipe, trust=("trusted_pkg", "trust_remote_code"))
+
+
+def test_an_attention_from_the_hub_is_remote_code(recipe: Path) -> None:
+    for words in (
+        ["--model.attn_implementation=owner/kernel"],
+        ["--model={from_config: {model_type: llama, text_config: {_attn_implementation: 'owner/kernel:x'}}}"],
+    ):
+        with pytest.raises(RecipeError, match="runs code from a model's repository"):
+            checked(recipe, *words)
+        checked(recipe, *words, trust=("trusted_pkg", "trust_remote_code"))
+    checked(recipe, "--model.attn_implementation=sdpa")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +478,7 @@ def test_an_optimizer_is_built_with_typed_arguments(recipe: Path) -> None:
 
 
 def test_building_never_runs_what_nobody_trusted() -> None:
-    with pytest.raises(RecipeError, match="nobody trusted"):
+    with pytest.raises(RecipeError, match="not trusted"):
         build(Target("os.system", {"command": "true"}))
 
 
@@ -341,8 +507,8 @@ def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own.py:MyRecipe", "nobody trusted"),
-        ("trusted_pkg.custom.MyRecipe", "nobody trusted"),
+        ("own.py:MyRecipe", "not trusted"),
+        ("trusted_pkg.custom.MyRecipe", "not trusted"),
         ("absent.py:MyRecipe", "there is no file absent.py"),
         ("os.path", "Python's own"),
     ],

@@ -1,0 +1,390 @@
+"""Callables that a recipe may name in ``_target_`` without trust, and the arguments that it may give them.
+
+A recipe file is data that may come from anywhere. Libraries such as transformers and datasets have functions that
+import a module, unpickle a file or delete a path by its name, so allowing a package would allow any command. This
+module lists exact callables instead, by the *purpose* of the section that names them. To let recipes name one more
+callable, add it to a group below, or add a group to ``ALLOWED``; then run ``make hostile``, which calls everything on
+the list with arguments that try to run, write and delete things.
+
+Three facts make a callable fit for the list:
+
+* it builds one object and neither imports, unpickles, writes nor deletes anything that its arguments name;
+* it never calls an argument. Every argument is plain data (numbers, text, lists, mappings) or the object of a nested
+  ``_target_`` that ``NESTED`` allows for this parameter;
+* where it accepts any keyword, ``arguments`` lists the keywords that keep this true. Numbers are always accepted: a
+  number names no code and no file.
+
+Only the standard library is imported here; the libraries are imported when an object is compared with its entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import os
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+CUSTOM = "custom"
+"""Purpose of the sections that a custom recipe declares: any entry of the list."""
+
+PURPOSES = {
+    "model": "model",
+    "tokenizer": "tokenizer",
+    "processor": "processor",
+    "dataset": "dataset",
+    "validation_dataset": "dataset",
+    "optimizer": "optimizer",
+    "loss_fn": "loss_fn",
+    "dataloader.collate_fn": "collate_fn",
+    "distributed.tp_plan": "tp_plan",
+}
+"""Key of a section that takes ``_target_`` -> its purpose in ``ALLOWED``."""
+
+NESTED = {
+    "tokenizer": "tokenizer",
+    "processor": "processor",
+    "config": "config",
+    "quantization_config": "quantization",
+    "peft_config": "peft_config",
+}
+"""Parameter of a callable on the list -> purpose of a nested ``_target_`` that it takes. Other parameters take none."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """One callable by its public name. ``arguments``: all keywords that it may get; None: those of its signature."""
+
+    name: str
+    arguments: frozenset[str] | None = None
+
+    def names(self, name: str) -> bool:
+        """Whether *name* is this entry's name."""
+        return name == self.name
+
+    def is_entry(self, name: str, found: Any) -> bool:
+        """Whether the object *found* under *name* is the one that this entry means."""
+        return _is_within(getattr(found, "__module__", None), self.name.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class ClassesOf:
+    """The classes that *package* exports, are subclasses of *base* and defined in the package *defined_in*.
+
+    The public name is ``package.Class``, or ``package.Class.method``; *pattern* restricts the class's name.
+    """
+
+    package: str
+    base: str
+    defined_in: str
+    method: str = ""
+    pattern: str = r"[A-Z]\w*"
+    arguments: frozenset[str] | None = None
+
+    def names(self, name: str) -> bool:
+        """Whether *name* has the form of this entry's names."""
+        method = re.escape(f".{self.method}") if self.method else ""
+        return re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
+
+    def is_entry(self, name: str, found: Any) -> bool:
+        """Whether the object *found* under *name* is such a class, or that method of one."""
+        class_name = name.removeprefix(f"{self.package}.").partition(".")[0]
+        owner = getattr(importlib.import_module(self.package), class_name, None)
+        if not isinstance(owner, type) or not issubclass(owner, _object_at(self.base)):
+            return False
+        return all(_is_within(getattr(part, "__module__", None), self.defined_in) for part in (owner, found))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries that are on the list for one *reason*."""
+
+    reason: str
+    entries: tuple[Exact | ClassesOf, ...]
+
+
+def _keywords(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Excluded on purpose: cache_dir and force_download (write and delete where the recipe says), storage_options,
+# download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
+# adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
+_LOADING = _keywords("pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code")
+_TEXT_LOADING = _LOADING | _keywords(
+    "use_fast padding_side truncation_side model_max_length bos_token eos_token pad_token unk_token add_bos_token "
+    "add_eos_token add_prefix_space clean_up_tokenization_spaces legacy"
+)
+_MODEL_SETTINGS = _keywords("config dtype torch_dtype attn_implementation trust_remote_code")
+_DATA_READING = _keywords(
+    "path name data_dir data_files split revision token streaming num_proc keep_in_memory verification_mode sep "
+    "delimiter names column_names header field columns encoding encoding_errors quotechar sample_by skiprows "
+    "keep_linebreaks drop_labels drop_metadata"
+)
+
+_OWN_DATASETS = Group(
+    "builders of this package: they read local data files or data sets of the Hub as data",
+    tuple(
+        Exact(f"automodel_ckpt.data.{name}")
+        for name in (
+            "text.text",
+            "text.prompt_completion",
+            "chat.messages",
+            "vlm.conversations",
+            "squad.squad",
+            "hellaswag.hellaswag",
+            "python_docs.language_modeling",
+            "python_docs.docstring_pairs",
+            "digits.scans",
+        )
+    ),
+)
+_HUB_DATASETS = Group(
+    "tables read by `datasets`, which has run no script of a data set since version 4; see `wrong_location`",
+    (
+        Exact("datasets.load_dataset", _DATA_READING),
+        Exact("datasets.load_from_disk", _keywords("dataset_path keep_in_memory")),
+    ),
+)
+_OPTIMIZERS = Group(
+    "optimizers: they keep parameters and numbers",
+    (
+        ClassesOf("torch.optim", "torch.optim.Optimizer", "torch.optim"),
+        Exact("transformers.Adafactor"),
+    ),
+)
+_LOSSES = Group(
+    "losses: modules of numbers",
+    (ClassesOf("torch.nn", "torch.nn.modules.loss._Loss", "torch.nn.modules.loss"),),
+)
+_LAYERS = Group(
+    "layers: modules that allocate parameters by their sizes",
+    (ClassesOf("torch.nn", "torch.nn.Module", "torch.nn.modules"),),
+)
+_COLLATORS = Group(
+    "collators: they pad lists of numbers",
+    (
+        Exact("automodel_ckpt.data.collate.PadCollator"),
+        Exact("automodel_ckpt.data.image_collate.ImageTextCollator"),
+        Exact("transformers.DataCollatorForLanguageModeling"),
+        Exact("transformers.DataCollatorForSeq2Seq"),
+        Exact("transformers.DataCollatorForTokenClassification"),
+        Exact("transformers.DataCollatorWithFlattening"),
+        Exact("transformers.DataCollatorWithPadding"),
+        Exact("transformers.DefaultDataCollator"),
+    ),
+)
+_TOKENIZERS = Group(
+    "tokenizers read from a directory or the Hub, never with code from there; the one that this package trains",
+    (
+        Exact("transformers.AutoTokenizer.from_pretrained", _TEXT_LOADING),
+        Exact("automodel_ckpt.data.python_docs.train_tokenizer"),
+    ),
+)
+_PROCESSORS = Group(
+    "processors read from a directory or the Hub, never with code from there; the one of this package's digits",
+    (
+        Exact(
+            "transformers.AutoProcessor.from_pretrained",
+            _TEXT_LOADING | _keywords("size crop_size min_pixels max_pixels do_resize do_rescale do_image_splitting"),
+        ),
+        Exact("automodel_ckpt.data.digits.processor"),
+    ),
+)
+_MODELS = Group(
+    "models of transformers by their Auto class, never with code from a model's repository",
+    (
+        ClassesOf(
+            "transformers",
+            "transformers.models.auto.auto_factory._BaseAutoModelClass",
+            "transformers.models.auto",
+            method="from_pretrained",
+            pattern=r"AutoModel\w*",
+            arguments=_LOADING | _MODEL_SETTINGS | _keywords("quantization_config use_safetensors variant"),
+        ),
+        ClassesOf(
+            "transformers",
+            "transformers.models.auto.auto_factory._BaseAutoModelClass",
+            "transformers.models.auto",
+            method="from_config",
+            pattern=r"AutoModel\w*",
+            arguments=_MODEL_SETTINGS,
+        ),
+    ),
+)
+_CONFIGS = Group(
+    "configurations of transformers models: plain settings",
+    (
+        Exact("transformers.AutoConfig.from_pretrained", _LOADING),
+        ClassesOf("transformers", "transformers.PreTrainedConfig", "transformers.models", pattern=r"[A-Z]\w*Config"),
+    ),
+)
+_QUANTIZATION = Group("the settings of bitsandbytes: plain settings", (Exact("transformers.BitsAndBytesConfig"),))
+_PEFT_CONFIGS = Group(
+    "configurations of adapters: plain settings",
+    (ClassesOf("peft", "peft.PeftConfig", "peft", pattern=r"[A-Z]\w*Config"),),
+)
+
+ALLOWED: dict[str, tuple[Group, ...]] = {
+    "model": (_MODELS,),
+    "tokenizer": (_TOKENIZERS,),
+    "processor": (_PROCESSORS,),
+    "dataset": (_OWN_DATASETS, _HUB_DATASETS),
+    "optimizer": (_OPTIMIZERS,),
+    "loss_fn": (_LOSSES,),
+    "collate_fn": (_COLLATORS,),
+    "tp_plan": (),  # a plan names modules of one model: it is the user's code
+    "config": (_CONFIGS,),
+    "quantization": (_QUANTIZATION,),
+    "peft_config": (_PEFT_CONFIGS,),
+}
+"""Purpose -> what a section of this purpose may name without trust."""
+
+ALLOWED[CUSTOM] = (*(group for groups in ALLOWED.values() for group in groups), _LAYERS)
+ALLOWED["recipe"] = (
+    Group(
+        "the training recipes of this package",
+        (
+            Exact("automodel_ckpt.recipes.llm_finetune.LLMFinetune"),
+            Exact("automodel_ckpt.recipes.vlm_finetune.VLMFinetune"),
+        ),
+    ),
+)
+
+# Builders of `datasets` that read plain tables. Others unpickle (pandas), run SQL or load classes by name (iceberg).
+SAFE_READERS = frozenset({"arrow", "csv", "imagefolder", "json", "parquet", "text"})
+_SCHEMES = frozenset({"gs", "hf", "http", "https", "s3"})
+_LOCATIONS = frozenset({"path", "data_dir", "data_files", "dataset_path", "pretrained_model_name_or_path"})
+
+
+def purpose_of(key: str, sections: Container[str]) -> str:
+    """The purpose of the section at a dotted *key*; empty where no code is taken.
+
+    *sections* are the top-level sections of ``RecipeConfig``; a custom recipe declares others.
+    """
+    if key in PURPOSES:
+        return PURPOSES[key]
+    return "" if key.partition(".")[0] in sections else CUSTOM
+
+
+def entries_for(purpose: str) -> Iterator[Exact | ClassesOf]:
+    """The entries of a purpose; none where no purpose of this name takes code."""
+    for group in ALLOWED.get(purpose, ()):
+        yield from group.entries
+
+
+def may_name(purpose: str, name: str) -> bool:
+    """Whether *name* can be on the list for *purpose*: decided by the name alone, before anything is imported."""
+    return any(entry.names(name) for entry in entries_for(purpose))
+
+
+def entry_of(purpose: str, name: str, found: Any) -> Exact | ClassesOf | None:
+    """The entry that allows the object *found* under *name* for *purpose*; None where it is not on the list."""
+    for entry in entries_for(purpose):
+        if entry.names(name) and entry.is_entry(name, found):
+            return entry
+    return None
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Arguments that a callable gets unless the recipe gives them: no Auto class asks whether to run remote code."""
+    found = (entry for groups in ALLOWED.values() for group in groups for entry in group.entries if entry.names(name))
+    takes = any(entry.arguments and "trust_remote_code" in entry.arguments for entry in found)
+    return {"trust_remote_code": False} if takes else {}
+
+
+def is_listed(purpose: str, found: Any) -> bool:
+    """Whether a class that was found elsewhere, such as in a user's module, is one that *purpose* allows."""
+    for entry in entries_for(purpose):
+        if isinstance(entry, ClassesOf) and isinstance(found, type) and not entry.method:
+            name = f"{entry.package}.{found.__name__}"
+            exported = getattr(importlib.import_module(entry.package), found.__name__, None)
+            if exported is found and entry.names(name) and entry.is_entry(name, found):
+                return True
+    return False
+
+
+def suggestion(purpose: str, name: str) -> str:
+    """What *purpose* allows, the names closest to *name* first; empty where it allows nothing."""
+    known = _listed(purpose)
+    word = name.rpartition(".")[2]
+    same_word = [each for each in known if each.rpartition(".")[2] == word]
+    same_root = [each for each in known if each.partition(".")[0] == name.partition(".")[0]]
+    similar = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    near = dict.fromkeys([*same_word, *similar, *same_root[:3]])
+    rest = [each for each in known if each not in near]
+    shown = [*near, *rest][: max(4, len(near))]
+    more = ", ..." if len(known) > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def _listed(purpose: str) -> list[str]:
+    """Names that *purpose* allows: exact ones, and the form of the names of a rule."""
+    listed = []
+    for entry in entries_for(purpose):
+        if isinstance(entry, Exact):
+            listed.append(entry.name)
+        else:
+            prefix = entry.pattern.partition("\\")[0] if entry.pattern.startswith("Auto") else ""
+            method = f".{entry.method}" if entry.method else ""
+            base = entry.base.rpartition(".")[2].strip("_")
+            listed.append(f"{entry.package}.{prefix}*{method}" + ("" if method else f" (each {base})"))
+    return listed
+
+
+def refused_argument(entry: Exact | ClassesOf, name: str, value: Any) -> str | None:
+    """Why the argument *name* may not have this *value* without trust; None where it may."""
+    if entry.arguments is not None and name not in entry.arguments and not _is_numbers(value):
+        return f"this argument is not on the list; without trust it takes {', '.join(sorted(entry.arguments))}"
+    if entry.arguments is not None and name in NESTED and isinstance(value, dict):
+        return f"write it as a section with _target_: {suggestion(NESTED[name], '')}"
+    if name in _LOCATIONS:
+        return wrong_location(name, value)
+    return None
+
+
+def wrong_location(name: str, value: Any) -> str | None:
+    """Why a text, or a text in a list or mapping, is no plain path, Hub name or URL; None where all are.
+
+    fsspec reads chains of file systems (``reference::...``), some of which execute templates or start programs, and
+    the name of a builder of `datasets` takes precedence over a directory.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next(filter(None, (wrong_location(name, item) for item in value)), None)
+    if not isinstance(value, str | os.PathLike):
+        return None
+    text = os.fspath(value)
+    scheme, is_url, _ = text.partition("://")
+    if "::" in text or (is_url and scheme not in _SCHEMES):
+        return "only local paths, names on the Hub, and URLs of " + ", ".join(sorted(_SCHEMES)) + " are read"
+    if name == "path" and text.isidentifier() and text not in SAFE_READERS and text in _readers():
+        return f"of the readers of `datasets` only {', '.join(sorted(SAFE_READERS))} read plain tables"
+    return None
+
+
+@functools.cache
+def _readers() -> frozenset[str]:
+    """Names that ``datasets.load_dataset`` takes for one of its own readers rather than for a path."""
+    modules = importlib.import_module("datasets.packaged_modules")
+    known = getattr(modules, "_PACKAGED_DATASETS_MODULES", {})
+    return frozenset(known) | {"pandas", "sql", "webdataset", "generator", "spark", "cache"}
+
+
+def _is_numbers(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_numbers(item) for item in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _object_at(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _is_within(module: Any, package: str) -> bool:
+    return isinstance(module, str) and (module == package or module.startswith(f"{package}."))
