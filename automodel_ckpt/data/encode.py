@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerBase
 
@@ -19,20 +20,23 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 5
+_FORMAT = 6
+_NUM_SHOWN = 3
 
 
 @dataclass
 class Truncation:
-    """What happens to samples of more than *seq_length* tokens: ``error`` refuses them, ``right`` cuts them.
+    """What happens to samples of more than *seq_length* tokens: ``error`` rejects them, ``right`` cuts them.
 
-    Counts what it cut, and what it left out because no label remained.
+    Counts the samples that it cut, those that it left out because no label remained, and those whose completion is
+    empty.
     """
 
     policy: str
     seq_length: int
     num_cut: int = field(default=0, init=False)
     num_left_out: int = field(default=0, init=False)
+    num_empty: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, ("error", "right"))
@@ -43,29 +47,58 @@ class Truncation:
             )
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
-        """The sample as it is or cut; None when nothing of it could be learnt. :class:`RecipeError` names *where*."""
+        """The sample as it is or cut; None if no label remains. :class:`RecipeError` names *where* it is too long."""
         if not any(sample.labelled[1:]):
             self.num_left_out += 1
             return None
-        if len(sample.tokens) <= self.seq_length:
-            return sample
-        if self.policy == "error":
+        if len(sample.tokens) > self.seq_length and self.policy == "error":
             raise RecipeError(
                 "a sample is longer than seq_length",
                 where=where(),
                 value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
-                remedy="raise dataset.seq_length, cut such samples with dataset.truncation right, or leave them out",
+                remedy="raise dataset.seq_length, cut such samples with dataset.truncation right, or leave them out; "
+                "without dataset.streaming all of them are counted before training",
             )
         if not any(sample.labelled[1 : self.seq_length]):
             self.num_left_out += 1
             return None
+        self.num_empty += sample.is_empty
+        if len(sample.tokens) <= self.seq_length:
+            return sample
         self.num_cut += 1
         return TokenizedSample(sample.tokens[: self.seq_length], sample.labelled[: self.seq_length])
 
     def apply_to_all(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> TokenizedDataset:
-        """The data set of what is left of all *samples*; *where* says the place of the n-th."""
+        """The data set of what remains of *samples*; ``where(n)`` is the place of the n-th.
+
+        With the policy ``error``, one :class:`RecipeError` reports all samples that are too long.
+        """
+        if self.policy == "error":
+            self._require_short(samples, where)
         kept = [self.apply(sample, partial(where, number)) for number, sample in enumerate(samples)]
-        return TokenizedDataset.of([sample for sample in kept if sample is not None], self.num_cut, self.num_left_out)
+        return TokenizedDataset.of(
+            [sample for sample in kept if sample is not None], self.num_cut, self.num_left_out, self.num_empty
+        )
+
+    def _require_short(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> None:
+        used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
+        lengths = np.array([len(samples[number].tokens) for number in used], dtype=np.int64)
+        too_long = np.flatnonzero(lengths > self.seq_length)
+        if not len(too_long):
+            return
+        first = [f"{where(used[each])} ({lengths[each]} tokens)" for each in too_long[:_NUM_SHOWN]]
+        if len(too_long) > len(first):
+            first.append(f"and {len(too_long) - len(first)} more")
+        longest, percentile = int(lengths.max()), int(np.percentile(lengths, 99, method="higher"))
+        is_one = len(too_long) == 1
+        raise RecipeError(
+            "a sample is longer than seq_length" if is_one else "samples are longer than seq_length",
+            where=", ".join(first),
+            value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
+            f"the longest sample {longest} tokens, the 99th percentile {percentile}",
+            remedy=f"raise dataset.seq_length to {longest}, cut such samples with dataset.truncation right, "
+            "or leave them out",
+        )
 
 
 def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -98,18 +131,38 @@ class Encoder:
         self.begin = [int(tokenizer.bos_token_id)] if begins else []
 
     def documents(self, texts: Sequence[str]) -> list[TokenizedSample]:
-        """Each text as a sample that is learnt from its first token on; nothing of it where it is blank."""
-        samples = [TokenizedSample.whole(self.begin + ids + self.end) for ids in self._encode(texts)]
-        blank = [not text.strip() for text in texts]
-        return [
-            TokenizedSample(each.tokens, [False] * len(each.tokens)) if nothing else each
-            for each, nothing in zip(samples, blank, strict=True)
-        ]
+        """A sample per text, with labels on all of its tokens; without labels where the text is blank."""
+        samples = []
+        for text, ids in zip(texts, self._encode(texts), strict=True):
+            tokens = self._with_end(self._with_begin(ids))
+            is_blank = not text.strip() or self._is_only_special(ids)
+            samples.append(TokenizedSample(tokens, [not is_blank] * len(tokens)))
+        return samples
 
     def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
-        """Each prompt with its completion, tokenized apart so that the border between them is a token border."""
-        parts = zip(self._encode(prompts), self._encode(completions), strict=True)
-        return [TokenizedSample.answer(self.begin + prompt, completion + self.end) for prompt, completion in parts]
+        """A sample per prompt and completion, tokenized separately so that a token border is between them."""
+        samples = []
+        parts = zip(self._encode(prompts), self._encode(completions), completions, strict=True)
+        for prompt, completion, text in parts:
+            begins = prompt if self._begins(prompt + completion) else self.begin + prompt
+            is_empty = not text.strip() or self._is_only_special(completion)
+            sample = TokenizedSample.answer(begins, self._with_end(completion))
+            samples.append(sample._replace(is_empty=is_empty))
+        return samples
+
+    def _with_begin(self, ids: list[int]) -> list[int]:
+        """*ids* after the start token, if the model expects one and the text did not have it already."""
+        return ids if self._begins(ids) else self.begin + ids
+
+    def _begins(self, ids: list[int]) -> bool:
+        return ids[: len(self.begin)] == self.begin
+
+    def _with_end(self, ids: list[int]) -> list[int]:
+        """*ids* before the end token, if the text did not have it already."""
+        return ids if ids[-1:] == self.end else ids + self.end
+
+    def _is_only_special(self, ids: list[int]) -> bool:
+        return set(ids) <= {*self.begin, *self.end}
 
     def _starts_with(self, token_id: int) -> bool:
         return list(self.tokenizer("a")["input_ids"])[:1] == [token_id]

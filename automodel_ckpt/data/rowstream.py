@@ -98,14 +98,21 @@ class RowStream(IterableDataset[Row]):
         return {"input_ids": tokens, "labels": labels}
 
     def tell(self) -> None:
-        """Log how many samples were cut since it was last told."""
+        """Log how many samples were cut or have an empty completion since the last call."""
         policy = self.policy
+        if policy.num_empty:
+            log.warning(
+                "%s: of the samples that this rank prepared, %d have an empty completion: "
+                "only its end token is learned",
+                self.source.path,
+                policy.num_empty,
+            )
         if policy.num_cut or policy.num_left_out:
             log.warning(
                 "%s: of the samples that this rank prepared, %d were cut to seq_length %d, %d more kept no label",
                 *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
             )
-        policy.num_cut = policy.num_left_out = 0
+        policy.num_cut = policy.num_left_out = policy.num_empty = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -135,6 +142,9 @@ def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int
     rows = source.stream()
     if max_samples is not None:
         rows = rows.take(at_most(max_samples, max_samples))
-    does = "refused" if policy.policy == "error" else "cut"
-    log.info("%s is read as a stream: samples of more than %d tokens are %s", source.path, policy.seq_length, does)
+    does = "rejected" if policy.policy == "error" else "cut"
+    log.info(
+        "%s is read as a stream: samples of more than %d tokens are %s when they are reached; "
+        "how many there are is not known in advance", source.path, policy.seq_length, does,
+    )  # fmt: skip
     return RowStream(rows, encode, policy, source, block)

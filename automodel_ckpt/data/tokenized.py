@@ -20,10 +20,11 @@ _FILES = ("tokens", "ends", "labelled", "counts")
 
 
 class TokenizedSample(NamedTuple):
-    """All tokens of a sample, and for each whether it carries a label."""
+    """All tokens of a sample, for each whether it carries a label, and whether an answer in it has no text."""
 
     tokens: list[int]
     labelled: list[bool]
+    is_empty: bool = False
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
@@ -56,12 +57,14 @@ class TokenizedDataset:
         self.counts = counts
 
     @classmethod
-    def of(cls, samples: Sequence[TokenizedSample], num_cut: int = 0, num_left_out: int = 0) -> TokenizedDataset:
-        """The data set of *samples*; the counts say how many of them were cut, and how many more left out."""
+    def of(
+        cls, samples: Sequence[TokenizedSample], num_cut: int = 0, num_left_out: int = 0, num_empty: int = 0
+    ) -> TokenizedDataset:
+        """The data set of *samples*, of which some were cut or have an empty completion; more were left out."""
         tokens = np.fromiter((token for sample in samples for token in sample.tokens), dtype=np.int32)
         ends = np.fromiter(accumulate(len(sample.tokens) for sample in samples), dtype=np.int64)
         labelled = np.fromiter((learnt for sample in samples for learnt in sample.labelled), dtype=np.bool_)
-        return cls(tokens, ends, labelled, np.array([num_cut, num_left_out], dtype=np.int64))
+        return cls(tokens, ends, labelled, np.array([num_cut, num_left_out, num_empty], dtype=np.int64))
 
     @classmethod
     def load(cls, directory: Path) -> TokenizedDataset:
@@ -95,8 +98,12 @@ class TokenizedDataset:
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
     def tell_truncation(self, what: str, policy: str, seq_length: int) -> None:
-        """Log what became of samples of more than *seq_length* tokens by *policy*, and of how many."""
-        cut, left_out = (int(count) for count in self.counts)
+        """Log how many samples were longer than *seq_length* tokens, and how many have an empty completion."""
+        cut, left_out, empty = (int(count) for count in self.counts)
+        if empty:
+            log.warning(
+                "%s: %d of %d samples have an empty completion: only its end token is learned", what, empty, len(self)
+            )
         if cut or left_out:
             log.warning(
                 "%s: %d of %d samples were cut to seq_length %d, %d more left out because no label remained",

@@ -66,6 +66,13 @@ def is_learnt(turn: Mapping[str, Any]) -> bool:
     return turn["role"] == "assistant" and turn.get(_WEIGHT) != 0
 
 
+def is_empty(turn: Mapping[str, Any]) -> bool:
+    """Whether a message of the assistant is learned and has neither text nor calls."""
+    others = turn.keys() - {"role", "name", "content", _WEIGHT}
+    content = turn.get("content")
+    return is_learnt(turn) and not others and isinstance(content, str) and not content.strip()
+
+
 def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
     """What a chat template gets of a message."""
     return {key: value for key, value in turn.items() if key != _WEIGHT}

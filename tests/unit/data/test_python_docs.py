@@ -151,7 +151,7 @@ def test_cut_samples_are_counted_in_the_log(tokenizer: Any, caplog: pytest.LogCa
 
 
 def test_a_pair_longer_than_the_context_can_be_refused_with_its_place(tokenizer: Any) -> None:
-    with pytest.raises(RecipeError, match=r"\.py:\d+\n.*tokens, seq_length 96"):
+    with pytest.raises(RecipeError, match=r"\.py:\d+ \(\d+ tokens\).*\n.*samples; seq_length 96"):
         docstring_pairs(tokenizer, seq_length=96, split="validation", truncation="error")
 
 

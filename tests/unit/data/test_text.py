@@ -97,7 +97,7 @@ def test_other_kinds_of_files_are_read(tokenizer: Any, tmp_path: Path, suffix: s
 
 def test_a_long_sample_is_refused_with_file_and_line(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", PAIRS[0], "", PAIRS[1])
-    with pytest.raises(RecipeError, match=r"a\.jsonl:3\n.*tokens, seq_length 12"):
+    with pytest.raises(RecipeError, match=r"a\.jsonl:3 \(\d+ tokens\)\n.*1 of 2 samples; seq_length 12"):
         prompt_completion(tokenizer, path, seq_length=12)
 
 
@@ -201,3 +201,54 @@ def test_what_is_blank_is_left_out_and_counted(
     assert "2 more left out because no label remained" in caplog.text
     pairs = jsonl(tmp_path / "b.jsonl", {"prompt": "", "completion": ""}, *PAIRS)
     assert len(prompt_completion(tokenizer, pairs)) == 2
+
+
+def test_a_text_that_has_its_start_and_end_tokens_gets_no_second_ones(tokenizer: Any, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    beginning = train_tokenizer(400)
+    beginning.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    documents = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in ("a b", "<s>a b", "a b</s>", "<s>a b</s>")))
+    whole = text(beginning, documents)
+    assert {beginning.decode(whole[i]["labels"]) for i in range(4)} == {"<s>a b</s>"}
+    stream = text(beginning, documents, streaming=True)
+    assert [stream.prepare(row) for row in stream] == [whole[i] for i in range(4)]
+    packed = PackedDataset(whole, 16)
+    assert sum(len(pack["input_ids"]) for pack in (packed[i] for i in range(len(packed)))) == sum(whole.lengths)
+    answers = [("<s>a", " b"), ("a", " b</s>"), ("", "<s>a b"), ("a", " b")]
+    pairs = jsonl(tmp_path / "b.jsonl", *({"prompt": p, "completion": c} for p, c in answers))
+    asked = prompt_completion(beginning, pairs)
+    assert [beginning.decode(asked[i]["input_ids"]) for i in range(4)] == ["<s>a b</s>"] * 4
+    assert [asked[i]["labels"].count(-100) for i in range(4)] == [2, 2, 0, 2]
+
+
+def test_empty_completions_are_counted(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "a", "completion": c} for c in ("", " ", "</s>", "b")]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    for _ in ("prepared now", "from the cache"):
+        caplog.clear()
+        prompt_completion(tokenizer, path)
+        assert "3 of 4 samples have an empty completion: only its end token is learned" in caplog.text
+    stream = prompt_completion(tokenizer, path, streaming=True)
+    for row in stream:
+        stream.prepare(row)
+    stream.tell()
+    assert "this rank prepared, 3 have an empty completion" in caplog.text
+
+
+def test_all_samples_that_are_too_long_are_reported_at_once(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"text": "b" * length} for length in (*range(1, 101), *(0, 300, 50))]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    lengths = sorted(len(tokenizer("b" * length)["input_ids"]) + 1 for length in (*range(1, 101), 300, 50))
+    num_long = sum(length > 40 for length in lengths)
+    with pytest.raises(RecipeError) as caught:
+        text(tokenizer, path, seq_length=40)
+    (problem,) = caught.value.problems
+    assert problem.what == "samples are longer than seq_length"
+    assert problem.where.count(f"{path}:") == 3 and problem.where.endswith(f"and {num_long - 3} more")
+    assert problem.value == (
+        f"{num_long} of 102 samples; seq_length 40, the longest sample {lengths[-1]} tokens, "
+        f"the 99th percentile {lengths[-2]}"
+    )
+    assert f"dataset.seq_length to {lengths[-1]}" in problem.remedy and "truncation right" in problem.remedy
+    assert text(tokenizer, path, seq_length=lengths[-1])
