@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,8 +14,9 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, Forms, Room, forms_in, hand_over, places
+from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, Forms, Place, Room, forms_in, hand_over, places
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
+from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.checkpoint.trees import module_state, set_module_state, whole_state
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 from automodel_ckpt.own_code import place_in_own_code
@@ -113,26 +112,37 @@ class Loader:
         """*state* is what the optimizer has, to be read into."""
         groups, mine = self._groups(item.name, tree), state[item.name]
         absent = {name: kind for name, kind in self._absent.items() if name in self._allow_missing}
-        leave = _Leave(item.name, absent, groups, [group["params"] for group in mine["param_groups"]])
+        here = [group["params"] for group in mine["param_groups"]]
+        match = match_groups(item.name, groups, here, tree, _module_prefixes(absent))
+        leave = _Leave(item.name, absent, match)
         new = {fqn for fqn in mine["state"] if leave.drops(f"{item.name}.state.{fqn}.")}
-        forms, tree = self._forms(item.name, tree)
+        saved_forms, tree = self._forms(item.name, tree)
+        forms, tree = match.renumbered_forms(saved_forms), match.renumbered(tree)
         for fqn in (self._without_state(item.name, tree, groups) - {fqn for _, fqn in forms}) | new:
             mine["state"].pop(fqn, None)
-        parameters, flat = owners.parameters(item, mine), places(state)
+        parameters, flat = owners.parameters(item, mine), self._flat(item.name, state)
         stored = {*tree.tensors, *tree.objects}
         tree = _only(tree, lambda name: leave.takes(name, both=name in flat))
         Room(item.name, tree, forms, parameters).make_in(mine)
-        flat = places(state)
-        here = {n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)}
-        self._refuse_differences(item, _without_others(item, tree, owners), here, leave.regrouped)
-        read_tree(self._path, tree, here)
-        for name in tree.objects.keys() & here.keys():
+        flat = self._flat(item.name, state)
+        values = {n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)}
+        self._refuse_differences(item, _without_others(item, tree, owners), values, match.mismatched)
+        read_tree(self._path, tree, values)
+        for name in tree.objects.keys() & values.keys():
             holder, key = flat[name]
-            holder[key] = here[name]
+            holder[key] = values[name]
         hand_over(item.value, mine, parameters, partial(owners.set_optimizer_state, item))
         for scheduler in items:
             if scheduler.owner == item.name and scheduler.name in state:
-                scheduler.value.load_state_dict(state[scheduler.name][0])
+                schedule_state = match.schedule_state(state[scheduler.name][0], scheduler.value)
+                scheduler.value.load_state_dict(schedule_state)
+
+    @staticmethod
+    def _flat(name: str, state: dict[str, Any]) -> dict[str, Place]:
+        """Where each value of an optimizer's state is, by flat name; without the lists of what each group trains."""
+        start = f"{name}.param_groups."
+        found = places(state)
+        return {key: place for key, place in found.items() if not (key.startswith(start) and key.endswith(".params"))}
 
     def _refuse_differences(
         self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
@@ -215,26 +225,21 @@ class Loader:
         return record.files[0] if alike and scope != "rank_rng" else None
 
 
+def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
+    """What the FQNs of an optimizer's parameters begin with that belong to the modules among *absent* (name: kind)."""
+    return tuple(f"{module.replace('.', '%')}." for module in absent)
+
+
 class _Leave:
     """What an optimizer has of attributes that are *absent* (name: kind) on one side, with leave: its state of modules,
-    groups of nothing else, and the options that a schedule adds. *saved* and *here* are the parameters of its groups.
+    groups of nothing else, and the options that a schedule adds. *match* is how its groups match the saved ones.
     """
 
-    def __init__(
-        self, name: str, absent: Mapping[str, str], saved: Iterable[list[str]], here: Iterable[list[str]]
-    ) -> None:
-        modules = tuple(f"{module.replace('.', '%')}." for module in absent)
-        sides = [[frozenset(f for f in group if not f.startswith(modules)) for group in side] for side in (saved, here)]
-        pairs = list(itertools.zip_longest(*sides, fillvalue=frozenset()))
-        groups = [f"{name}.param_groups.{index}" for index in range(len(pairs))]
-        emptied = [group for group, (one, other) in zip(groups, pairs, strict=True) if absent and not one | other]
-        self._dropped = (*(f"{name}.state.{module}" for module in modules), *(f"{group}." for group in emptied))
+    def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
+        modules = _module_prefixes(absent)
+        self._dropped = (*(f"{name}.state.{module}" for module in modules), *(match.new_groups if absent else ()))
         self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
-        self._options = tuple(f"{group}." for group in groups) if self._schedules else ()
-        moved = [group for group, (one, other) in zip(groups, pairs, strict=True) if one != other]
-        # Without absent ones groups are found by what they hold, whatever their order.
-        in_order = not absent and Counter(sides[0]) == Counter(sides[1])
-        self.regrouped = [] if in_order else [f"~ {group}: saved with other parameters" for group in moved]
+        self._options = (f"{name}.param_groups.",) if self._schedules else ()
 
     def drops(self, name: str) -> bool:
         """Whether a name of the (flat) tree belongs to what is absent."""

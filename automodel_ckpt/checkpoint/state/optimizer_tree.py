@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
 
@@ -61,14 +59,30 @@ class Owners:
 
     def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What this rank's optimizer trains, by FQN; *state* is what :meth:`optimizer_state` gave."""
-        mine = [list(names) for names in self.groups(item)] if trained_by_all(item.value) is not None else None
-        named = mine or [group["params"] for group in state["param_groups"]]
+        named = self._names_here(item, state)
         trained = [group["params"] for group in item.value.param_groups]
         return {fqn: p for names, ps in zip(named, trained, strict=True) for fqn, p in zip(names, ps, strict=True)}
 
     def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
-        """What *state* has none for has none afterwards."""
-        set_optimizer_state_dict(self.roof, item.value, dict(state), options=StateDictOptions(strict=False))
+        """Give the optimizer a *state* of the form that :meth:`optimizer_state` returns. A parameter without an entry
+        has no state afterwards.
+
+        PyTorch's ``set_optimizer_state_dict`` is not used: it allows at most one group without parameters, and a
+        pipeline stage may have several.
+        """
+        groups = [
+            {**options, "params": list(names)}
+            for options, names in zip(state["param_groups"], self._names_here(item, state), strict=True)
+        ]
+        mine = {fqn for group in groups for fqn in group["params"]}
+        entries = {fqn: entry for fqn, entry in state["state"].items() if fqn in mine}
+        item.value.load_state_dict({"state": entries, "param_groups": groups})
+
+    def _names_here(self, item: Item, state: Mapping[str, Any]) -> list[list[str]]:
+        """FQNs of what each group of this rank's optimizer trains; *state* is what :meth:`optimizer_state` gave."""
+        if trained_by_all(item.value) is not None:
+            return [list(names) for names in self.groups(item)]
+        return [group["params"] for group in state["param_groups"]]
 
     def refuse_strangers(self, item: Item) -> None:
         """Raises :class:`RecipeError` where an optimizer trains what no module under the roof has."""

@@ -278,11 +278,35 @@ def test_groups_that_were_cut_otherwise_are_refused_and_those_in_another_order_a
         return made
 
     tiny.save(tmp_path, step(grouped([0, 1], [2, 3])))
-    with pytest.raises(CheckpointUnusable, match=r"param_groups\.0: saved with other parameters"):
+    with pytest.raises(CheckpointUnusable, match=r"param_groups\.1: saved as groups 0 and 1 with different options"):
         tiny.load(tmp_path, grouped([0], [1, 2, 3]))
-    made = grouped([3, 2], [1, 0])
+    with pytest.raises(CheckpointUnusable, match=r"- optimizer\.param_groups\.1: trained model\.brief, which is not"):
+        tiny.load(tmp_path, grouped([0, 1], [2]))
+    for groups, rates in (([3, 2], [1, 0]), [2.1, 0.1]), (([1], [3], [2], [0]), [0.1, 2.1, 2.1, 0.1]):
+        made = grouped(*groups)
+        tiny.load(tmp_path, made)
+        assert [group["lr"] for group in made.optimizer.param_groups] == rates
+
+
+def test_a_schedules_rates_follow_the_groups_of_their_parameters(tmp_path: Path) -> None:
+    def grouped(*groups: list[int]) -> SimpleNamespace:
+        made = tiny.recipe()
+        every = made.optimizer.param_groups[0]["params"]
+        made.optimizer = torch.optim.AdamW([{"params": [every[i] for i in g], "lr": 1 + g[0]} for g in groups])
+        schedules = [torch.optim.lr_scheduler.ConstantLR(made.optimizer, 0.5, total_iters=9) for _ in range(2)]
+        made.lr_scheduler = torch.optim.lr_scheduler.SequentialLR(made.optimizer, schedules, [2])
+        return made
+
+    saved = grouped([0, 1], [2, 3])
+    tiny.train(saved, 3)
+    tiny.save(tmp_path, saved)
+    made = grouped([2], [3], [1, 0])
     tiny.load(tmp_path, made)
-    assert [group["lr"] for group in made.optimizer.param_groups] == [2.1, 0.1]
+    inner = made.lr_scheduler._schedulers[0]
+    assert inner.base_lrs == [3, 3, 1] and made.lr_scheduler._last_lr == [g["lr"] for g in made.optimizer.param_groups]
+    tiny.train(saved), tiny.train(made)
+    rates = [g["lr"] for g in saved.optimizer.param_groups]
+    assert [g["lr"] for g in made.optimizer.param_groups] == [rates[1], rates[1], rates[0]]
 
 
 def test_a_schedule_comes_and_goes_with_leave(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Matching an optimizer's parameter groups to the saved ones by the names of their parameters, never by position.
+
+A recipe may split its parameters into more groups than the run that wrote the checkpoint: each group then takes the
+options of the saved group that its parameters were in. Every parameter keeps the options that it was trained with, so
+the resumed run continues exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.slices import Tensor
+
+_PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
+"""Entries of the LR schedulers of torch that hold one value for each parameter group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """*sources* has, for each parameter group of the optimizer *name*, the number of the saved group whose options it
+    takes; None for a group whose parameters are all new. *mismatched* names the groups that cannot be matched."""
+
+    name: str
+    sources: tuple[int | None, ...]
+    num_saved: int
+    mismatched: tuple[str, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the groups are the saved ones in their saved order."""
+        return self.sources == tuple(range(self.num_saved))
+
+    @property
+    def new_groups(self) -> tuple[str, ...]:
+        """Prefixes of the names in a flat tree of the groups whose parameters are all new."""
+        return tuple(_prefix(self.name, number) for number, source in enumerate(self.sources) if source is None)
+
+    def renumbered(self, tree: Tree) -> Tree:
+        """The saved *tree* with each group's options under the number that the group has here.
+
+        The lists of parameters are left out: those of the optimizer are right.
+        """
+        start = f"{self.name}.param_groups."
+        tensors = {name: tensor for name, tensor in tree.tensors.items() if not name.startswith(start)}
+        objects = {name: blob for name, blob in tree.objects.items() if not name.startswith(start)}
+        for number, source in enumerate(self.sources):
+            if source is None:
+                continue
+            here, saved = _prefix(self.name, number), _prefix(self.name, source)
+            for name, tensor in tree.tensors.items():
+                if name.startswith(saved):
+                    renamed = here + name.removeprefix(saved)
+                    tensors[renamed] = _renamed(tensor, renamed)
+            for name, blob in tree.objects.items():
+                if name.startswith(saved) and name != f"{saved}params":
+                    objects[here + name.removeprefix(saved)] = blob
+        return replace(tree, tensors=tensors, objects=objects)
+
+    def renumbered_forms(self, forms: Mapping[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:
+        """The saved *forms* (see ``optimizer_state``) with the numbers that the groups have here."""
+        found = {place: form for place, form in forms.items() if place[0] != "param_groups"}
+        for number, source in enumerate(self.sources):
+            saved = ("param_groups", source)
+            if saved in forms:
+                found["param_groups", number] = forms[saved]
+        return found
+
+    def schedule_state(self, saved: Mapping[str, Any], scheduler: object) -> dict[str, Any]:
+        """The *saved* state of an LR scheduler with its values per parameter group in the order of the groups here.
+
+        A group whose parameters are all new keeps what *scheduler* has for it.
+        """
+        state = dict(saved)
+        for key, value in saved.items():
+            mine = getattr(scheduler, key, None)
+            if key in _PER_GROUP and _has_length(value, self.num_saved) and _has_length(mine, len(self.sources)):
+                per_group = [mine[n] if s is None else value[s] for n, s in enumerate(self.sources)]  # type: ignore[index]
+                state[key] = type(value)(per_group)
+            elif key == "_schedulers" and _has_length(mine, len(value)):
+                pairs = zip(value, mine, strict=True)  # type: ignore[call-overload]
+                state[key] = type(value)(self.schedule_state(inner, scheduler) for inner, scheduler in pairs)
+        return state
+
+
+def match_groups(
+    name: str, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], tree: Tree, absent: tuple[str, ...] = ()
+) -> GroupMatch:
+    """Match the groups of the optimizer *name*: FQNs of the *saved* ones in *tree*, and of those that are *here*.
+
+    Parameters whose FQN starts with one of *absent* are on one side only and do not count.
+    """
+    group_of = {fqn: number for number, group in enumerate(saved) for fqn in _without(group, absent)}
+    sources: list[int | None] = []
+    mismatched: list[str] = []
+    for number, group in enumerate(here):
+        present = _without(group, absent)
+        untrained = [fqn for fqn in present if fqn not in group_of]
+        found = sorted({group_of[fqn] for fqn in present if fqn in group_of})
+        if not present:
+            sources.append(_empty_group(number, group, saved))
+            continue
+        if untrained:
+            mismatched.append(f"+ {name}.param_groups.{number}: trains {untrained[0]}, which was not trained")
+        elif not _have_equal_options(name, tree, found):
+            numbers = " and ".join(map(str, found))
+            mismatched.append(f"~ {name}.param_groups.{number}: saved as groups {numbers} with different options")
+        sources.append(found[0] if found else 0)
+    trained = {fqn for group in here for fqn in group}
+    for number, group in enumerate(saved):
+        gone = [fqn for fqn in _without(group, absent) if fqn not in trained]
+        if gone:
+            mismatched.append(f"- {name}.param_groups.{number}: trained {gone[0]}, which is not trained here")
+    return GroupMatch(name, tuple(sources), len(saved), tuple(mismatched))
+
+
+def _empty_group(number: int, group: Sequence[str], saved: Sequence[Sequence[str]]) -> int | None:
+    """The saved group of a group without parameters: the one with its number, if that has none either."""
+    return number if not group and number < len(saved) and not saved[number] else None
+
+
+def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
+    """Whether the saved groups with these *numbers* have the same options, as far as their stored digests show."""
+    options = [_options(name, tree, number) for number in numbers]
+    return all(each == options[0] for each in options)
+
+
+def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
+    prefix = _prefix(name, number)
+    found: dict[str, object] = {key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)}
+    for key, blob in tree.objects.items():
+        if key.startswith(prefix) and key != f"{prefix}params":
+            # Some sources have no digests: without one, nothing shows that two values are equal.
+            found[key.removeprefix(prefix)] = blob.digest or blob
+    return found
+
+
+def _renamed(tensor: Tensor, name: str) -> Tensor:
+    slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
+    return replace(tensor, fqn=name, slices=slices)
+
+
+def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:
+    return [fqn for fqn in group if not fqn.startswith(absent)]
+
+
+def _prefix(name: str, number: int) -> str:
+    return f"{name}.param_groups.{number}."
+
+
+def _has_length(value: object, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
