@@ -39,11 +39,12 @@ from automodel_ckpt.recipes.adapters import adapter_assets
 from automodel_ckpt.recipes.alike import refuse_unlike_lengths
 from automodel_ckpt.recipes.lifecycle import Control, StepResult, Validation
 from automodel_ckpt.recipes.model import ModelBuilding
-from automodel_ckpt.recipes.stages import refuse_idle_stages, refuse_own_steps, train_together
+from automodel_ckpt.recipes.optimizers import AddUp, build_optimizer, log_groups
+from automodel_ckpt.recipes.stages import add_up_stages, refuse_idle_stages, refuse_own_steps, train_together
 from automodel_ckpt.recipes.steps import Rows
 from automodel_ckpt.training.loss import LossFn, cross_entropy_sum, refuse_unfit
 from automodel_ckpt.training.lr import build_schedule
-from automodel_ckpt.training.optim import adamw, refuse_unsteppable, trainable
+from automodel_ckpt.training.optim import trainable
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, total_steps
 
@@ -191,19 +192,16 @@ class FinetuneRecipe(ModelBuilding):
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The ``optimizer`` section over all parameters that need gradients."""
-        section, params = self.config.optimizer, trainable([self.model])
+        add_up: AddUp = list
         if self.in_stages:
-            refuse_idle_stages(params, self.layout)
-        optimizer: torch.optim.Optimizer
-        if isinstance(section, Target):
-            optimizer = build(section, params=params)
-            refuse_unsteppable(optimizer, self.takes_own_steps)
-        else:
-            optimizer = adamw(
-                params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
-            )
+            refuse_idle_stages(trainable([self.model]), self.layout)
+            add_up = partial(add_up_stages, self.layout)
+        optimizer, labels = build_optimizer(
+            self.config.optimizer, self.model, add_up=add_up, takes_own_steps=self.takes_own_steps
+        )
         if self.staged is not None:
             train_together(optimizer, self.model, self.layout)
+        log_groups(optimizer, labels)
         return optimizer
 
     @property

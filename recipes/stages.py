@@ -150,6 +150,12 @@ def refuse_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> N
         )
 
 
+def add_up_stages(layout: RankLayout, counts: list[int]) -> list[int]:
+    """The sums of *counts* over the pipeline stages. A collective."""
+    stages = gather_objects(layout.gloo_group, counts)[:: layout.world_size // layout.sizes.pp]
+    return [sum(each) for each in zip(*stages, strict=True)]
+
+
 def train_together(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> None:
     """Let *optimizer* know what those of the other stages train (its attribute ``whole``). A collective.
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config import help as help_page
 from automodel_ckpt.config.bind import default_node, default_of
-from automodel_ckpt.config.convert import describe, members, section_type
+from automodel_ckpt.config.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
+from automodel_ckpt.config.schema import MISSING, RecipeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -48,7 +48,7 @@ def recipe_page() -> str:
     for name, hint in typing.get_type_hints(RecipeConfig).items():
         section = section_type(members(hint))
         if section is not None:
-            plug_in = " It may be a section with `_target_` instead." if Target in members(hint) else ""
+            plug_in = " It may be a section with `_target_` instead." if target_type(members(hint)) else ""
             lines += [
                 "",
                 f"## {name}",

@@ -18,6 +18,7 @@ from automodel_ckpt.config.convert import (
     is_text_only,
     members,
     section_type,
+    target_type,
     typed,
     untyped,
 )
@@ -52,7 +53,7 @@ def annotation_at(schema: type[Any], key: str) -> Any:
         hints = hints_of(section) if section else {}
         if part in hints:
             annotation = hints[part]
-        elif Target in alternatives or (section is None and not is_text_only(annotation)):
+        elif target_type(alternatives) or (section is None and not is_text_only(annotation)):
             return Any
         else:
             return None
@@ -188,9 +189,12 @@ class Binder:
             return self._list(alternatives, node, key)
         assert isinstance(node.value, dict)
         anything = any(is_open(member) for member in alternatives)
-        if "_target_" in node.value and (anything or Target in alternatives or find(alternatives, *_MAPPINGS)):
-            return self._target(node, key)
+        target = target_type(alternatives)
+        if "_target_" in node.value and (anything or target or find(alternatives, *_MAPPINGS)):
+            return self._open_section(target or Target, node, key)
         if section := section_type(alternatives):
+            if getattr(section, "takes_any", False):
+                return self._open_section(section, node, key)
             return self.section(section, node, key)
         if (kind := find(alternatives, *_MAPPINGS)) or anything:
             inner = (typing.get_args(kind) or (Any, Any))[1]
@@ -198,11 +202,16 @@ class Binder:
             return INVALID if INVALID in values.values() else values
         return self._refuse(key, node, describe(alternatives))
 
-    def _target(self, node: Node, key: str) -> Any:
+    def _open_section(self, cls: type[Any], node: Node, key: str) -> Any:
+        """An instance of a dataclass that collects the keys that are none of its fields in ``kwargs``."""
         assert isinstance(node.value, dict)
-        name = self.value(str, node.value["_target_"], join(key, "_target_"))
-        kwargs = {k: self.value(Any, v, join(key, k)) for k, v in node.value.items() if k != "_target_"}
-        return INVALID if INVALID in (name, *kwargs.values()) else Target(name, kwargs)
+        hints = hints_of(cls)
+        fields = [field for field in dataclasses.fields(cls) if field.name != "kwargs"]
+        others = [name for name in node.value if name not in {field.name for field in fields}]
+        num_before = len(self.problems)
+        values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
+        kwargs = {name: self.value(Any, node.value[name], join(key, name)) for name in others}
+        return cls(**values, kwargs=kwargs) if len(self.problems) == num_before else INVALID
 
     def _list(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         kind = find(alternatives, *_LISTS)

@@ -45,9 +45,14 @@ def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
 def section_type(alternatives: Iterable[Any]) -> type[Any] | None:
     """The alternative that is a section of keys."""
     for kind in alternatives:
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Target:
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not issubclass(kind, Target):
             return kind
     return None
+
+
+def target_type(alternatives: Iterable[Any]) -> type[Target] | None:
+    """The alternative that is a plug-in: :class:`Target`, or a subclass with more keys of its own."""
+    return next((kind for kind in alternatives if isinstance(kind, type) and issubclass(kind, Target)), None)
 
 
 def is_text_only(annotation: Any) -> bool:
@@ -139,7 +144,7 @@ def _word(member: Any) -> str:
         return ", ".join(listed)
     if find((member,), list, tuple, set):
         return "a list"
-    if member is Target:
+    if target_type((member,)):
         return "a section with _target_"
     if find((member,), dict) or dataclasses.is_dataclass(member):
         return "a section"

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from automodel_ckpt.config.bind import default_node, default_of
-from automodel_ckpt.config.convert import describe, members, section_type
+from automodel_ckpt.config.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target
+from automodel_ckpt.config.schema import MISSING, RecipeConfig
 
 USAGE = """\
 usage: ckpt-train [launch flags] RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...]
@@ -75,7 +75,7 @@ def _sections(schema: type[Any]) -> Iterator[str]:
     yield from _rows(schema, "", skip={name for name, section in sections.items() if section})
     for name, section in sections.items():
         if section:
-            plug_in = "; or _target_ with its arguments" if Target in members(hints[name]) else ""
+            plug_in = "; or _target_ with its arguments" if target_type(members(hints[name])) else ""
             yield f"\n{name}: {(section.__doc__ or '').rstrip('.')}{plug_in}"
             yield from _rows(section, f"{name}.")
 

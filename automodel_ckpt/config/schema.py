@@ -11,7 +11,7 @@ import math
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T")
@@ -81,6 +81,14 @@ class Target:
     """Dotted name of a class or function on the list for this section (config/allowlist.py); any other: --trust."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The section's other keys, checked against the callable's signature."""
+
+    takes_any: ClassVar[bool] = True
+    """Whether the section may have keys that are no fields of its dataclass: they are collected in ``kwargs``."""
+
+
+def own_keys(section: Any) -> list[str]:
+    """The keys of a section that are fields of its dataclass, besides ``_target_`` and the collected ``kwargs``."""
+    return [each.name for each in fields(section) if each.name not in ("_target_", "kwargs")]
 
 
 @dataclass
@@ -317,6 +325,42 @@ class PackedSequenceConfig:
 
 
 @dataclass
+class OptimizerGroup:
+    """Parameters that fused AdamW trains with options of their own; an option that is null is the section's."""
+
+    params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
+    """Which parameters: globs over their names, or hidden_matrices, vision_tower, projector, language_model."""
+    lr: float | None = setting(None, FINITE)
+    """Peak learning rate."""
+    betas: tuple[float, float] | None = setting(None, BETAS)
+    """Decay of the two running means."""
+    eps: float | None = setting(None, FINITE)
+    """Added to the denominator."""
+    weight_decay: float | None = setting(None, FINITE)
+    """Decoupled weight decay, of all these parameters: no_decay does not apply to them."""
+
+
+@dataclass
+class OptionsGroup:
+    """Parameters that an optimizer by ``_target_`` trains with options of their own."""
+
+    params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
+    """Which parameters: globs over their names, or hidden_matrices, vision_tower, projector, language_model."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """The other keys: options of the optimizer."""
+
+    takes_any: ClassVar[bool] = True
+
+
+@dataclass
+class TargetGroup(Target):
+    """Parameters that an optimizer of their own trains, such as torch.optim.Muon for matrices."""
+
+    params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
+    """Which parameters: globs over their names, or hidden_matrices, vision_tower, projector, language_model."""
+
+
+@dataclass
 class OptimizerConfig:
     """Fused AdamW."""
 
@@ -328,6 +372,22 @@ class OptimizerConfig:
     """Added to the denominator."""
     weight_decay: float = setting(0.01, FINITE)
     """Decoupled weight decay."""
+    no_decay: Literal["auto", "none"] | list[str] | None = "auto"
+    """Parameters without weight decay: auto (norms and biases), none, or globs over their names."""
+    groups: list[OptimizerGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
+    """Parameters with options or an optimizer of their own: [{params: ['*.embed_tokens.*'], lr: 1e-5}]. The first group
+    that matches a parameter has it; no group: the section's own options."""
+
+
+@dataclass
+class OptimizerTarget(Target):
+    """An optimizer by ``_target_``, with the options of every parameter that no group has."""
+
+    no_decay: Literal["auto", "none"] | list[str] | None = "auto"
+    """Parameters without weight decay: auto (norms and biases, for a class of optimizers that has the option
+    weight_decay; a function makes its own groups), none, or globs over their names."""
+    groups: list[OptionsGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
+    """Parameters with options or an optimizer of their own."""
 
 
 @dataclass
@@ -512,7 +572,9 @@ class RecipeConfig:
     """The validation data, in the same way; null: no validation."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     packed_sequence: PackedSequenceConfig | None = None
-    optimizer: OptimizerConfig | Target = field(default_factory=OptimizerConfig, metadata={"supplied": ("params",)})
+    optimizer: OptimizerConfig | OptimizerTarget = field(
+        default_factory=OptimizerConfig, metadata={"supplied": ("params",)}
+    )
     lr_scheduler: LRSchedulerConfig | None = None
     loss_fn: Target | None = field(default=None, metadata={"supplied": ("reduction",)})
     """Builder of the loss; null: cross-entropy over the label tokens of the global batch."""

@@ -16,7 +16,7 @@ import yaml
 from automodel_ckpt.config.convert import untyped
 from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.references import is_reference
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.schema import OptionsGroup, Target, own_keys
 
 _RESOLVER: Any = yaml.SafeLoader("")
 
@@ -26,9 +26,11 @@ def settle(node: Node, value: Any, *, with_arguments: bool) -> None:
 
     Without ``with_arguments`` the numbers among a plug-in's arguments stay as written, since their types are not known.
     """
-    if isinstance(value, Target):
+    if isinstance(value, Target | OptionsGroup):
         for name, argument in value.kwargs.items():
             _settle_child(node, name, argument, with_arguments=with_arguments, is_argument=True)
+        for name in own_keys(value):
+            _settle_child(node, name, getattr(value, name), with_arguments=with_arguments)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             _settle_child(node, field.name, getattr(value, field.name), with_arguments=with_arguments)

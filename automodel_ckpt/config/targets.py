@@ -28,7 +28,7 @@ from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.references import resolve as resolve_reference
 from automodel_ckpt.config.registry import registered
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.schema import OptionsGroup, RecipeConfig, Target, own_keys
 from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.own_code import note_own_code, place_in_own_code
@@ -320,6 +320,10 @@ def _targets(
     """(key, plug-in, names of the arguments that the recipe adds) of each plug-in that is in no other one."""
     if isinstance(value, Target):
         yield key, value, supplied
+        for field in dataclasses.fields(value):
+            if field.name in own_keys(value):
+                added = field.metadata.get("supplied", ())
+                yield from _targets(getattr(value, field.name), join(key, field.name), added)
     elif isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for name, item in items:
@@ -365,10 +369,27 @@ class _Checker:
             else:
                 self._unknown(target, key, name, node, parameters)
         given = {*target.kwargs, *supplied}
+        for number, group in enumerate(getattr(target, "groups", ())):
+            if isinstance(group, OptionsGroup):
+                self._options(target, group, parameters, hints, takes_any, join(key, "groups", str(number)))
         for name in [name for name, needed in parameters.items() if needed and name not in given]:
             where = self.tree.at(key)
             what = f"{join(key, name)} is missing: {target._target_} cannot be called without it"
             self.problems.append(Problem(what, where.origin if where else "", "", f"add {join(key, name)}"))
+
+    def _options(
+        self, target: Target, group: OptionsGroup, parameters: dict[str, bool], hints: dict[str, Any],
+        takes_any: bool, key: str,
+    ) -> None:  # fmt: skip
+        """The options of a parameter group have the names and types of the optimizer's arguments."""
+        for name in list(group.kwargs):
+            node = self.tree.at(join(key, name))
+            assert node is not None
+            if name not in parameters and not takes_any:
+                self._unknown(target, key, name, node, parameters)
+                continue
+            value = self.binder.value(hints.get(name, Any), node, join(key, name))
+            group.kwargs[name] = None if value is INVALID else value
 
     def _refuse_unnamed(self, key: str, target: Target, unnamed: Sequence[str]) -> None:
         if unnamed:
@@ -444,7 +465,7 @@ def build(target: Target, /, **supplied: Any) -> Any:
         RecipeError: for a plug-in that was not checked before and is not from an allowed library, and for arguments
             that a library's callable refuses. What the user's own code raises stays as it is.
     """
-    function = _checked.get(target._target_) or _allowed(target)
+    function = callable_of(target)
     parameters, _ = _parameters(function)
     added = {name: value for name, value in supplied.items() if name in parameters and name not in target.kwargs}
     arguments = {**allowlist.defaults(target._target_), **_built(target.kwargs, supplied), **added}
@@ -457,6 +478,11 @@ def build(target: Target, /, **supplied: Any) -> Any:
         remedy = "correct the arguments in this section"
         what = f"{target._target_} cannot be called as the recipe says"
         raise RecipeError(what, where=f"_target_: {target._target_}", value=value, remedy=remedy) from error
+
+
+def callable_of(target: Target) -> Callable[..., Any]:
+    """The class or function that a plug-in names. Raises :class:`RecipeError` where it may not be used."""
+    return _checked.get(target._target_) or _allowed(target)
 
 
 def _allowed(target: Target) -> Callable[..., Any]:

@@ -176,7 +176,7 @@ def _matching(
             what = "no module has this name"
             if unfit is not None:
                 what = f"{unfit} is a {type(modules[unfit]).__name__}: only single layers can have an adapter"
-            problems.append(Problem(what, key, pattern, _did_you_mean(pattern, wanted)))
+            problems.append(Problem(what, key, pattern, did_you_mean(pattern, wanted)))
     return [name for name in wanted if name in found]
 
 
@@ -222,7 +222,7 @@ def _mistaken(names: Sequence[str]) -> Problem:
     return Problem(what, "peft.target_modules", names[:5], "name other layers, or use all-linear")
 
 
-def _did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
+def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
     """Names of layers near to what a pattern holds that no layer has; as a glob where layers lie inside."""
     leaves, parts = _leaves(wanted), dict.fromkeys(part for name in wanted for part in name.split("."))
     unknown = [word for word in re.split(r"[^\w-]+", pattern) if word and word not in parts]

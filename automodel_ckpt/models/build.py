@@ -170,7 +170,7 @@ def _refuse_unknown(settings: Mapping[str, Any], default: PreTrainedConfig) -> N
                     f"{default.model_type} models have no setting {name!r}",
                     f"model.from_config.{name}",
                     settings[name],
-                    _did_you_mean(name, known),
+                    did_you_mean(name, known),
                 )
                 for name in unknown
             ]
@@ -330,7 +330,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     }
     parts = [part for part in PARTS if parameters_of(part, parameters)]
     problems = [
-        Problem("no parameter's name matches", "model.freeze", pattern, _did_you_mean(pattern, {*parameters, *parts}))
+        Problem("no parameter's name matches", "model.freeze", pattern, did_you_mean(pattern, {*parameters, *parts}))
         for pattern, names in matches.items()
         if not names
     ]
@@ -395,7 +395,7 @@ def checkpoint_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _did_you_mean(name: str, known: set[str]) -> str:
+def did_you_mean(name: str, known: set[str]) -> str:
     near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     listed = near or sorted(known)[:5]
     return f"did you mean {', '.join(listed)}?" if near else f"there are, for example, {', '.join(listed)}"

@@ -80,8 +80,8 @@ class GroupMatch:
                 per_group = [mine[n] if s is None else value[s] for n, s in enumerate(self.sources)]  # type: ignore[index]
                 state[key] = type(value)(per_group)
             elif key == "_schedulers" and _has_length(mine, len(value)):
-                pairs = zip(value, mine, strict=True)  # type: ignore[call-overload]
-                state[key] = type(value)(self.schedule_state(inner, scheduler) for inner, scheduler in pairs)
+                pairs = zip(value, mine or (), strict=True)
+                state[key] = [self.schedule_state(inner, its_scheduler) for inner, its_scheduler in pairs]
         return state
 
 

@@ -21,7 +21,7 @@ from automodel_ckpt.config.convert import members, section_type, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import RecipeConfig, Target, parse_duration
+from automodel_ckpt.config.schema import OptimizerTarget, RecipeConfig, Target, parse_duration
 from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import RecipeError
 
@@ -222,7 +222,7 @@ def test_with_adapters_every_value_of_save_consolidated_is_accepted(tmp_path: Pa
 
 def test_a_union_section_is_a_plug_in_when_it_has_a_target(tmp_path: Path) -> None:
     loaded = load(tmp_path, "optimizer:\n  _target_: torch.optim.SGD\n  lr: 1e-2\n")
-    assert loaded.config.optimizer == Target("torch.optim.SGD", {"lr": 0.01})
+    assert loaded.config.optimizer == OptimizerTarget("torch.optim.SGD", {"lr": 0.01})
 
 
 def test_plug_ins_may_stand_among_the_arguments_of_plug_ins(tmp_path: Path) -> None:

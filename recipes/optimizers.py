@@ -1,0 +1,287 @@
+"""The ``optimizer`` section: which parameters go into which group, with which options, and the optimizer of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
+from automodel_ckpt.checkpoint.trees import name_in_files, unwrap
+from automodel_ckpt.config.schema import OptimizerConfig, OptimizerGroup, OptimizerTarget, OptionsGroup, TargetGroup
+from automodel_ckpt.config.targets import build, callable_of
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.build import did_you_mean
+from automodel_ckpt.models.vision import PARTS, parameters_of
+from automodel_ckpt.training.combined import CombinedOptimizer
+from automodel_ckpt.training.optim import adamw, refuse_unsteppable
+
+log = logging.getLogger("automodel_ckpt")
+
+Section = OptimizerConfig | OptimizerTarget
+Group = OptimizerGroup | OptionsGroup | TargetGroup
+AddUp = Callable[[list[int]], list[int]]
+"""Sums counts over the pipeline stages; without stages it returns them unchanged."""
+
+HIDDEN_MATRICES = "hidden_matrices"
+"""The word for all matrices but embeddings and the output layer, which is what Muon is made for."""
+_PEFT_PREFIX = "base_model.model."
+_NORM_CLASS = re.compile(r"norm(gated|\d+d)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A parameter that needs gradients, and the *names* by which globs find it, its FQN first."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    is_norm_or_bias: bool
+    is_hidden_matrix: bool
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a glob, or a word for a set of parameters, is about this one."""
+        if pattern == HIDDEN_MATRICES:
+            return self.is_hidden_matrix
+        if pattern in PARTS:
+            return bool(parameters_of(pattern, self.names))
+        return bool(fnmatch.filter(self.names, pattern))
+
+
+def trained_parameters(model: nn.Module) -> list[Trained]:
+    """The parameters of *model* that need gradients, each once, in the model's order."""
+    inner = unwrap(model)
+    output_layer: Any = getattr(inner, "get_output_embeddings", lambda: None)()
+    of_output_layer = {id(p) for p in output_layer.parameters()} if isinstance(output_layer, nn.Module) else set()
+    owners = {id(p): module for module in inner.modules() for p in module.parameters(recurse=False)}
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in inner.named_parameters(remove_duplicate=False):
+        plain = fqn.removeprefix(_PEFT_PREFIX)
+        names.setdefault(id(parameter), []).extend([fqn, plain, name_in_files(inner, fqn)])
+    found = []
+    for parameter in inner.parameters():
+        if not parameter.requires_grad:
+            continue
+        known = tuple(dict.fromkeys(names[id(parameter)]))
+        owner = owners[id(parameter)]
+        is_matrix = parameter.dim() == 2 and not isinstance(owner, nn.Embedding)
+        found.append(
+            Trained(
+                parameter,
+                known,
+                is_norm_or_bias=is_norm_or_bias(known[0], owner),
+                is_hidden_matrix=is_matrix and id(parameter) not in of_output_layer,
+            )
+        )
+    return found
+
+
+def is_norm_or_bias(name: str, owner: nn.Module) -> bool:
+    """Whether weight decay leaves out the parameter *name* of the module *owner*: biases, and all that norms have.
+
+    What transformers' Trainer leaves out is left out here too, which it finds by the words in the name and by
+    ``torch.nn.LayerNorm``. Any other class of norms counts here as well.
+    """
+    name = name.lower()
+    if "bias" in name or _NORM_CLASS.search(type(owner).__name__):
+        return True
+    return any(
+        "layernorm" in part or "rmsnorm" in part or part == "norm" or part.endswith("_norm") for part in name.split(".")
+    )
+
+
+@dataclass(slots=True)
+class PlannedGroup:
+    """Parameters that get the same options. *section* is the entry of ``optimizer.groups`` at the recipe's key *key*;
+    None for those that no entry has."""
+
+    key: str
+    section: Group | None
+    options: dict[str, Any]
+    label: str
+    members: list[Trained] = field(default_factory=list)
+
+
+def build_optimizer(
+    section: Section, model: nn.Module, *, add_up: AddUp, takes_own_steps: bool
+) -> tuple[Optimizer, list[str]]:
+    """The optimizer of all parameters of *model* that need gradients, and a label for each parameter group.
+
+    A collective where *add_up* is one.
+
+    Raises :class:`RecipeError` for globs that match nothing, options that the optimizer does not have, and what is no
+    optimizer of torch.
+    """
+    trained = trained_parameters(model)
+    groups = plan_groups(section, trained, add_up)
+    optimizers, labels = [], list[str]()
+    for own, members in _by_optimizer(section, groups):
+        optimizer = _build_one(own, members)
+        refuse_unsteppable(optimizer, takes_own_steps)
+        _check_options(optimizer, members)
+        optimizers.append(optimizer)
+        labels += [group.label for group in members]
+    combined = optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
+    return combined, labels
+
+
+def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> list[PlannedGroup]:
+    """Every trained parameter in one group: in the first of ``optimizer.groups`` that matches it, or in none of them,
+    and apart from the others where ``no_decay`` takes its weight decay away. Groups without parameters are left out.
+    """
+    _check_patterns(section, trained, add_up)
+    planned = [*_pair("optimizer", None, section)]
+    for number, group in enumerate(section.groups):
+        planned += _pair(f"optimizer.groups.{number}", group, section)
+    for each in trained:
+        matching = (n for n, group in enumerate(section.groups) if any(map(each.matches, group.params)))
+        number = next(matching, -1)
+        owner = None if number < 0 else section.groups[number]
+        excluded = _excludes(section, owner) and _is_without_decay(section, each)
+        planned[2 * (number + 1) + excluded].members.append(each)
+    sizes = add_up([len(group.members) for group in planned])
+    empty = [number for number in range(len(section.groups)) if sizes[2 * number + 2] + sizes[2 * number + 3] == 0]
+    if empty:
+        raise RecipeError(
+            "earlier groups have all parameters of a group",
+            where=f"optimizer.groups.{empty[0]}",
+            value=section.groups[empty[0]].params,
+            remedy="a parameter belongs to the first group that matches it: put the narrower group first",
+        )
+    return [group for group, size in zip(planned, sizes, strict=True) if size]
+
+
+def _pair(key: str, group: Group | None, section: Section) -> Iterator[PlannedGroup]:
+    """A group's parameters with weight decay, and those without."""
+    options: dict[str, Any] = {}
+    if isinstance(group, OptimizerGroup):
+        values = {"lr": group.lr, "betas": group.betas, "eps": group.eps, "weight_decay": group.weight_decay}
+        options = {name: value for name, value in values.items() if value is not None}
+    elif isinstance(group, OptionsGroup):
+        options = dict(group.kwargs)
+    label = ", ".join(group.params) if group is not None else "all others" if section.groups else ""
+    yield PlannedGroup(key, group, options, label)
+    what = "norms and biases" if section.no_decay == "auto" else "no_decay"
+    label = f"{label}: {what}" if label else what
+    yield PlannedGroup(key, group, {**options, "weight_decay": 0.0}, label)
+
+
+def _check_patterns(section: Section, trained: Sequence[Trained], add_up: AddUp) -> None:
+    """:class:`RecipeError` naming every glob that matches no trained parameter of any pipeline stage."""
+    patterns = [(f"optimizer.groups.{n}.params", p) for n, group in enumerate(section.groups) for p in group.params]
+    if isinstance(section.no_decay, list):
+        patterns += [("optimizer.no_decay", pattern) for pattern in section.no_decay]
+    counts = add_up([sum(each.matches(pattern) for each in trained) for _, pattern in patterns])
+    known = {name for each in trained for name in each.names}
+    problems = [
+        Problem("no trained parameter's name matches", key, pattern, did_you_mean(pattern, known | {HIDDEN_MATRICES}))
+        for (key, pattern), count in zip(patterns, counts, strict=True)
+        if not count
+    ]
+    if problems:
+        raise RecipeError.all_of(problems)
+
+
+def _excludes(section: Section, group: Group | None) -> bool:
+    """Whether ``no_decay`` applies to a group: not where it sets its own weight decay."""
+    if isinstance(group, OptimizerGroup):
+        return group.weight_decay is None
+    if group is not None and "weight_decay" in group.kwargs:
+        return False
+    target = group if isinstance(group, TargetGroup) else section
+    if section.no_decay != "auto" or isinstance(target, OptimizerConfig):
+        return True
+    function = callable_of(target)
+    # A function may make its own parameter groups of what it is given.
+    return isinstance(function, type) and issubclass(function, Optimizer) and has_weight_decay(function)
+
+
+def has_weight_decay(optimizer_class: type[Optimizer]) -> bool:
+    """Whether a class of optimizers takes the option ``weight_decay``."""
+    return "weight_decay" in inspect.signature(optimizer_class).parameters
+
+
+def _is_without_decay(section: Section, trained: Trained) -> bool:
+    if section.no_decay == "auto":
+        return trained.is_norm_or_bias
+    patterns = section.no_decay if isinstance(section.no_decay, list) else []
+    return any(map(trained.matches, patterns))
+
+
+def _by_optimizer(section: Section, groups: Sequence[PlannedGroup]) -> Iterator[tuple[Any, list[PlannedGroup]]]:
+    """(section of the optimizer, its groups): the recipe's section first, then each group that has its own."""
+    shared = [group for group in groups if not isinstance(group.section, TargetGroup)]
+    if shared:
+        yield section, shared
+    for target in section.groups:
+        if isinstance(target, TargetGroup):
+            yield target, [group for group in groups if group.section is target]
+
+
+def _build_one(section: OptimizerConfig | OptimizerTarget | TargetGroup, groups: Sequence[PlannedGroup]) -> Any:
+    params: list[Any] = [{"params": [each.parameter for each in group.members], **group.options} for group in groups]
+    if len(groups) == 1 and not groups[0].options:
+        # A function of the user's own may expect plain parameters.
+        params = params[0]["params"]
+    if isinstance(section, OptimizerConfig):
+        return adamw(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+    if callable_of(section) is torch.optim.Muon:
+        _check_matrices(groups)
+    return build(section, params=params)
+
+
+def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
+    """:class:`RecipeError` where Muon would get anything but matrices."""
+    others = [each for group in groups for each in group.members if each.parameter.dim() != 2]
+    if others:
+        shape = list(others[0].parameter.shape)
+        raise RecipeError(
+            "torch.optim.Muon takes matrices only",
+            where=groups[0].key,
+            value=f"{len(others)} other parameters, the first {others[0].names[0]} of shape {shape}",
+            remedy="give it a group of its own, and another optimizer to the rest: "
+            "optimizer: {lr: 1e-4, groups: [{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]}",
+        )
+
+
+def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None:
+    """:class:`RecipeError` for an option of a group that the optimizer does not have: torch would ignore it."""
+    for group in groups:
+        unknown = sorted(group.options.keys() - optimizer.defaults.keys())
+        if unknown:
+            raise RecipeError(
+                f"{type(optimizer).__name__} has no option {unknown[0]} for a group of parameters",
+                where=f"{group.key}.{unknown[0]}",
+                value=group.options[unknown[0]],
+                remedy=f"it has {', '.join(sorted(optimizer.defaults))}",
+            )
+
+
+def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
+    """One line for each parameter group: how many tensors and elements it trains, with which options."""
+    together = trained_by_all(optimizer)
+    optimizers = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    kinds = [type(each).__name__ for each in optimizers for _ in each.param_groups]
+    # A function of the user's own may have made other groups.
+    labels = labels if len(labels) == len(kinds) else [""] * len(kinds)
+    for number, (group, kind, label) in enumerate(zip(optimizer.param_groups, kinds, labels, strict=True)):
+        tensors = group["params"] if together is None else list(together[number].values())
+        log.info(
+            "%s, parameter group %d%s: %s elements in %d tensors%s",
+            kind,
+            number,
+            f" ({label})" if label else "",
+            f"{sum(tensor.numel() for tensor in tensors):,}",
+            len(tensors),
+            "".join(f", {name} {float(group[key]):g}" for key, name in _LOGGED.items() if key in group),
+        )
+
+
+_LOGGED = {"lr": "lr", "weight_decay": "weight decay"}
