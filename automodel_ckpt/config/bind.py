@@ -130,7 +130,7 @@ class Binder:
         an error.
         """
         section = section_type(alternatives)
-        is_plug_in = section is None and Target in alternatives
+        is_plug_in = section is None and target_type(alternatives) is not None
         if type(None) in alternatives and (section or is_plug_in):
             on = "give it a _target_" if is_plug_in else "write {} for its defaults"
             self._note(f"{key} has no content", node, "", f"{on}, or null to leave it out")

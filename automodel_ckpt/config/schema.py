@@ -375,8 +375,7 @@ class OptimizerConfig:
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
     """Parameters without weight decay: auto (norms and biases), none, or globs over their names."""
     groups: list[OptimizerGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
-    """Parameters with options or an optimizer of their own: [{params: ['*.embed_tokens.*'], lr: 1e-5}]. The first group
-    that matches a parameter has it; no group: the section's own options."""
+    """Parameters with options or an optimizer of their own, the first match first: [{params: ['*.bias'], lr: 1e-5}]."""
 
 
 @dataclass
@@ -384,8 +383,7 @@ class OptimizerTarget(Target):
     """An optimizer by ``_target_``, with the options of every parameter that no group has."""
 
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
-    """Parameters without weight decay: auto (norms and biases, for a class of optimizers that has the option
-    weight_decay; a function makes its own groups), none, or globs over their names."""
+    """Parameters without weight decay: auto (norms and biases; none if a function makes it), none, or globs."""
     groups: list[OptionsGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
     """Parameters with options or an optimizer of their own."""
 

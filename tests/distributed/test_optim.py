@@ -1,16 +1,20 @@
-"""The default optimizer on parameters that are shared out."""
+"""Optimizers of sharded parameters: the default one, and several in one run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize
 from automodel_ckpt.training.optim import FusedAdamW
+from tests.distributed.test_training import lines_of_steps, run
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, layout_here, model_of
+from tests.support.training import RECIPE
 
 LIMIT = 0.01
 
@@ -43,3 +47,29 @@ def test_it_does_with_shards_what_torchs_does() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
     ranks.run(on_two_ranks, 2)
+
+
+MUON = "--optimizer.groups=[{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]"
+PLAIN = RECIPE.replace("attention_dropout: 0.2", "attention_dropout: 0.0")
+FOUR = ("--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+
+
+def test_a_run_with_two_optimizers_continues_exactly_and_on_other_ranks(tmp_path: Path) -> None:
+    sharded = "--distributed.strategy=fsdp2"
+    whole = run(tmp_path, *FOUR, MUON, sharded, name="whole", text=PLAIN, num_ranks=2)
+    back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
+    assert run(tmp_path, *FOUR, MUON, sharded, back, name="resumed", text=PLAIN, num_ranks=2) == whole
+    run(tmp_path, *FOUR, MUON, back, name="on one", text=PLAIN)
+    expected = lines_of_steps(tmp_path / "whole/training.jsonl")[2:]
+    found = lines_of_steps(tmp_path / "on one/training.jsonl")
+    # Muon orthogonalizes in bfloat16.
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-3)
+    assert [line["lr"] for line in found] == [line["lr"] for line in expected]
+
+
+def test_a_run_that_had_one_group_keeps_its_weight_decay_on_every_parameter(tmp_path: Path) -> None:
+    decay = "--optimizer.weight_decay=0.5"
+    (whole,) = run(tmp_path, *FOUR, decay, "--optimizer.no_decay=none", name="whole")
+    back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
+    (resumed,) = run(tmp_path, *FOUR, decay, back, name="resumed")
+    assert resumed["weights"] == whole["weights"]

@@ -21,7 +21,9 @@ from tests.support.training import RECIPE, VALIDATION
 TEXT = (RECIPE + VALIDATION).replace("attention_dropout: 0.2", "attention_dropout: 0.0").replace(
     "num_key_value_heads: 2", "num_key_value_heads: 4"
 )  # fmt: skip
-SHORT = ("--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+GROUPS = "--optimizer.groups=[{params: [model.norm.weight], lr: 5e-3}, {params: ['*.layers.0.*'], weight_decay: 0.5}]"
+"""Either stage has no parameter of one of these groups."""
+SHORT = (GROUPS, "--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
 STAGES = "--distributed.pp_size=2"
 
 

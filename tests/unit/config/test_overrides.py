@@ -10,7 +10,7 @@ from automodel_ckpt.cli.train import _recipe_path
 from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.schema import OptimizerTarget, RecipeConfig
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -142,7 +142,7 @@ def test_text_with_brackets_that_is_no_yaml_is_rejected_where_a_list_is_needed(r
 
 def test_overrides_reach_into_plug_ins(recipe: Path) -> None:
     loaded = load(recipe, "--optimizer.lr", "1e-3", "--optimizer._target_=torch.optim.SGD")
-    assert loaded.config.optimizer == Target("torch.optim.SGD", {"lr": 1e-3})
+    assert loaded.config.optimizer == OptimizerTarget("torch.optim.SGD", {"lr": 1e-3})
 
 
 def test_the_later_override_wins(recipe: Path) -> None:
