@@ -41,6 +41,7 @@ from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantiza
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
 from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.stages import FromTokens, Staged, cut, tell_idle_share
+from automodel_ckpt.recipes.starting import verify_base
 from automodel_ckpt.recipes.steps import Rows, Steps
 
 log = logging.getLogger("automodel_ckpt")
@@ -116,8 +117,12 @@ class ModelBuilding(Steps):
             return Blueprint(made)
         assert self.model_config is not None
         size, peft = wanted_size(section.vocab_size, self.text_tokenizer), self.config.peft
+        base = self.prepare_base()
+        if base is not None:
+            level = "size" if self.only_planned else self.config.checkpoint.verify
+            verify_base(base, level, self.layout, self.layout.gloo_group)
         return draw_up(
-            replace(section, from_pretrained=self.prepare_base()),
+            replace(section, from_pretrained=base),
             self.model_config,
             auto_class=self.auto_class,
             seed=self.config.seed,

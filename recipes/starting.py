@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.sources.weights import Weights, open_weights
 from automodel_ckpt.checkpoint.state.starting import Filling, NewRows, fill_module, module_shapes, whole_shapes
@@ -17,8 +18,8 @@ from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.config.schema import InitFromConfig
 from automodel_ckpt.distributed.agree import together
-from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import fetched_directory, require_local
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.models.build import base_directory, fetched_directory, require_local
 from automodel_ckpt.models.keys import Names, Verdict, compare
 
 log = logging.getLogger("automodel_ckpt")
@@ -53,6 +54,26 @@ def start_from(
 
     together(group, fill)
     return verdict
+
+
+def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup | None) -> None:
+    """Compare a base model that is an export with its manifest, before anything is read from it; other bases have none.
+
+    Called on all ranks, each of which reads its share. Raises :class:`CheckpointUnusable`, the same on all ranks.
+    """
+
+    def compare() -> None:
+        directory = base_directory(name)
+        export = find_export_manifest(directory, follow_links=True) if directory is not None else None
+        if directory is None or export is None:
+            return
+        # A copy without the side files that nobody reads is as good.
+        present = {file for file in export.files if (directory / file).exists()}
+        problems = export.problems(only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size)
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
+
+    together(group, compare)
 
 
 def _found(

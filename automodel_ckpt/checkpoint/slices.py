@@ -119,6 +119,31 @@ def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
     return box.numel == 0 or len(list(itertools.islice(overlap(box, _whole(shape), 1), 2))) == 1
 
 
+def row_major_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """Elements ``first .. last`` of a row-major tensor as boxes, in their order, as few as possible."""
+    if first >= last:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    (row, skipped), (stop, rest) = divmod(first, inner), divmod(last, inner)
+    if row == stop:
+        yield from _row(row, shape, skipped, rest)
+        return
+    if skipped:
+        yield from _row(row, shape, skipped, inner)
+        row += 1
+    if row < stop:
+        yield Box((row, *(0 for _ in shape[1:])), (stop - row, *shape[1:]))
+    yield from _row(stop, shape, 0, rest)
+
+
+def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    for box in row_major_boxes(shape[1:], first, last):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
 def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
     """What each stretch of a file holds of the tensor: its slices, or where they are interleaved the whole tensor."""
     if not any(piece.interleaved for piece in tensor.slices):

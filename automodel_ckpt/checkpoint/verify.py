@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.composed import Held, damaged, head_fits, held_by_file, is_composed
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.durable import file_record, part_digests
-from automodel_ckpt.checkpoint.files.inside import is_hollow, link_on_the_way, open_inside, read_inside
+from automodel_ckpt.checkpoint.files.durable import file_record
+from automodel_ckpt.checkpoint.files.inside import is_hollow, link_on_the_way, open_inside
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 
 Level = Literal["none", "size", "digest"]
 
-# Of an export's list of its files: a line of a hundred bytes each.
-MAX_LIST_BYTES = 16 << 20
 _TASK_BYTES = 64 << 20
 _SHOWN = 5
 _REMEDY = "use another checkpoint of this run, or a copy of the file"
@@ -42,7 +38,7 @@ def verify(
     """
     if level == "none":
         return []
-    problems = [p for path, record in manifest.files.items() if (p := _size_problem(checkpoint, path, record))]
+    problems = [p for path, record in manifest.files.items() if (p := size_problem(checkpoint, path, record))]
     if problems or level == "size":
         return problems
     mine = _share([*_tasks(manifest)], rank, num_ranks)
@@ -89,7 +85,7 @@ def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
     return mine
 
 
-def _size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
+def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
     where = checkpoint / path
     if link := link_on_the_way(checkpoint, path):
         return Problem("a symbolic link stands in a checkpoint", str(checkpoint / link), path, _REMEDY)
@@ -175,7 +171,10 @@ def mapped(root: Path, path: str) -> Iterator[memoryview]:
 
 
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
-    """What :func:`verify` does not look at: every slice's own digest, exports, and files that belong to nothing."""
+    """Compare what :func:`verify` does not: every slice's own digest, and files that the manifest does not list.
+
+    Exports have manifests of their own (``export_manifest.py``).
+    """
     problems, parts = [], _parts(manifest)
     for path in manifest.files:
         with contextlib.suppress(OSError, ValueError):
@@ -185,10 +184,6 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     for path in foreign_files(checkpoint, manifest):
         remedy = "remove it if it is not yours; nothing reads it"
         problems.append(Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy))
-    for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
-        for directory in (Path(entry.path, name) for name in sorted(layout.EXPORTS)):
-            if entry.is_dir(follow_symlinks=False) and os.path.lexists(directory):
-                problems += export_problems(directory)
     return problems
 
 
@@ -199,45 +194,6 @@ def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterabl
         return []  # its own digest is of its slices'
     with mapped(checkpoint, path) as data:
         return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
-
-
-def export_problems(directory: Path) -> list[Problem]:
-    """What is wrong with an export by its own manifest."""
-    remedy = "export again: ckpt export" + (" --merge" if directory.name == layout.MERGED else "")
-    try:
-        text = read_inside(directory.parent, f"{directory.name}/{layout.EXPORT_MANIFEST}", limit=MAX_LIST_BYTES)
-        listed = {path: _Listed.parse(entry) for path, entry in json.loads(text)["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        return [Problem("an export without a usable manifest", str(directory), repr(error)[:300], remedy)]
-    problems = []
-    for path, entry in listed.items():
-        if reason := layout.unsafe_path(path):
-            problems.append(Problem("an export names a file outside", str(directory), f"{path!r}: {reason}", remedy))
-        elif problem := _size_problem(directory, path, FileRecord(entry.size, "")):
-            problems.append(replace(problem, remedy=remedy))
-        elif not entry.describes(directory / path):
-            what = "a file of the export is not what was written"
-            problems.append(Problem(what, str(directory / path), "its digest differs", remedy))
-    return problems
-
-
-class _Listed(NamedTuple):
-    """A file in an export's list: its size, and the digests of the consecutive parts that make it up."""
-
-    size: int
-    parts: Sequence[tuple[int, str]]
-
-    @classmethod
-    def parse(cls, entry: Mapping[str, Any]) -> _Listed:
-        size = int(entry["size"])
-        raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
-        parts = [(int(nbytes), str(digest)) for nbytes, digest in raw]
-        if min((nbytes for nbytes, _ in parts), default=0) < 0 or sum(nbytes for nbytes, _ in parts) != size:
-            raise ValueError(f"parts that do not make up {size} bytes")
-        return cls(size, parts)
-
-    def describes(self, path: Path) -> bool:
-        return part_digests(path, [nbytes for nbytes, _ in self.parts]) == [digest for _, digest in self.parts]
 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

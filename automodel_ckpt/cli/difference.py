@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.places import WHERE, whole_checkpoint
 from automodel_ckpt.cli.saved import first_state, recipe_leaves
-from automodel_ckpt.cli.terminal import coloured, json_text, printable, table
-from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.cli.terminal import coloured, fitted, json_text, print_error, printable, table
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.difference import Held
@@ -48,7 +48,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         "diff", help="what changed between two checkpoints",
         description="What changed from checkpoint A to B: recipe, environment, ranks, tensors and by how much; and "
-        "what a resume of A under B's recipe would change. What digests show to be equal is not read.",
+        "what a resume of A under B's recipe would change. Tensors of equal digests are not read. Exit code 3 where a "
+        "tensor that was read is damaged.",
     )  # fmt: skip
     for name in ("a", "b"):
         command.add_argument(name, metavar=name.upper(), help=f"{WHERE}; or another program's directory")
@@ -56,14 +57,22 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Run the command. A difference is no failure: 0."""
+    """Run the command. A difference is no failure (0); a damaged tensor is (3), and its values are not compared."""
     a, b = (_side(whole_checkpoint(Path(path))) for path in (arguments.a, arguments.b))
     document = _document(a, b)
     if arguments.json:
         print(json_text(document))
     else:
         print("\n".join(_lines(document)))
+    if problems := [problem for tree in document["trees"].values() for problem in _damage(tree)]:
+        code, message = describe(CheckpointUnusable.all_of(problems))
+        print_error(message)
+        return code
     return EXIT_DONE
+
+
+def _damage(tree: Mapping[str, Any]) -> list[Problem]:
+    return [Problem(**problem) for problems in tree["damaged"].values() for problem in problems]
 
 
 def _side(path: Path) -> Side:
@@ -215,7 +224,11 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{tree['num_equal']} equal ({tree['num_unread']} by their digests, unread), {len(tree['changed'])} changed"
+    damaged = f", {len(tree['damaged'])} damaged" if tree["damaged"] else ""
+    unread = f"{tree['num_unread']} by their digests, unread"
+    yield f"{tree['num_equal']} equal ({unread}), {len(tree['changed'])} changed{damaged}"
+    for fqn in tree["damaged"]:
+        yield f"{fqn}: damaged, not compared"
     for title, key in (("only in the first", "only_first"), ("only in the second", "only_second")):
         if tree[key]:
             more = f" and {len(tree[key]) - _SHOWN} more" if len(tree[key]) > _SHOWN else ""
@@ -227,9 +240,11 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
         order = sorted(tree["changed"], key=lambda change: -(change["relative"] or 0.0))
         rows += [
             (c["fqn"], _number(c["max_abs"]), _number(c["relative"]), f"{c['num_changed']} of {c['numel']}")
-            for c in order
+            for c in order[:_SHOWN]
         ]
-        yield from table(rows)
+        yield from fitted(rows, (1, 2, 3), ("elements changed", "largest change"))
+        if len(order) > _SHOWN:
+            yield f"and {len(order) - _SHOWN} more: `ckpt diff --json` lists all"
 
 
 def _section(title: str, content: list[str]) -> Iterator[str]:

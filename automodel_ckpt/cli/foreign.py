@@ -1,4 +1,4 @@
-"""What ``ckpt ls`` and ``ckpt show`` say of directories that other programs wrote; marked as such, and unchecked."""
+"""What ``ckpt ls`` and ``ckpt show`` print for directories that other programs wrote: marked as such, unchecked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.wording import values_text
-from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
-from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text, table
+from automodel_ckpt.cli.shown import file_lines, pairs, section, statistics, tensor_lines, totals
+from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.sources.foreign import ForeignTree
@@ -72,16 +72,17 @@ def _tensors(directory: Path, tree: ForeignTree, stats: bool) -> dict[str, dict[
     return shown
 
 
-def lines(shown: Mapping[str, Any]) -> Iterator[str]:
-    """The document for people."""
+def lines(shown: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
+    """The document for people: *everything*, or tensors in groups and files by directory."""
     yield coloured(printable(shown["path"]), "bold", sys.stdout)
     yield coloured(shown["note"], "yellow", sys.stdout)
     step = f"step {shown['step']}, epoch {shown['epoch']}, " if shown["step"] is not None else ""
     yield f"{printable(shown['kind'])}; {step}{size_text(shown['nbytes'])}, {age_text(shown['created'])} old"
     yield from section("losses", pairs(shown["losses"]))
-    yield from section("files", table([(n, size_text(b)) for n, b in sorted(shown["files"].items())]))
+    yield from section(f"files ({len(shown['files'])})", file_lines(shown["files"], everything))
     for name, tree in shown["trees"].items():
         values = f", {values_text(tree['values'])}" if tree["values"] else ""
         place = "here" if name == "." else name
-        title = f"{place} ({tree['format']}, {count(tree['tensors'], 'tensor')}{values})"
-        yield from section(title, [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"]))
+        title = f"{place} ({tree['format']}): {totals(tree['tensors'])}{values}"
+        content = [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"], everything)
+        yield from section(title, content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,33 +13,45 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.cli import foreign
 from automodel_ckpt.cli.places import add_path, whole_checkpoint
 from automodel_ckpt.cli.saved import first_state, recipe_leaves
-from automodel_ckpt.cli.shown import count, pairs, section, statistics, tensor_lines
-from automodel_ckpt.cli.terminal import age_text, coloured, json_text, printable, size_text, table
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
+from automodel_ckpt.cli.shown import (
+    damage_in,
+    file_lines,
+    pairs,
+    section,
+    statistics,
+    tensor_lines,
+    totals,
+)
+from automodel_ckpt.cli.terminal import age_text, coloured, json_text, print_error, printable, size_text
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 
 # Values of a recipe that say nothing.
 _UNSET = frozenset({"null", "[]", "{}"})
+_WIDTH = 78
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
         "show", help="what a checkpoint holds",
-        description="Show what a checkpoint holds: state, tensors, files, data position, environment.",
+        description="Show what a checkpoint holds: state, tensors, files, data position. Tensors of equal shape whose "
+        "names differ in numbers share a line.",
     )  # fmt: skip
     add_path(command)
+    command.add_argument("--tensors", action="store_true", help="every tensor and file, the recipe and the environment")
     command.add_argument(
         "--stats", action="store_true",
-        help="read every tensor: min, max, mean, standard deviation and norm of its finite values; zeros, NaN, inf",
+        help="read every tensor: min, max, mean, standard deviation and norm of its finite values; zeros, NaN, inf. "
+        "Exit code 3 where a tensor is damaged",
     )  # fmt: skip
     return command
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command. Exit code 3 where statistics were asked for and a tensor is damaged."""
     from automodel_ckpt.checkpoint.manifest import Manifest
 
     path = whole_checkpoint(Path(arguments.path))
@@ -47,7 +60,12 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json_text(document))
     else:
-        print("\n".join(foreign.lines(document) if unchecked else _lines(document)))
+        lines = foreign.lines if unchecked else _lines
+        print("\n".join(lines(document, everything=arguments.tensors)))
+    if arguments.stats and (problems := damage_in(document)):
+        code, message = describe(CheckpointUnusable.all_of(problems))
+        print_error(message)
+        return code
     return EXIT_DONE
 
 
@@ -90,28 +108,39 @@ def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     yield coloured(printable(document["path"]), "bold", sys.stdout)
     ranks = "1 rank" if document["world_size"] == 1 else f"{document['world_size']} ranks"
     size, age = size_text(document["nbytes"]), age_text(document["created"])
     yield f"step {document['step']}, epoch {document['epoch']}, {ranks}, {size}, {age} old"
     for title, key in (("losses", "losses"), ("progress", "progress"), ("data position", "data_position"),
                        ("lineage", "lineage")):  # fmt: skip
-        yield from section(title, pairs(document[key]))
-    files = [(name, size_text(size)) for name, size in sorted(document["files"].items())]
-    yield from section("files", table(files) if files else [])
+        values = document[key]
+        if key == "losses":  # these are in the line above
+            values = {name: value for name, value in values.items() if name not in ("step", "epoch")}
+        yield from section(title, pairs(values))
+    yield from section(f"files ({len(document['files'])})", file_lines(document["files"], everything))
     for name, tree in document["trees"].items():
-        yield from section(f"{name} ({tree['format']}, {count(tree['tensors'], 'tensor')})", _tree_lines(tree))
-        yield from section(f"{name}: parameter groups", map(_group, tree["groups"]))
-    yield from section("recipe", pairs({k: text for k, text in document["config"].items() if text not in _UNSET}))
-    yield from section("environment", pairs(document["environment"]))
+        title = f"{name} ({tree['format']}): {totals(tree['tensors'])}"
+        yield from section(title, _tree_lines(tree, everything))
+        groups = [line for options in tree["groups"] for line in _group_lines(options)]
+        yield from section(f"{name}: parameter groups", groups)
+    recipe = {key: text for key, text in document["config"].items() if text not in _UNSET}
+    if everything:
+        yield from section("recipe", pairs(recipe))
+        yield from section("environment", pairs(document["environment"]))
+    else:
+        yield ""
+        yield f"`ckpt show --tensors` lists each tensor and file, the recipe ({len(recipe)} values), the environment"
 
 
-def _tree_lines(tree: Mapping[str, Any]) -> list[str]:
-    return [*tensor_lines(tree["tensors"]), *(f"{alias} = {kept}" for alias, kept in tree["tied"].items())]
+def _tree_lines(tree: Mapping[str, Any], everything: bool) -> list[str]:
+    ties = [f"{alias} = {kept}" for alias, kept in tree["tied"].items()]
+    return [*tensor_lines(tree["tensors"], everything), *ties]
 
 
-def _group(options: Mapping[str, Any]) -> str:
-    """The options that say something, in a line."""
-    said = {n: value for n, value in options.items() if n != "params" and value is not None and value is not False}
-    return f"{options.get('params', '?')} parameters: " + ", ".join(f"{n} {v}" for n, v in said.items())
+def _group_lines(options: Mapping[str, Any]) -> list[str]:
+    """The options of a parameter group that are set."""
+    used = {n: value for n, value in options.items() if n != "params" and value is not None and value is not False}
+    text = f"{options.get('params', '?')} parameters: " + ", ".join(f"{n} {value}" for n, value in used.items())
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ")

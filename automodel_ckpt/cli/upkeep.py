@@ -19,10 +19,13 @@ def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands to ``ckpt``'s."""
     verify = commands.add_parser(
         "verify", help="compare files with their digests",
-        description="Compare every file of a checkpoint (of a run: of each checkpoint) with its digest.",
+        description="Compare every file of a checkpoint and of its exports (of a run: of each checkpoint) with its "
+        "digest.",
     )  # fmt: skip
     add_path(verify)
-    verify.add_argument("--deep", action="store_true", help="also each slice, exports, and files the manifest lacks")
+    verify.add_argument(
+        "--deep", action="store_true", help="also each slice, and files that the manifest does not list"
+    )
     verify.add_argument(
         "--num-threads", type=_at_least(1), default=2, metavar="N", help="threads that read (default: 2)"
     )
@@ -69,7 +72,10 @@ def verify(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
     run = run_directory(path) if path.is_dir() else None
     targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))] if run else [whole_checkpoint(path)]
-    results = [(target, _problems(target, arguments)) for target in targets]
+    results = []
+    for target in targets:
+        results.append((target, _problems(target, arguments)))
+        results += [(export, _export_problems(export, arguments)) for export in _exports(target)]
     _note(results)
     if arguments.json:
         print(json.dumps([{"path": str(t), "ok": not p, "problems": [*map(problem_json, p)]} for t, p in results]))
@@ -85,7 +91,7 @@ def _verdict(target: Path, problems: list[Problem]) -> str:
     if not problems:
         return coloured("ok", "green", sys.stdout)
     if _is_foreign(target):
-        return coloured("cannot be told", "yellow", sys.stdout)
+        return coloured("unverifiable: no manifest", "yellow", sys.stdout)
     return coloured("damaged", "red", sys.stdout)
 
 
@@ -95,7 +101,7 @@ def _is_foreign(target: Path) -> bool:
     from automodel_ckpt.checkpoint.sources import foreign
 
     described = any(os.path.lexists(target / name) for name in (layout.MANIFEST, layout.EXPORT_MANIFEST))
-    return not described and bool(foreign.kinds_in(target))
+    return not described and not target.is_symlink() and bool(foreign.kinds_in(target))
 
 
 def _note(results: Sequence[tuple[Path, list[Problem]]]) -> None:
@@ -108,15 +114,29 @@ def _note(results: Sequence[tuple[Path, list[Problem]]]) -> None:
         remember(own[0][0].parent, {target.name: not problems for target, problems in own})
 
 
+def _exports(target: Path) -> list[Path]:
+    """The exports in a checkpoint of this program; none in anything else."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.export_manifest import exports_in
+
+    return exports_in(target) if os.path.lexists(target / layout.MANIFEST) else []
+
+
+def _export_problems(export: Path, arguments: argparse.Namespace) -> list[Problem]:
+    from automodel_ckpt.checkpoint.export_manifest import export_problems
+
+    return export_problems(export, num_threads=arguments.num_threads)
+
+
 def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.checkpoint.verify import export_problems, verify_deep
     from automodel_ckpt.checkpoint.verify import verify as verify_files
+    from automodel_ckpt.checkpoint.verify import verify_deep
 
     if not os.path.lexists(checkpoint / layout.MANIFEST):
         if os.path.lexists(checkpoint / layout.EXPORT_MANIFEST):
-            return export_problems(checkpoint)
+            return _export_problems(checkpoint, arguments)
         if _is_foreign(checkpoint):
             remedy = "`ckpt import` takes it into a checkpoint that has digests; `ckpt show --stats` reads its tensors"
             return [Problem("these files have no digests to compare with", str(checkpoint), "no MANIFEST.json", remedy)]

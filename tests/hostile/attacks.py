@@ -13,7 +13,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 
 from . import bombs
-from .readers import ALL, CHECKS, EXPORTS, LISTS, PRUNES, RESUMES, VALUES
+from .readers import ALL, CHECKS, EXPORTS, LISTS, OF_EXPORTS, PRUNES, RESUMES, VALUES
 from .victim import NAME, Attacked, Document
 
 Change = Callable[[Attacked], object]
@@ -314,7 +314,7 @@ def _specials() -> None:
                 "special_in_export",
                 f"{kind}_{path}",
                 partial(in_checkpoint, path=f"model/consolidated/{path}", kind=kind),
-                {"verify_deep", *EXPORTS},
+                CHECKS | EXPORTS | OF_EXPORTS,
             )
 
 
@@ -329,7 +329,7 @@ def _links_on_the_way() -> None:
         readers = RESUMES | CHECKS | (EXPORTS if path == "model" else frozenset())
         add("link_on_the_way", path, partial(replaced, path=path), readers, RESUMES | CHECKS | (readers & {"tool"}))
     add("link_on_the_way", ".hf_metadata", partial(replaced, path="model/.hf_metadata"), EXPORTS | CHECKS, EXPORTS)
-    add("link_on_the_way", "consolidated", partial(replaced, path="model/consolidated"), EXPORTS | {"verify_deep"})
+    add("link_on_the_way", "consolidated", partial(replaced, path="model/consolidated"), EXPORTS | CHECKS)
 
 
 def _sparse() -> None:
@@ -346,7 +346,7 @@ def _sparse() -> None:
     for path in ("tracker.pt", "optim/__0_0.distcp", "config.yaml", "model/.hf_metadata/config.json"):
         readers = RESUMES | CHECKS | {"show", "ls"} | (EXPORTS if "model" in path else frozenset())
         add("sparse_file", path, partial(grown, path=path, size=1 << 40), readers, (VERIFIED | CHECKS) & readers)
-    add("sparse_file", "consolidated", grown_export, {"verify_deep", *EXPORTS})
+    add("sparse_file", "consolidated", grown_export, CHECKS | EXPORTS | OF_EXPORTS)
     add("sparse_manifest", "MANIFEST.json", lambda case: os.truncate(case.manifest, 1 << 40), ALL, CHECKS)
     add("sparse_manifest", "400_MB", lambda case: os.truncate(case.manifest, 400 << 20), ALL, CHECKS)
     foreign = "model/.hf_metadata/fqn_to_dtype_mapping.json"

@@ -12,7 +12,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.digests import digest_of
 
 from . import attacks_dcp, bombs
-from .readers import ALL, CHECKS, EXPORTS, IMPORTS, RESUMES
+from .readers import ALL, CHECKS, EXPORTS, IMPORTS, OF_EXPORTS, RESUMES
 from .victim import Attacked
 
 Add = Callable[..., None]
@@ -208,14 +208,20 @@ def _exports(add: Add) -> None:
         "words": {"a": {**record, "size": "9" * 5000}}, "empty": {"": record}, "long": {"a" * 5000: record},
     }  # fmt: skip
     for name, files in values.items():
-        add("export_manifest_names", name, partial(listed, files=files), {"verify_deep", *EXPORTS}, {"verify_deep"})
+        add(
+            "export_manifest_names",
+            name,
+            partial(listed, files=files),
+            CHECKS | EXPORTS | OF_EXPORTS,
+            CHECKS | OF_EXPORTS,
+        )
     for name, data in TEXTS.items():
         change = partial(
             lambda case, data: (case.model / "consolidated" / "export_manifest.json").write_bytes(data()), data=data
         )
-        add("export_manifest_text", name, change, {"verify_deep", *EXPORTS}, {"verify_deep"})
+        add("export_manifest_text", name, change, CHECKS | EXPORTS | OF_EXPORTS, CHECKS | OF_EXPORTS)
     for path in ("model", "optim", "rng"):
-        add("foreign_export", path, partial(_foreign_export, path=path), {"verify_deep"}, {"verify_deep"})
+        add("foreign_export", path, partial(_foreign_export, path=path), CHECKS, CHECKS)
 
 
 def _foreign_export(case: Attacked, path: str) -> None:

@@ -94,6 +94,10 @@ def _merge(run: Path) -> int:
         )
 
 
+def _exported(run: Path) -> str:
+    return os.path.join(_newest(run), "model", "consolidated")
+
+
 def _drop_optimizer(run: Path) -> int:
     return ckpt.main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"])
 
@@ -112,6 +116,8 @@ READERS: dict[str, Callable[[Path], int]] = {
     "show_stats": lambda run: ckpt.main(["show", "--stats", _newest(run)]),
     "diff": lambda run: ckpt.main(["diff", _newest(run), str(run / OTHER)]),
     "import": lambda run: ckpt.main(["import", _newest(run), str(run / "imported")]),
+    "show_export": lambda run: ckpt.main(["show", "--stats", _exported(run)]),
+    "import_export": lambda run: ckpt.main(["import", _exported(run), str(run / "imported")]),
     "show_LATEST": lambda run: ckpt.main(["show", str(run / "LATEST")]),
     "consolidate": lambda run: ckpt.main(["consolidate", _newest(run)]),
     "tool": _tool,
@@ -131,13 +137,15 @@ LISTS = frozenset({"ls", "ls_json", "show", "show_json", "show_LATEST"})
 PRUNES = frozenset({"prune", "drop_optimizer"})
 # It takes what other programs wrote: attacks on a manifest do not concern it.
 IMPORTS = frozenset({"import"})
+# They read what the newest checkpoint was exported to.
+OF_EXPORTS = frozenset({"show_export", "import_export"})
 # They read tensors, recipes and small state, beside the manifest that `show` reads.
 VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # It needs an adapter and its base.
 MERGES = frozenset({"merge"})
-ALL = frozenset(READERS) - IMPORTS - VALUES - LOGS - MERGES
+ALL = frozenset(READERS) - IMPORTS - OF_EXPORTS - VALUES - LOGS - MERGES
 OTHER = "other"
 
 

@@ -161,28 +161,3 @@ def elements_before(box: Box, shape: Sequence[int], flat: int) -> int:
             return count + size * within
         count += (index - offset) * within
     return count
-
-
-def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """Elements ``first .. last`` of a row-major tensor as boxes, in their order, as few as there can be."""
-    if first >= last:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    inner = math.prod(shape[1:])
-    (row, skipped), (stop, rest) = divmod(first, inner), divmod(last, inner)
-    if row == stop:
-        yield from _row(row, shape, skipped, rest)
-        return
-    if skipped:
-        yield from _row(row, shape, skipped, inner)
-        row += 1
-    if row < stop:
-        yield Box((row, *(0 for _ in shape[1:])), (stop - row, *shape[1:]))
-    yield from _row(stop, shape, 0, rest)
-
-
-def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    for box in boxes(shape[1:], first, last):
-        yield Box((row, *box.offsets), (1, *box.sizes))

@@ -21,11 +21,11 @@ import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.blocks import BLOCK_BYTES, Block, Read, Segment, Stretch, blocks, boxes
+from automodel_ckpt.checkpoint.export.blocks import BLOCK_BYTES, Block, Read, Segment, Stretch, blocks
 from automodel_ckpt.checkpoint.export.input import Inputs
 from automodel_ckpt.checkpoint.export.output import Clonable, Output
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
-from automodel_ckpt.checkpoint.slices import Slice, intersection
+from automodel_ckpt.checkpoint.slices import Slice, intersection, row_major_boxes
 from automodel_ckpt.errors import SaveFailed
 
 # A read can be four times what it becomes: F64 to BF16.
@@ -281,7 +281,7 @@ def place(segment: Segment, pieces: Sequence[tuple[Read, memoryview]], out: memo
     arrays = [(read.piece.box, np.frombuffer(data, held)) for read, data in pieces]
     result = np.frombuffer(out, storage_dtype(target, DTYPE_BITS[target]))
     taken = [0] * len(arrays)
-    for box in boxes(tensor.shape, segment.first, segment.last):
+    for box in row_major_boxes(tensor.shape, segment.first, segment.last):
         values, result = result[: box.numel].reshape(box.sizes), result[box.numel :]
         for number, (piece, array) in enumerate(arrays):
             common = intersection(piece, box) if tensor.shape else box

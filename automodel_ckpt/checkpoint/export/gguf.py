@@ -24,13 +24,14 @@ from automodel_ckpt.checkpoint.export.gguf_llama import KeyValue, Llama, name_fa
 from automodel_ckpt.checkpoint.export.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Log
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory, open_hf, read_json
 from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
-from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 from automodel_ckpt.on_disk import fsync_directory, fsync_file
@@ -40,6 +41,7 @@ log_default = logging.getLogger("automodel_ckpt")
 # GGML's tensor types, and the file type that says of which most are (source: gguf.md, `general.file_type`).
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 _MAX_TEMPLATE_BYTES = 1 << 20
+_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def export_gguf(
         _write(library, path, opened.root, keys, model, tensors)
     nbytes = target.stat().st_size
     seconds = time.monotonic() - started
-    return GgufReport(target, len(tensors), nbytes, seconds, opened.manifest is not None, warnings)
+    return GgufReport(target, len(tensors), nbytes, seconds, opened.has_digests, warnings)
 
 
 def _library() -> Any:
@@ -142,7 +144,7 @@ def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
 def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[list[KeyValue], Llama]:
     """All keys of the file, and the model that they describe; the tensors are found to be that model's."""
     side = source.metadata_directory or source.model_directory
-    config, tokenizer = read_json(side, "config.json"), read_json(side, "tokenizer.json")
+    config, tokenizer = (read_json(side, name, source.export) for name in ("config.json", "tokenizer.json"))
     for name, value in (("config.json", config), ("tokenizer.json", tokenizer)):
         if value is None:
             raise CheckpointUnusable(
@@ -156,21 +158,24 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
             "the tensors are not those of the config", where=str(side / "config.json"), value=fault,
             remedy="use another checkpoint, or export Hugging Face files (--to hf)",
         )  # fmt: skip
-    settings = read_json(side, "tokenizer_config.json") or {}
+    settings = read_json(side, "tokenizer_config.json", source.export) or {}
     vocabulary = tokenizer_keys(
-        tokenizer, settings, model.vocab_size, str(side / "tokenizer.json"), _chat_template(side)
+        tokenizer, settings, model.vocab_size, str(side / "tokenizer.json"), _chat_template(side, source.export)
     )
     return [*_general(source, tensors), *model.key_values(), *vocabulary], model
 
 
-def _chat_template(side: Path) -> str | None:
+def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
     try:
-        return read_inside(side, "chat_template.jinja", limit=_MAX_TEMPLATE_BYTES).decode()
+        content = read_inside(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
+        if export is not None:
+            export.check_bytes(_TEMPLATE, content)
+        return content.decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointUnusable(
-            "the chat template cannot be read", where=str(side / "chat_template.jinja"), value=repr(error)[:200],
+            "the chat template cannot be read", where=str(side / _TEMPLATE), value=repr(error)[:200],
             remedy="restore the file from another copy",
         ) from error  # fmt: skip
 
@@ -243,6 +248,6 @@ def _code(tensor: ExportTensor) -> str:
 
 
 def _values(root: Path, tensor: ExportTensor, model: Llama, name: str) -> Array:
-    values = cast(whole(root, tensor.stored), tensor.stored.dtype, _code(tensor))
+    values = cast(whole_checked(root, tensor.stored), tensor.stored.dtype, _code(tensor))
     heads = model.heads_of(name)
     return values if heads is None else values[rotary_order(heads, model.head_dim)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import uuid
@@ -18,9 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.files.inside import read_inside
-from automodel_ckpt.checkpoint.verify import MAX_LIST_BYTES
-from automodel_ckpt.errors import SaveFailed, os_problem
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 from automodel_ckpt.on_disk import fsync_directory
 
 _REMEDY = "free space or choose another --output; nothing was changed"
@@ -58,9 +56,8 @@ def _files(directory: Path) -> set[str]:
 def _exported_files(directory: Path) -> set[str]:
     """The files that the export in *directory* lists as its own; none where there is no such list."""
     try:
-        document = json.loads(read_inside(directory, layout.EXPORT_MANIFEST, limit=MAX_LIST_BYTES))
-        return {*document["files"], layout.EXPORT_MANIFEST}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {*ExportManifest.read(directory).files, layout.EXPORT_MANIFEST}
+    except CheckpointUnusable:
         return set()
 
 

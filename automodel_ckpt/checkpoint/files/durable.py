@@ -144,9 +144,10 @@ def file_record(path: Path) -> FileRecord:
         return FileRecord(*_digest_up_to(descriptor, 0, None))
 
 
-def part_digests(path: Path, sizes: Sequence[int]) -> list[str]:
-    """The digest of each of the consecutive parts of a regular file, *sizes* in bytes; a shorter file has fewer."""
-    digests, at = [], 0
+def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[str]:
+    """The digest of each of the consecutive byte ranges of a regular file, *sizes* in bytes, the first of which begins
+    at *start*; a shorter file has fewer."""
+    digests, at = [], start
     with _opened(path) as descriptor:
         for size in sizes:
             found, digest = _digest_up_to(descriptor, at, size)

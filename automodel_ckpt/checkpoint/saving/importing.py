@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
@@ -37,7 +38,7 @@ from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.weights import Tensors, open_weights
-from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.wording import others_text, values_text
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece, run_all
 from automodel_ckpt.checkpoint.writing.parts import Part, merge_files, merge_tree
@@ -51,7 +52,7 @@ _MAX_SIDE_BYTES = 128 << 20
 # It is parsed, and then takes up to 25 times its size.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RECIPE_BYTES = 1 << 20
-_WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA)
+_WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA, layout.EXPORT_MANIFEST)
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 _REMEDY = "name a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
@@ -221,9 +222,13 @@ def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
             continue
         names = sorted(path.name for path in place.iterdir() if is_side_file(path.name) and path.is_file())
         if _CONFIG in names:
-            _refuse_links_out(place, is_side_file)
+            _refuse_links_out(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
             limits = dict.fromkeys(names, _MAX_SIDE_BYTES) | {_CONFIG: _MAX_CONFIG_BYTES}
-            return {name: _content(place / name, limit) for name, limit in limits.items()}
+            files = {name: _content(place / name, limit) for name, limit in limits.items()}
+            if (export := find_export_manifest(place, follow_links=True)) is not None:
+                for name, content in files.items():
+                    export.check_bytes(name, content)
+            return files
     return {}
 
 
@@ -292,8 +297,9 @@ def _pieces(weights: Tensors, file: OutputFile) -> Iterator[Piece]:
 
 
 def _row_major(root: Path, tensor: Tensor) -> memoryview:
-    """A tensor's bytes: mapped where they stand in one piece, else put together."""
-    return whole(root, tensor).reshape(-1).view("u1").data
+    """A tensor's bytes, compared with their digests where there are any: mapped where they are one slice, else put
+    together."""
+    return whole_checked(root, tensor).reshape(-1).view("u1").data
 
 
 def _losses(planned: Import) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.dcp_directory import read_content, read_tensors
@@ -121,7 +122,7 @@ def stored_tensors(directory: Path, kind: str) -> tuple[Path, Mapping[str, Tenso
     if kind == DCP:
         return directory, {tensor.fqn: tensor for tensor in read_tensors(directory, read_content(directory))}
     if kind == ADAPTER:
-        return directory, tensors_in(directory, layout.ADAPTER_MODEL)
+        return directory, tensors_in(directory, layout.ADAPTER_MODEL, find_export_manifest(directory))
     source = open_hf(directory) if kind == HF else open_source(directory)
     return source.root, source.tensors
 

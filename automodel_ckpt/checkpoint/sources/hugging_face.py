@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.files.safetensors_header import header_inside, read_header
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
@@ -37,26 +38,34 @@ def is_hf_directory(directory: Path, *, follow_links: bool = False) -> bool:
 
 
 def open_hf(directory: Path) -> Source:
-    """The model in a directory of Hugging Face files. Raises :class:`CheckpointUnusable` where its files and its index
-    do not fit together."""
-    index = _weight_map(directory)
+    """The model in a directory of Hugging Face files. Where the directory is an export, its index and headers are
+    compared with its manifest here, and the slices have digests for those who read them.
+
+    Raises :class:`CheckpointUnusable` where files, index and manifest do not fit together.
+    """
+    export = find_export_manifest(directory)
+    index = _weight_map(directory, export)
     names = sorted(set(index.values())) if index is not None else _safetensors(directory)
     tensors: dict[str, Tensor] = {}
     for name in names:
-        for fqn, tensor in tensors_in(directory, name).items():
+        for fqn, tensor in tensors_in(directory, name, export).items():
             if fqn in tensors:
                 raise unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
             tensors[fqn] = tensor
     if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
         raise unusable("the index names a tensor that is not in its file", directory / layout.HF_INDEX, missing[0])
-    notes = ("these files are unchecked: there is no manifest with their digests",)
-    return Source(directory, directory, tensors, notes=notes, finished=True)
+    notes = () if export else ("these files are unchecked: there is no manifest with their digests",)
+    return Source(directory, directory, tensors, notes=notes, finished=True, export=export)
 
 
-def read_json(directory: Path, name: str) -> dict[str, Any] | None:
-    """A JSON mapping in *directory*; None where there is no such file. Raises :class:`CheckpointUnusable`."""
+def read_json(directory: Path, name: str, export: ExportManifest | None = None) -> dict[str, Any] | None:
+    """A JSON mapping in *directory*, compared with the manifest of the *export* that it belongs to; None where there is
+    no such file. Raises :class:`CheckpointUnusable`."""
     try:
-        value = json.loads(read_inside(directory, name, limit=_MAX_JSON_BYTES))
+        content = read_inside(directory, name, limit=_MAX_JSON_BYTES)
+        if export is not None:
+            export.check_bytes(name, content)
+        value = json.loads(content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -73,8 +82,8 @@ def _safetensors(directory: Path) -> list[str]:
         raise unusable("the directory cannot be read", directory, error.strerror) from error
 
 
-def _weight_map(directory: Path) -> Mapping[str, str] | None:
-    index = read_json(directory, layout.HF_INDEX)
+def _weight_map(directory: Path, export: ExportManifest | None) -> Mapping[str, str] | None:
+    index = read_json(directory, layout.HF_INDEX, export)
     if index is None:
         return None
     found = index.get("weight_map")
@@ -86,15 +95,21 @@ def _weight_map(directory: Path) -> Mapping[str, str] | None:
     return found
 
 
-def tensors_in(directory: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file. Raises :class:`CheckpointUnusable`."""
+def tensors_in(directory: Path, name: str, export: ExportManifest | None = None) -> dict[str, Tensor]:
+    """The tensors of one file, with the digests of the *export* that it belongs to. Raises
+    :class:`CheckpointUnusable`."""
     try:
+        if export is not None:
+            export.check_header(name)
         header = header_inside(directory, name)
     except OSError as error:
         raise unusable("a file of the model cannot be read", directory / name, error.strerror) from error
     if SHARDING_INFO in header.metadata:
         raise unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
-    return {fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()}
+    tensors = {fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()}
+    if export is None:
+        return tensors
+    return {fqn: export.with_digests(name, tensor) for fqn, tensor in tensors.items()}
 
 
 def _in(tensor: Tensor, name: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable
@@ -17,7 +18,8 @@ class Source:
     """Slices to export: their files are relative to *root*.
 
     *manifest*, where there is one, names no other files than those that the export reads. A *finished* source is a
-    model directory of Hugging Face files already: its tensors are whole, under the names that they have there.
+    model directory of Hugging Face files already: its tensors are whole, under the names that they have there. Of one
+    that is an export, *export* is its manifest, and the slices have its digests.
     """
 
     root: Path
@@ -27,6 +29,12 @@ class Source:
     manifest: Manifest | None = None
     notes: tuple[str, ...] = ()
     finished: bool = False
+    export: ExportManifest | None = None
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether there are digests that the files can be compared with."""
+        return self.manifest is not None or self.export is not None
 
     @property
     def metadata_directory(self) -> Path | None:

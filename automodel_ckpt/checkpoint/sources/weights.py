@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.manifest import Manifest
@@ -20,7 +21,7 @@ from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
 from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory
 from automodel_ckpt.checkpoint.sources.opening import MODEL, open_source
 from automodel_ckpt.checkpoint.verify import Level, verify
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 _MAX_INDEX_BYTES = 64 << 20
 _REMEDY = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
@@ -37,18 +38,24 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The modules found in *path*, by attribute name. *checkpoint* has a manifest, by which it can be verified."""
+    """The modules found in *path*, by attribute name. A *checkpoint* and an *export* have manifests, by which they can
+    be verified."""
 
     path: Path
     modules: Mapping[str, Tensors]
     checkpoint: Path | None = None
+    export: ExportManifest | None = None
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, where there is one: :class:`CheckpointUnusable`."""
-        if self.checkpoint is None:
-            return
-        manifest = Manifest.read(self.checkpoint)
-        if problems := verify(self.checkpoint, manifest, level, rank=rank, num_ranks=num_ranks):
+        problems: list[Problem] = []
+        if self.checkpoint is not None:
+            manifest = Manifest.read(self.checkpoint)
+            problems = verify(self.checkpoint, manifest, level, rank=rank, num_ranks=num_ranks)
+        elif self.export is not None:
+            used = {*_file_names(self.export.directory), layout.HF_INDEX}
+            problems = self.export.problems(only=used, level=level, rank=rank, num_ranks=num_ranks)
+        if problems:
             raise CheckpointUnusable.all_of(problems)
 
 
@@ -64,7 +71,8 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
     if is_hf_directory(found, follow_links=True):
-        return Weights(found, {MODEL: _hugging_face(found)})
+        export = find_export_manifest(found, follow_links=True)
+        return Weights(found, {MODEL: _hugging_face(found, export)}, export=export)
     return Weights(found, {MODEL: _opened(found)})
 
 
@@ -106,27 +114,34 @@ def _opened(directory: Path) -> Tensors:
     return Tensors(source.root, source.tensors, source.tied)
 
 
-def _hugging_face(directory: Path) -> Tensors:
-    """The tensors of the files that the index names, or of all. Links are followed: the Hub's cache is made of them."""
+def _hugging_face(directory: Path, export: ExportManifest | None) -> Tensors:
+    """The tensors of the files that the index names, or of all, with the digests of the *export* that they are. Links
+    are followed: the Hub's cache is made of them."""
     tensors: dict[str, Tensor] = {}
-    for name in _file_names(directory):
+    for name in _file_names(directory, export):
         real = _real(directory / name)
         if not real.is_file():
             raise _unusable("a file of weights is missing", directory / name, "the index names it")
+        if export is not None:
+            export.check_header(name)
         for fqn, entry in read_header(real).tensors.items():
             if fqn in tensors:
                 raise _unusable(f"two files hold the tensor {fqn!r}", directory, name)
-            tensors[fqn] = whole_tensor(fqn, entry.dtype, entry.shape, str(real).lstrip("/"), entry.start)
+            tensor = whole_tensor(fqn, entry.dtype, entry.shape, str(real).lstrip("/"), entry.start)
+            tensors[fqn] = tensor if export is None else export.with_digests(name, tensor)
     return Tensors(Path("/"), tensors)
 
 
-def _file_names(directory: Path) -> list[str]:
+def _file_names(directory: Path, export: ExportManifest | None = None) -> list[str]:
     index = directory / layout.HF_INDEX
     if not index.is_file():
         return sorted(path.name for path in directory.glob("*.safetensors"))
     real = _real(index)
     try:
-        weight_map = json.loads(read_inside(real.parent, real.name, limit=_MAX_INDEX_BYTES))["weight_map"]
+        content = read_inside(real.parent, real.name, limit=_MAX_INDEX_BYTES)
+        if export is not None:
+            export.check_bytes(layout.HF_INDEX, content)
+        weight_map = json.loads(content)["weight_map"]
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unusable("the index of the weights cannot be read", index, repr(error)[:200]) from error

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.intact import damage_problem
+from automodel_ckpt.errors import Problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
@@ -43,7 +45,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """*redescribed* gives dtype and shape on both sides, *unread* counts tensors that digests showed to be equal."""
+    """*redescribed* gives dtype and shape on both sides, *unread* counts tensors that digests showed to be equal.
+    *damaged* says of each tensor whose stored bytes have not their digests what is wrong; its values are not compared.
+    """
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
@@ -51,11 +55,12 @@ class TensorDifference:
     changed: tuple[Change, ...]
     num_equal: int
     num_unread: int
+    damaged: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
 
 
 def compare(first: Held, second: Held) -> TensorDifference:
     """Compare all tensors. Raises OSError where a file cannot be read, naming it."""
-    redescribed, changed, equal, unread = {}, [], 0, 0
+    redescribed, changed, damaged, equal, unread = {}, [], {}, 0, 0
     for fqn, one in first.tensors.items():
         other = second.tensors.get(fqn)
         if other is None:
@@ -64,6 +69,8 @@ def compare(first: Held, second: Held) -> TensorDifference:
             redescribed[fqn] = (f"{one.dtype} {list(one.shape)}", f"{other.dtype} {list(other.shape)}")
         elif _same_digests(one, other):
             unread += 1
+        elif problems := _damage((first.root, one), (second.root, other)):
+            damaged[fqn] = problems
         elif (change := _change(fqn, (first.root, one), (second.root, other))) is None:
             equal += 1
         else:
@@ -71,8 +78,14 @@ def compare(first: Held, second: Held) -> TensorDifference:
     return TensorDifference(
         tuple(sorted(first.tensors.keys() - second.tensors.keys())),
         tuple(sorted(second.tensors.keys() - first.tensors.keys())),
-        redescribed, tuple(changed), equal + unread, unread,
+        redescribed, tuple(changed), equal + unread, unread, damaged,
     )  # fmt: skip
+
+
+def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
+    """What is wrong with the stored bytes on either side."""
+    found = (damage_problem(root, tensor) for root, tensor in sides)
+    return tuple(problem for problem in found if problem is not None)
 
 
 def _same_digests(one: Tensor, other: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.intact import require_intact
 from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
@@ -76,11 +77,15 @@ class _Sums:
 
 
 def statistics_of(root: Path, tensor: Tensor) -> Statistics:
-    """Read a tensor whose files are relative to *root*. Raises :class:`CheckpointUnusable` where that cannot be."""
+    """Read a tensor whose files are relative to *root*.
+
+    Raises :class:`CheckpointUnusable` for a tensor that cannot be read, or whose bytes have not their digests.
+    """
     sums = _Sums()
-    if tensor.dtype in _COMPLEX:
-        return Statistics(None, None, None, None, None, 0, 0, 0, math.prod(tensor.shape))
     try:
+        require_intact(root, tensor)
+        if tensor.dtype in _COMPLEX:
+            return Statistics(None, None, None, None, None, 0, 0, 0, math.prod(tensor.shape))
         reader = BoxReader(root, tensor)
         for box in boxes(tensor.shape):
             sums.take(reader.wide(reader.read(box)))

@@ -10,6 +10,16 @@ import numpy as np
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
+from automodel_ckpt.checkpoint.tensors.intact import require_intact
+
+
+def whole_checked(root: Path, tensor: Tensor) -> Array:
+    """A tensor put together from its slices, once their bytes are found to have their digests.
+
+    Raises :class:`CheckpointUnusable` where they have not.
+    """
+    require_intact(root, tensor)
+    return whole(root, tensor)
 
 
 def whole(root: Path, tensor: Tensor) -> Array:

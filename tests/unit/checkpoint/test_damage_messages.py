@@ -14,6 +14,7 @@ import torch
 
 from automodel_ckpt.checkpoint import layout, verify
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files.inside import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
@@ -48,9 +49,9 @@ def found(checkpoint: Path) -> str:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"../x": {"size": 1, "digest": "00"}}, "an export names a file outside"),
+        ({"../x": {"size": 1, "digest": "00"}}, "names a file outside of it"),
         ({"a": {"size": 1, "digest": "00"}}, "a file of the export is not what was written"),
-        ({"a": {"size": 1, "parts": [[2, "00"]]}}, "parts that do not make up 1 bytes"),
+        ({"a": {"size": 1, "parts": [[2, "00"]]}}, "byte ranges of 2 bytes for a file of 1"),
     ],
 )
 def test_an_export_that_is_not_what_its_list_says(checkpoint: Path, files: dict[str, object], said: str) -> None:
@@ -58,7 +59,8 @@ def test_an_export_that_is_not_what_its_list_says(checkpoint: Path, files: dict[
     export.mkdir()
     (export / "a").write_bytes(b"x")
     (export / layout.EXPORT_MANIFEST).write_text(json.dumps({"files": files}))
-    assert said in found(checkpoint) and "export again" in found(checkpoint)
+    problems = "\n".join(map(str, export_problems(export)))
+    assert said in problems and "export again" in problems
 
 
 def test_digests_of_slices_that_are_not_those_of_their_file(checkpoint: Path) -> None:

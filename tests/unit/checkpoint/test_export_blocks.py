@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from automodel_ckpt.checkpoint.export import blocks as export_blocks
-from automodel_ckpt.checkpoint.export.blocks import blocks, boxes, elements_before, shares
+from automodel_ckpt.checkpoint.export.blocks import blocks, elements_before, shares
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, row_major_boxes
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 1, 6), (2, 3, 4, 5), (1, 9)]
 
@@ -39,9 +39,9 @@ def grid(shape: tuple[int, ...], random_cuts: random.Random) -> list[Box]:
 def test_a_range_of_elements_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
     numel = math.prod(shape)
     for first, last in itertools.combinations(range(numel + 1), 2):
-        found = [position for box in boxes(shape, first, last) for position in positions(box, shape)]
+        found = [position for box in row_major_boxes(shape, first, last) for position in positions(box, shape)]
         assert found == list(range(first, last))
-        assert len(list(boxes(shape, first, last))) <= max(1, 2 * len(shape) - 1)
+        assert len(list(row_major_boxes(shape, first, last))) <= max(1, 2 * len(shape) - 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -97,6 +97,21 @@ def test_a_damaged_shard_yields_no_file(tmp_path: Path, capsys: Capture) -> None
     assert shard.name in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def test_a_damaged_export_yields_no_file(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c")
+    export = consolidate(tmp_path / "c", output=tmp_path / "hf").output
+    for name in ("model-00001-of-00001.safetensors", "tokenizer.json"):
+        intact = (export / name).read_bytes()
+        (export / name).write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+        assert main(["export", str(export), "--to", "gguf"]) == 3
+        assert "digest differs" in capsys.readouterr().err
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "hf"]
+        (export / name).write_bytes(intact)
+    assert main(["export", str(export), "--to", "gguf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checked"] is True
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [(["--nproc", "2"], 2, "--nproc"), (["-o", "no/where/x"], 4, "ENOENT"), (["-o", "."], 4, "a directory"),

@@ -139,3 +139,19 @@ def test_statistics_need_no_torch(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code, "show", str(path), "--stats"], capture_output=True, text=True)
     assert done.returncode == 0 and "norm" in done.stdout, done.stderr
+
+
+def test_tensors_whose_names_differ_in_numbers_share_a_line(tmp_path: Path, capsys: Capture) -> None:
+    shapes = {"model.layers.{}.q.weight": (2, 3), "model.layers.{}.norm": (3,)}
+    tensors = {name.format(n): torch.ones(shape) for n in range(12) for name, shape in shapes.items()}
+    tensors |= {f"experts.{n}.up": torch.ones(2) for n in (0, 2, 5)} | {"head": torch.ones(4, dtype=torch.bfloat16)}
+    tensors["model.layers.7.norm"] = torch.ones(5)
+    write_checkpoint(tmp_path / "c", tensors, [p for f, t in tensors.items() for p in cut(f, t, 1)])
+    assert main(["show", str(tmp_path / "c")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model.layers.{0..11}.q.weight", "F32", "[2,", "3]", "12", "tensors"] in lines
+    assert ["model.layers.{0,", "1,", "2,", "3,", "4,", "5,", "...}.norm", "F32", "[3]", "11", "tensors"] in lines
+    assert ["model.layers.7.norm", "F32", "[5]"] in lines and ["head", "BF16", "[4]"] in lines
+    assert ["experts.{0,", "2,", "5}.up", "F32", "[2]", "3", "tensors"] in lines
+    assert main(["show", str(tmp_path / "c"), "--tensors"]) == 0
+    assert "model.layers.11.q.weight" in capsys.readouterr().out

@@ -1,0 +1,301 @@
+"""The manifest of an export, ``export_manifest.json``, and the comparison of an export's files with it.
+
+An export is a directory of Hugging Face files. Its manifest lists every file with its size and the digests of
+consecutive byte ranges, from which the digest of each tensor follows. Whatever reads an export opens it with
+:func:`find_export_manifest` and compares what it reads before it uses the values. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.durable import part_digests
+from automodel_ckpt.checkpoint.files.inside import is_hollow, read_inside
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, row_major_boxes
+from automodel_ckpt.checkpoint.verify import Level, size_problem
+from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+# A line of a hundred bytes for each byte range; parsed, it takes up to 25 times as much memory. A longer manifest must
+# have that many bytes of weights beside it to describe.
+_FREE_BYTES = 16 << 20
+_MAX_BYTES = 1 << 29
+_DATA_RATIO = 64
+# The digests of about this many bytes are compared in one go, by one rank and one thread.
+_TASK_BYTES = 64 << 20
+_SHOWN = 5
+_CHANGED_ON_PURPOSE = f"if the files were changed on purpose, remove {layout.EXPORT_MANIFEST}: nothing is compared then"
+
+
+class DigestedRange(NamedTuple):
+    """The bytes ``start .. start + nbytes`` of a file, and their digest."""
+
+    start: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file of an export: its size in bytes, and the consecutive byte ranges that make it up."""
+
+    size: int
+    ranges: tuple[DigestedRange, ...]
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> ListedFile:
+        """The file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
+        size = int(entry["size"])
+        raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
+        ranges = []
+        start = 0
+        for nbytes, digest in raw:
+            if int(nbytes) < 0:
+                raise ValueError(f"a byte range of {nbytes} bytes")
+            ranges.append(DigestedRange(start, int(nbytes), str(digest)))
+            start += int(nbytes)
+        if start != size:
+            raise ValueError(f"byte ranges of {start} bytes for a file of {size}")
+        return cls(size, tuple(ranges))
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """What the export in *directory* consists of. With *follow_links*, its files may be symbolic links, as they are in
+    the Hub's cache."""
+
+    directory: Path
+    files: Mapping[str, ListedFile]
+    follow_links: bool = False
+
+    @classmethod
+    def read(cls, directory: Path, *, follow_links: bool = False) -> ExportManifest:
+        """The manifest in *directory*. Raises :class:`CheckpointUnusable` where it is missing or malformed."""
+        path = directory / layout.EXPORT_MANIFEST
+        try:
+            real = Path(os.path.realpath(path)) if follow_links else path
+            text = read_inside(real.parent, real.name, limit=_most_bytes(directory))
+            files = {name: ListedFile.parse(entry) for name, entry in json.loads(text)["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise CheckpointUnusable(
+                "an export without a usable manifest", where=str(path), value=repr(error)[:300],
+                remedy=_remedy(directory),
+            ) from error  # fmt: skip
+        for name in files:
+            if reason := layout.unsafe_path(name):
+                raise CheckpointUnusable(
+                    "an export's manifest names a file outside of it", where=str(path), value=f"{name!r}: {reason}",
+                    remedy=_remedy(directory),
+                )  # fmt: skip
+        return cls(directory, files, follow_links)
+
+    # ---------------------------------------------------------------- comparing whole files
+
+    def problems(
+        self, *, only: Collection[str] | None = None, level: Level = "digest", rank: int = 0, num_ranks: int = 1,
+        num_threads: int = 2,
+    ) -> list[Problem]:  # fmt: skip
+        """Everything that is wrong with the listed files (or with *only* those names), in the manifest's order.
+
+        ``size``: each file exists, is regular and has its size. ``digest``: its bytes are also those that were written;
+        damaged tensors are named. With several ranks, each reads its share of the bytes. ``none`` compares nothing.
+        """
+        if level == "none":
+            return []
+        names = [name for name in self.files if only is None or name in only]
+        problems = [problem for name in names if (problem := self._size_problem(name)) is not None]
+        if problems or level == "size":
+            return problems
+        tasks = [task for name in names for task in self._tasks(name)]
+        mine = [task for number, task in enumerate(tasks) if number % num_ranks == rank]
+        with ThreadPoolExecutor(num_threads) as pool:
+            damaged = [*pool.map(lambda task: self._damaged_ranges(*task), mine)]
+        found: dict[str, list[DigestedRange]] = {}
+        for (name, _), ranges in zip(mine, damaged, strict=True):
+            found.setdefault(name, []).extend(ranges)
+        return [self._damage(name, ranges) for name, ranges in found.items() if ranges]
+
+    def _size_problem(self, name: str) -> Problem | None:
+        record = FileRecord(self.files[name].size, "")
+        if not self.follow_links:
+            problem = size_problem(self.directory, name, record)
+        else:
+            real = self._path(name)
+            problem = size_problem(real.parent, real.name, record)
+        return problem and replace(problem, what=_of_export(problem.what), remedy=_remedy(self.directory))
+
+    def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
+        """The byte ranges of a file, in groups of about 64 MiB."""
+        group: list[DigestedRange] = []
+        nbytes = 0
+        for each in self.files[name].ranges:
+            group.append(each)
+            nbytes += each.nbytes
+            if nbytes >= _TASK_BYTES:
+                yield name, group
+                group, nbytes = [], 0
+        if group:
+            yield name, group
+
+    def _damaged_ranges(self, name: str, ranges: Sequence[DigestedRange]) -> list[DigestedRange]:
+        """The byte ranges whose digests differ; all of them where the file cannot be read."""
+        try:
+            sizes = [each.nbytes for each in ranges]
+            found = part_digests(self._path(name), sizes, start=ranges[0].start)
+        except OSError:
+            return [*ranges]
+        found += [""] * (len(ranges) - len(found))
+        return [each for each, digest in zip(ranges, found, strict=True) if each.digest != digest]
+
+    def _damage(self, name: str, damaged: Sequence[DigestedRange]) -> Problem:
+        tensors = self._tensors_in(name, damaged)
+        shown = tensors[:_SHOWN]
+        if len(tensors) > _SHOWN:
+            shown.append(f"{len(tensors) - _SHOWN} more")
+        value = f"damaged: {', '.join(shown)}" if tensors else "its digest differs"
+        what = "a file of the export is not what was written: its digest differs"
+        return Problem(what, str(self.directory / name), value, _remedy(self.directory))
+
+    def _tensors_in(self, name: str, damaged: Sequence[DigestedRange]) -> list[str]:
+        """The tensors that have bytes in the *damaged* ranges; none where the header is damaged itself."""
+        if not name.endswith(".safetensors") or damaged[0].start == 0:
+            return []
+        try:
+            entries = read_header(self._path(name)).tensors
+        except (CheckpointUnusable, OSError):
+            return []
+        starts = [each.start for each in damaged]
+        found = []
+        for fqn, entry in sorted(entries.items(), key=lambda item: item[1].start):
+            first = bisect_left(starts, entry.start)
+            if first < len(starts) and starts[first] < entry.end:
+                found.append(f"tensor {fqn}")
+        return found
+
+    # ---------------------------------------------------------------- comparing while reading
+
+    def check_bytes(self, name: str, data: bytes) -> None:
+        """Compare the whole content of a small file with its digests. A file that is not listed was added by somebody
+        else, and is not compared. Raises :class:`CheckpointUnusable`."""
+        listed = self.files.get(name)
+        if listed is None:
+            return
+        same_size = len(data) == listed.size
+        if not same_size or any(digest_of(data[r.start : r.start + r.nbytes]) != r.digest for r in listed.ranges):
+            raise CheckpointUnusable.all_of([self._damage(name, [DigestedRange(0, len(data), "")])])
+
+    def check_header(self, name: str) -> None:
+        """Compare the size of a safetensors file, and its bytes before the first tensor. Raises
+        :class:`CheckpointUnusable`."""
+        if name not in self.files:
+            raise CheckpointUnusable(
+                "the export's manifest does not list this file", where=str(self.directory / name), value=name,
+                remedy=_remedy(self.directory),
+            )  # fmt: skip
+        if problem := self._size_problem(name):
+            raise CheckpointUnusable.all_of([problem])
+        header = self.files[name].ranges[:1]
+        if header and self._damaged_ranges(name, header):
+            raise CheckpointUnusable.all_of([self._damage(name, header)])
+
+    def with_digests(self, name: str, tensor: Tensor) -> Tensor:
+        """*tensor*, one slice of the file *name*, as the slices whose digests the manifest lists.
+
+        Raises :class:`CheckpointUnusable` where the listed byte ranges do not fit the tensor.
+        """
+        (whole,) = tensor.slices
+        if not whole.nbytes:
+            return tensor
+        ranges = self.files[name].ranges
+        slices = []
+        at = whole.start
+        for each in ranges[bisect_left(ranges, whole.start, key=lambda each: each.start) :]:
+            if each.start != at or at + each.nbytes > whole.start + whole.nbytes:
+                break
+            if each.nbytes:
+                slices.append(self._slice(whole, tensor.shape, each))
+                at += each.nbytes
+        if at != whole.start + whole.nbytes:
+            self._refuse_ranges(name, tensor.fqn)
+        return replace(tensor, slices=tuple(slices))
+
+    def _slice(self, whole: Slice, shape: tuple[int, ...], each: DigestedRange) -> Slice:
+        bits = DTYPE_BITS[whole.dtype]
+        first, before = divmod((each.start - whole.start) * 8, bits)
+        last, after = divmod((each.start - whole.start + each.nbytes) * 8, bits)
+        boxes = [*row_major_boxes(shape, first, last)]
+        if before or after or len(boxes) != 1:
+            self._refuse_ranges(whole.file, whole.fqn)
+        (box,) = boxes
+        return replace(
+            whole, offsets=box.offsets, sizes=box.sizes, start=each.start, nbytes=each.nbytes, digest=each.digest
+        )
+
+    def _refuse_ranges(self, name: str, fqn: str) -> None:
+        raise CheckpointUnusable(
+            f"the export's manifest does not fit the tensor {fqn!r}", where=str(self.directory / name),
+            value="its byte ranges are not those of the file's header", remedy=_remedy(self.directory),
+        )  # fmt: skip
+
+    def _path(self, name: str) -> Path:
+        path = self.directory / name
+        return Path(os.path.realpath(path)) if self.follow_links else path
+
+
+def find_export_manifest(directory: Path, *, follow_links: bool = False) -> ExportManifest | None:
+    """The manifest of the export in *directory*; None where the directory has none, so that nothing can be compared.
+
+    Raises :class:`CheckpointUnusable` for a manifest that cannot be read.
+    """
+    if not os.path.lexists(directory / layout.EXPORT_MANIFEST):
+        return None
+    return ExportManifest.read(directory, follow_links=follow_links)
+
+
+def export_problems(directory: Path, *, num_threads: int = 2) -> list[Problem]:
+    """Everything that is wrong with the export in *directory* by its own manifest."""
+    if directory.is_symlink():
+        value = os.readlink(directory)
+        return [Problem("an export is a symbolic link", str(directory), value, "replace the link by the directory")]
+    try:
+        return ExportManifest.read(directory).problems(num_threads=num_threads)
+    except CheckpointUnusable as error:
+        return [*error.problems]
+
+
+def exports_in(checkpoint: Path) -> list[Path]:
+    """The exports in the directories of a checkpoint's modules, sorted."""
+    found = []
+    for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            candidates = [Path(entry.path, name) for name in sorted(layout.EXPORTS)]
+            found += [path for path in candidates if os.path.lexists(path)]
+    return found
+
+
+def _of_export(what: str) -> str:
+    return what.replace("of the checkpoint", "of the export").replace("in a checkpoint", "in an export")
+
+
+def _remedy(directory: Path) -> str:
+    command = "ckpt export --merge" if directory.name == layout.MERGED else "ckpt export"
+    return f"export again: {command}; {_CHANGED_ON_PURPOSE}"
+
+
+def _most_bytes(directory: Path) -> int:
+    nbytes = 0
+    for entry in os.scandir(directory):
+        status = entry.stat()
+        if entry.is_file() and not is_hollow(status):
+            nbytes += status.st_blocks * 512
+    return min(_MAX_BYTES, max(_FREE_BYTES, nbytes // _DATA_RATIO))
