@@ -37,6 +37,8 @@ from automodel_ckpt.on_disk import fsync_directory, replace_file
 log = logging.getLogger("automodel_ckpt")
 
 _POINTER_BYTES = 256
+_LINK_ATTEMPTS = 3
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -108,22 +110,35 @@ def publish(staging: Path, name: str) -> Path:
 def point(root: Path, pointer: str, name: str) -> None:
     """Swap the link *pointer* to the checkpoint *name*; a text file ``POINTER.txt`` where links can't be made."""
     _make_way(root, pointer)
-    temporary = root / f".{pointer}.{uuid.uuid4().hex}"
-    try:
-        os.symlink(name, temporary)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES):
-            raise
+    if not _swap_link(root, pointer, name):
         replace_file(root / f"{pointer}.txt", name.encode() + b"\n")
         return
-    try:
-        os.rename(temporary, root / pointer)
-    except OSError:
-        os.unlink(temporary)
-        raise
     with contextlib.suppress(FileNotFoundError):
         os.unlink(root / f"{pointer}.txt")
     fsync_directory(root)
+
+
+def _swap_link(root: Path, pointer: str, name: str) -> bool:
+    """Make the link under a temporary name, and give it its own; False where links cannot be made."""
+    for attempts_left in reversed(range(_LINK_ATTEMPTS)):
+        temporary = root / f".{pointer}.{uuid.uuid4().hex}"
+        try:
+            os.symlink(name, temporary)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        try:
+            os.rename(temporary, root / pointer)
+            break
+        except FileNotFoundError:
+            # A run that starts clears temporary links: `ckpt pin` does not wait for it.
+            if attempts_left == 0:
+                raise
+        except OSError:
+            os.unlink(temporary)
+            raise
+    return True
 
 
 def unpoint(root: Path, pointer: str) -> None:
@@ -217,7 +232,5 @@ def recover(root: Path) -> list[str]:
 
 
 def _is_leftover(name: str) -> bool:
-    stem, _, unique = name[1:].rpartition(".") if name.startswith(".") else ("", "", "")
-    files = (layout.LATE_VALIDATIONS, layout.VERIFIED, layout.TRAINING_LOG, layout.VALIDATION_LOG)
-    ours = {*layout.POINTERS, *(f"{pointer}.txt" for pointer in layout.POINTERS), *files}
-    return layout.is_staging(name) or layout.is_trash(name) or (len(unique) == 32 and stem in ours)
+    temporary = layout.is_temporary(name) or layout.is_link_name(name)
+    return temporary or layout.is_staging(name) or layout.is_trash(name)

@@ -29,6 +29,8 @@ TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
+LOCK_FILE = ".run.lock"
+PIN = "pin-"
 
 Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 
@@ -37,6 +39,8 @@ _SUPERSEDED = re.compile(r"(epoch_[0-9]+_step_[0-9]+)\.superseded-([1-9][0-9]*)"
 _STAGING = re.compile(r"\.(.+)\.staging-[0-9a-f]{32}", re.ASCII)
 _SIBLING = re.compile(r"(.+)\.sibling-([1-9][0-9]*)", re.ASCII)
 _TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
+_LINK = re.compile(r"\.link-[0-9a-f]{32}", re.ASCII)
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}", re.ASCII)
 
 
 class CheckpointName(NamedTuple):
@@ -78,6 +82,12 @@ def is_superseded(name: str) -> bool:
     return _SUPERSEDED.fullmatch(name) is not None
 
 
+def name_before(superseded: str) -> str | None:
+    """The name that a checkpoint had before it was set aside under the name *superseded*; None for any other name."""
+    match = _SUPERSEDED.fullmatch(superseded)
+    return match[1] if match else None
+
+
 def staging_name(name: str, unique: str) -> str:
     """Where a checkpoint is written before it is published; *unique* is 32 hexadecimal digits."""
     return f".{name}.staging-{unique}"
@@ -102,6 +112,32 @@ def trash_name(unique: str) -> str:
 def is_trash(name: str) -> bool:
     """Whether something is being removed under this name, or was when it was killed."""
     return _TRASH.fullmatch(name) is not None
+
+
+def link_name(unique: str) -> str:
+    """The name a user's link has while it is being changed to follow its checkpoint."""
+    return f".link-{unique}"
+
+
+def is_link_name(name: str) -> bool:
+    """Whether a user's link is being changed under this name, or was when the run was killed."""
+    return _LINK.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of the run directory is being written, or a link made, under this name before it gets its own."""
+    match = _TEMPORARY.fullmatch(name)
+    if match is None:
+        return False
+    stem = match[1].removesuffix(".txt")
+    files = (LATE_VALIDATIONS, VERIFIED, TRAINING_LOG, VALIDATION_LOG)
+    return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
+
+
+def is_pin(name: str) -> bool:
+    """Whether a link of this name pins a checkpoint; that one's name follows the prefix."""
+    pinned = name.removeprefix(PIN)
+    return name != pinned and (parse_checkpoint_name(pinned) is not None or is_superseded(pinned))
 
 
 def sibling(directory: Path) -> Path:

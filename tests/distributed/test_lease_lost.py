@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
+from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
 from automodel_ckpt.recipes.lifecycle import Control

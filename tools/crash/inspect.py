@@ -8,8 +8,8 @@ from pathlib import Path
 import xxhash
 
 from automodel_ckpt.checkpoint import Manifest, layout
+from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.run.late_validations import recall
-from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
 from automodel_ckpt.errors import CheckpointUnusable
 

@@ -32,9 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
-LOCK_FILE = ".run.lock"
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 CACHED_WATCH_SECONDS = 90.0

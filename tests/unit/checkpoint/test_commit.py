@@ -208,6 +208,21 @@ def test_a_directory_that_a_copy_left_in_a_pointers_place_makes_way(tmp_path: Pa
     assert not (tmp_path / "LOWEST_VAL").exists() and (tmp_path / "LOWEST_VAL.copied-1").is_dir()
 
 
+def test_a_pin_that_is_made_while_a_run_starts_and_clears_leftovers_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, cleared = os.symlink, []
+
+    def make_and_clear(target: str, link: Path) -> None:
+        real(target, link)
+        if not cleared:
+            cleared.extend(commit.recover(tmp_path))
+
+    monkeypatch.setattr(os, "symlink", make_and_clear)
+    commit.point(tmp_path, "pin-epoch_0_step_20", "epoch_0_step_20")
+    assert len(cleared) == 1 and [path.name for path in tmp_path.iterdir()] == ["pin-epoch_0_step_20"]
+
+
 def test_where_links_cannot_be_made_a_text_file_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, os.strerror(1))
@@ -242,10 +257,12 @@ def test_a_withdrawn_checkpoint_is_a_leftover_until_its_files_are_gone(tmp_path:
 
 def test_recovery_removes_its_own_leftovers_and_nothing_else(tmp_path: Path) -> None:
     mine = [".epoch_0_step_20.staging-" + "0" * 32, ".trash-" + "1" * 32, ".LATEST." + "2" * 32]
+    mine += [f".{name}." + "4" * 32 for name in ("run.lock", "pin-epoch_0_step_2", ".verified.json", "LATEST.txt")]
     foreign = ["epoch_0_step_20", ".git", ".cache.staging-x", ".LATEST.txt", "notes", ".trash-cans", ".env." + "3" * 32]
     for name in mine[:2] + foreign:
         (tmp_path / name).mkdir()
-    (tmp_path / mine[2]).symlink_to("epoch_0_step_20")
+    for name in mine[2:]:
+        (tmp_path / name).symlink_to("epoch_0_step_20")
     assert sorted(commit.recover(tmp_path)) == sorted(mine)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(foreign)
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.run import lease
-from automodel_ckpt.checkpoint.run.lease import LOCK_FILE, Lease, release_all
+from automodel_ckpt.checkpoint.run.lease import Lease, release_all
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
 HOLD = """
