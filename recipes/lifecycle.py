@@ -188,6 +188,7 @@ class Lifecycle:
             checkpointer.prepare(state)
         if self.layout.is_leader:
             self._cut_back_logs(self.step_scheduler)
+        self._make_missing_export(checkpointer)
 
     def _refuse_hidden_methods(self) -> None:
         """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""
@@ -240,6 +241,15 @@ class Lifecycle:
             return
         try:
             checkpointer.refuse_too_little_space(state)
+        except SaveFailed as failure:
+            self.note_failure(failure)
+
+    def _make_missing_export(self, checkpointer: Checkpointer) -> None:
+        """The export of the checkpoint that the run continues from, where each checkpoint is to have one."""
+        if self.resumed is None or self.step_scheduler.is_finished():
+            return
+        try:
+            checkpointer.export_if_missing(self.resumed, last=False)
         except SaveFailed as failure:
             self.note_failure(failure)
 
@@ -512,7 +522,7 @@ class Lifecycle:
         """A finished run is started again: say so, and make the exports that a kill or a signal had prevented."""
         log.info("already complete at step %d", self.step_scheduler.step)
         if self.checkpointer is not None and self.resumed is not None:
-            self.checkpointer.export_if_missing(self.resumed)
+            self.checkpointer.export_if_missing(self.resumed, last=True)
             if self.config.checkpoint.export_best:
                 self.checkpointer.export_best()
 

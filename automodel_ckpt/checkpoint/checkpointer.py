@@ -407,9 +407,10 @@ class Checkpointer:
         places = [path / layout.state_directory(attribute) / layout.CONSOLIDATED for attribute in self.assets]
         return all(place.is_dir() for place in places)
 
-    def export_if_missing(self, resumed: Resumed) -> None:
-        """The final export of a finished run that was killed before it had one. Called on all ranks."""
-        if self._planner.exports(last=True) and resumed.path.parent == self._run.root:
+    def export_if_missing(self, resumed: Resumed, *, last: bool) -> None:
+        """Export a checkpoint of this run whose export was prevented by a kill, a signal or a failure, where the recipe
+        asks for one of this checkpoint, the *last* of a run or not. Called on all ranks."""
+        if self._planner.exports(last) and resumed.path.parent == self._run.root:
             self._export_once(resumed.path.name)
 
     def export_best(self) -> None:

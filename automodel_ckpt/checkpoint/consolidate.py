@@ -27,8 +27,9 @@ from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export.output import create_output
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.publish import Log, check_target, staged
+from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
+from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.inside import open_inside
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of

@@ -37,6 +37,7 @@ Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 _CHECKPOINT = re.compile(r"epoch_(0|[1-9][0-9]{0,17})_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _SUPERSEDED = re.compile(r"(epoch_[0-9]+_step_[0-9]+)\.superseded-([1-9][0-9]*)", re.ASCII)
 _STAGING = re.compile(r"\.(.+)\.staging-[0-9a-f]{32}", re.ASCII)
+_EXPORT_LEFTOVER = re.compile(r"\.(consolidated|merged)\.(?:staging|previous)-[0-9a-f]{32}", re.ASCII)
 _SIBLING = re.compile(r"(.+)\.sibling-([1-9][0-9]*)", re.ASCII)
 _TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
 _LINK = re.compile(r"\.link-[0-9a-f]{32}", re.ASCII)
@@ -88,6 +89,11 @@ def name_before(superseded: str) -> str | None:
     return match[1] if match else None
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a checkpoint of a run, current or set aside, has this name."""
+    return parse_checkpoint_name(name) is not None or is_superseded(name)
+
+
 def staging_name(name: str, unique: str) -> str:
     """Where a checkpoint is written before it is published; *unique* is 32 hexadecimal digits."""
     return f".{name}.staging-{unique}"
@@ -102,6 +108,17 @@ def staged_name(name: str) -> str | None:
     """The checkpoint that a staging directory is to become; None for any other name."""
     match = _STAGING.fullmatch(name)
     return match[1] if match else None
+
+
+def export_of(name: str) -> str | None:
+    """The export that a killed one left a directory of this name for: ``consolidated`` or ``merged``; else None."""
+    match = _EXPORT_LEFTOVER.fullmatch(name)
+    return match[1] if match else None
+
+
+def is_export_leftover(name: str) -> bool:
+    """Whether an export is staged, or is being replaced, under this name, or was when it was killed."""
+    return export_of(name) is not None
 
 
 def trash_name(unique: str) -> str:

@@ -197,11 +197,16 @@ def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterabl
 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
-    """Files in the checkpoint that the manifest does not name, itself and exports aside; relative, sorted."""
+    """Files in the checkpoint that the manifest does not list; relative, sorted. The manifest itself, exports, and what
+    killed exports left are not among them."""
     known = {*manifest.files, layout.MANIFEST}
     found = (
         os.path.relpath(os.path.join(directory, name), checkpoint)
         for directory, _, names in os.walk(checkpoint)
         for name in names
     )
-    return sorted(path for path in found if path not in known and layout.EXPORTS.isdisjoint(path.split("/")))
+    return sorted(path for path in found if path not in known and not _is_of_export(path))
+
+
+def _is_of_export(path: str) -> bool:
+    return any(part in layout.EXPORTS or layout.is_export_leftover(part) for part in path.split("/")[:-1])

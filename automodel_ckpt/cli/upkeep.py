@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 from automodel_ckpt.cli.places import add_path, run_around, run_directory, whole_checkpoint
 from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
+
+_LEFTOVER = "an export under way, or left by an interrupted one; the next start of the run or export here removes it"
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
@@ -84,7 +87,17 @@ def verify(arguments: argparse.Namespace) -> int:
             print(f"{printable(str(target))}: {_verdict(target, problems)}")
             for problem in problems:
                 print(printable_lines(f"  {problem}".replace("\n", "\n  ")))
+        _print_leftovers(targets)
     return EXIT_UNUSABLE if any(problems for _, problems in results) else EXIT_DONE
+
+
+def _print_leftovers(targets: Sequence[Path]) -> None:
+    from automodel_ckpt.checkpoint.export_leftovers import leftovers_in
+
+    for target in targets:
+        with contextlib.suppress(OSError):
+            for path in leftovers_in(target):
+                print(f"{printable(str(path))}: {_LEFTOVER}")
 
 
 def _verdict(target: Path, problems: list[Problem]) -> str:

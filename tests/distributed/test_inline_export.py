@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +19,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport
+from automodel_ckpt.checkpoint import Manifest, SaveReport, layout
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.writing import placed
+from automodel_ckpt.cli.ckpt import main
 from tests.distributed.test_hf_layout import make_base
 from tests.support import ranks, tiny
+from tests.support.training import train, write_recipe
 
 
 def in_columns(model: torch.nn.Module) -> None:
@@ -121,3 +126,31 @@ def test_a_failed_export_leaves_its_checkpoint_whole_and_no_trace_and_the_next_o
         assert verify_deep(path, Manifest.read(path)) == []
         assert (path / "model/consolidated").exists() == (step == 60)
         assert not [p for p in (path / "model").iterdir() if p.name.startswith(".consolidated")]
+
+
+def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = write_recipe(tmp_path), tmp_path / "run"
+    arguments = (
+        f"--checkpoint.checkpoint_dir={run}", "--checkpoint.save_consolidated=every",
+        "--step_scheduler.ckpt_every_steps=2", "--step_scheduler.max_steps",
+    )  # fmt: skip
+    ranks.run(partial(train, recipe, *arguments, "4"), 1, init=False)
+    newest, older = (next(run.glob(f"*_step_{step}")) / "model" for step in (4, 2))
+    whole = contents(newest / "consolidated")
+    staging = newest / f".consolidated.staging-{'0' * 32}"
+    (newest / "consolidated").rename(staging)
+    (staging / layout.EXPORT_MANIFEST).unlink()
+    shutil.copytree(older / "consolidated", older / f".consolidated.previous-{'1' * 32}")
+    assert main(["verify", "--deep", str(run)]) == 0
+    assert f"{staging}: an export under way, or left by an interrupted one" in capsys.readouterr().out
+    assert main(["ls", str(run), "--json"]) == 0
+    assert all(row["complete"] and not row["damaged"] for row in json.loads(capsys.readouterr().out))
+    ranks.run(partial(train, recipe, *arguments, "6"), 1, init=False)
+    assert [*run.glob("*/model/.consolidated*")] == []
+    again = contents(newest / "consolidated")
+    assert {name: data for name, data in again.items() if name != layout.EXPORT_MANIFEST} == {
+        name: data for name, data in whole.items() if name != layout.EXPORT_MANIFEST
+    }
+    assert (next(run.glob("*_step_6")) / "model" / "consolidated").is_dir()

@@ -38,7 +38,7 @@ CHECKPOINT_ORDER = (
     {"digests", "discovery", "dtypes", "failures", "layout", "policy", "slices", "together", "wording"},
     {"files"},
     {"manifest"},
-    {"commit", "composed", "export_manifest", "verify"},
+    {"commit", "composed", "export_leftovers", "export_manifest", "verify"},
     {"run"},
     {"tensors"},
     {"sources"},

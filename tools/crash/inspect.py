@@ -55,7 +55,7 @@ def damage(root: Path) -> list[str]:
             found.append(f"{name} has its name but no manifest: {error.problems[0].value}")
             continue
         found += [f"{name}: {p.what} ({p.where}: {p.value})" for p in verify(path, manifest)]
-        strangers = [f for f in foreign_files(path, manifest) if "/.consolidated." not in f]
+        strangers = foreign_files(path, manifest)
         found += [f"{name}: {file} is not in the manifest" for file in strangers]
     return found
 

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export.gguf_llama import KeyValue, Llama, name_faults, read_llama, rotary_order
 from automodel_ckpt.checkpoint.export.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.publish import Log
+from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.inside import read_inside
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of

@@ -29,7 +29,8 @@ from automodel_ckpt.checkpoint.export.files import agreeing_config, cast_lines, 
 from automodel_ckpt.checkpoint.export.merge_rules import Change, Naming, changes_by, merged
 from automodel_ckpt.checkpoint.export.output import Output, create_output
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile, Plan, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.publish import Log, check_target, staged
+from automodel_ckpt.checkpoint.export.publish import check_target, staged
+from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor

@@ -8,22 +8,19 @@ in the log; a process killed in it leaves the old export under a name from which
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 from automodel_ckpt.on_disk import fsync_directory
 
 _REMEDY = "free space or choose another --output; nothing was changed"
-
-Log = Callable[[str], None]
 
 
 def check_target(target: Path) -> None:
@@ -93,32 +90,6 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def clear_leftovers(target: Path, log: Log) -> None:
-    """Remove what killed exports to *target* left beside it; one that was killed in the gap is undone."""
-    name = re.escape(target.name)
-    for entry in sorted(os.listdir(target.parent)):
-        path = target.parent / entry
-        if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(target):
-            os.rename(path, target)
-            log(f"restored {target}: an earlier export was interrupted while replacing it")
-        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and _is_free(path):
-            log(f"removing {path}, left by an interrupted export")
-            commit.discard(path)
-
-
-def _is_free(directory: Path) -> bool:
-    try:
-        with contextlib.ExitStack() as stack:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-    return True
 
 
 def _publish(staging: Path, target: Path, log: Log) -> None:

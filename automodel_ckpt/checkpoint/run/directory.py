@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.export_leftovers import clear_checkpoint
 from automodel_ckpt.checkpoint.failures import RETRY
 from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.checkpoint.run.lease import Lease
@@ -100,6 +101,9 @@ class RunDirectory:
             self.hold()
             for name in commit.recover(self.root):
                 log.info("Removed the leftover of an unfinished save: %s", self.path / name)
+            for entry in sorted(os.scandir(self.root), key=lambda entry: entry.name):
+                if layout.is_checkpoint(entry.name) and entry.is_dir(follow_symlinks=False):
+                    clear_checkpoint(self.root / entry.name, log.info)
             self._mend_pointers()
         return resume.candidates(self.root, restore_from)
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.background import Background, Cancelled
 from automodel_ckpt.checkpoint.discovery import Item, classify
-from automodel_ckpt.checkpoint.export.publish import clear_leftovers
+from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.plain_writing import saved
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes

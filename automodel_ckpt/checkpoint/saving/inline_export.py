@@ -18,7 +18,8 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
-from automodel_ckpt.checkpoint.export.publish import Log, check_target, staged
+from automodel_ckpt.checkpoint.export.publish import check_target, staged
+from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.durable import stretch_digest
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan

@@ -1,0 +1,74 @@
+"""What killed exports leave in a checkpoint, and how it is removed.
+
+An export is staged in ``.NAME.staging-HEX`` beside its target ``NAME``, and locked (flock) while it is written. On a
+file system that cannot swap directories, the export that is replaced is ``.NAME.previous-HEX`` for a moment. Both can
+be as large as the model. They belong to no checkpoint, so a checkpoint that holds them is intact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout
+
+Log = Callable[[str], None]
+
+
+def leftovers_in(checkpoint: Path) -> Iterator[Path]:
+    """The directories that killed exports left in the directories of a checkpoint's modules, and those that exports use
+    at this moment."""
+    for module in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
+        if not module.is_dir(follow_symlinks=False):
+            continue
+        for entry in sorted(os.scandir(module.path), key=lambda entry: entry.name):
+            if layout.is_export_leftover(entry.name) and entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path)
+
+
+def clear_checkpoint(checkpoint: Path, log: Log) -> None:
+    """Remove what killed exports left in a checkpoint; one that was killed while it replaced another is undone.
+
+    What cannot be removed is logged, and tried again at the next start.
+    """
+    try:
+        targets = {path.with_name(name) for path in leftovers_in(checkpoint) if (name := layout.export_of(path.name))}
+        for target in sorted(targets):
+            clear_leftovers(target, log)
+    except OSError as error:
+        log(f"could not remove what an interrupted export left in {checkpoint}: {error}")
+
+
+def clear_leftovers(target: Path, log: Log) -> None:
+    """Remove what killed exports to *target* left beside it; one that was killed while it replaced another is undone.
+
+    Raises OSError.
+    """
+    name = re.escape(target.name)
+    for entry in sorted(os.listdir(target.parent)):
+        path = target.parent / entry
+        if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(target):
+            os.rename(path, target)
+            log(f"restored {target}: an earlier export was interrupted while replacing it")
+        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and _is_free(path):
+            log(f"removing {path}, left by an interrupted export")
+            commit.discard(path)
+
+
+def _is_free(directory: Path) -> bool:
+    """Whether no live export has locked the directory. Where the file system has no locks, none can be live here."""
+    try:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+    return True
