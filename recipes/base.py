@@ -273,6 +273,7 @@ class FinetuneRecipe(ModelBuilding):
             keep_steps=section.keep_steps,
             verify=section.verify,
             allow_missing_state=section.allow_missing_state,
+            allow_changed_model=section.allow_changed_model,
             on_incompatible=section.on_incompatible,
             is_async=section.is_async,
             patience_seconds=60 * self.config.distributed.timeout_minutes,

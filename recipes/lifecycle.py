@@ -21,9 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.discovery import left_out
-from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
+from automodel_ckpt.checkpoint.layout import CONFIG, TRAINING_LOG, VALIDATION_LOG
+from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.state.loading import shown
 from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.config.changes import changed_keys, recipe_of, saved_recipe
+from automodel_ckpt.config.nodes import DEFAULT
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
@@ -108,6 +112,8 @@ class Lifecycle:
         self.last_save: SaveReport | None = None
         self.tracking: Tracking | None = None
         self._unknown_metrics: set[str] = set()
+        self.origins: Mapping[str, str] = {}
+        """Where each value of the recipe comes from, by dotted key; filled in by the command ``ckpt-train``."""
 
     # ---------------------------------------------------------------- begin
 
@@ -178,7 +184,7 @@ class Lifecycle:
         self._say_what_is_left_out()
         checkpointer.check(state)
         recipe_options = RecipeOptions(self.optimizer, self.lr_scheduler)
-        self.resumed = checkpointer.load(state)
+        self.resumed = checkpointer.load(state, before_loading=self._compare_recipes)
         self.place_logs(checkpointer.directory)
         if self.resumed is not None:
             self.progress.note_saved(self.resumed.step, time.time() - self.resumed.manifest.created)
@@ -189,6 +195,16 @@ class Lifecycle:
         if self.layout.is_leader:
             self._cut_back_logs(self.step_scheduler)
         self._make_missing_export(checkpointer)
+
+    def _compare_recipes(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Report, on rank 0, which settings changed since *checkpoint* was saved."""
+        saved = saved_recipe(checkpoint / CONFIG)
+        if not saved or not self.config_yaml:
+            return  # imported from another program, or by a script without a recipe file
+        given = {key for key, origin in self.origins.items() if origin != DEFAULT}
+        changes = changed_keys(saved, recipe_of(self.config_yaml), given)
+        if changes:
+            log.warning("settings changed since %s was saved:%s", checkpoint.name, shown(list(map(str, changes))))
 
     def _refuse_hidden_methods(self) -> None:
         """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.saving.forecast import check_manifest_size, forecast_bytes, forecast_manifest_bytes
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
@@ -48,7 +50,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run before it is one. Steps are None where they cannot be known; *checkpoint_bytes* is of one checkpoint."""
+    """A run before it is one. Steps are None where they cannot be known; *checkpoint_bytes* is of one checkpoint;
+    *config_json* the content of the model's config.json, None with adapters and for a model by ``_target_``."""
 
     model: str
     num_parameters: int
@@ -57,6 +60,7 @@ class Plan:
     steps_per_epoch: int | None
     memory: Memory
     checkpoint_bytes: int | None
+    config_json: bytes | None = None
 
 
 def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
@@ -66,6 +70,8 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
     recipe.build()
     parameters = list(recipe.model.parameters())
     memory = memory_of(recipe, sizes)
+    is_saved = recipe.config.checkpoint.enabled
+    assets = recipe.build_assets() if is_saved else {}
     return Plan(
         type(recipe.model).__name__,
         sum(p.numel() for p in parameters),
@@ -73,11 +79,12 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
         recipe.step_scheduler.planned_steps,
         _length(recipe.dataloader),
         memory,
-        _checkpoint_bytes(recipe, sizes) if recipe.config.checkpoint.enabled else None,
+        _checkpoint_bytes(recipe, sizes, assets) if is_saved else None,
+        assets["model"].files[CONFIG] if assets and recipe.config.peft is None else None,
     )
 
 
-def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes) -> int:
+def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes, assets: Mapping[str, Assets]) -> int:
     """Expected bytes of one checkpoint of this run. Raises :class:`RecipeError` where it could not be read back."""
     recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
     items, num_shards = classify(discover(recipe)), _num_shards(recipe, sizes)
@@ -87,7 +94,7 @@ def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes) -> int:
         items,
         world_size=sizes.world,
         save_optimizer=save_optimizer,
-        side_bytes=sum(assets.nbytes for assets in recipe.build_assets().values()),
+        side_bytes=sum(each.nbytes for each in assets.values()),
         num_shards=num_shards,
     )
 

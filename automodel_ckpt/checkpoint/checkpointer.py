@@ -48,6 +48,12 @@ from automodel_ckpt.checkpoint.saving.planner import (
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.state.loading import Loader, shown
+from automodel_ckpt.checkpoint.state.model_config import (
+    CONFIG,
+    ConfigChanges,
+    model_changes,
+    require_same_function,
+)
 from automodel_ckpt.checkpoint.state.optimizer_state import places
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners
 from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values, refuse_unstorable
@@ -121,6 +127,7 @@ class Checkpointer:
         keep_steps: Iterable[int] = (),
         verify: Level = "digest",
         allow_missing_state: Iterable[str] = (),
+        allow_changed_model: bool = False,
         on_incompatible: Literal["error", "sibling"] = "error",
         is_async: bool = False,
         patience_seconds: float = 1800.0,
@@ -142,6 +149,7 @@ class Checkpointer:
         )  # fmt: skip
         self._chooser = Chooser(verify, ranks, group)
         self._allow_missing = frozenset(allow_missing_state)
+        self._allow_changed_model = allow_changed_model
         self._on_incompatible = on_incompatible
         self._told = False
         self._is_async = is_async
@@ -478,8 +486,12 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- load
 
-    def load(self, state: Mapping[str, Any]) -> Resumed | None:
+    def load(
+        self, state: Mapping[str, Any], *, before_loading: Callable[[Path, Manifest], None] | None = None
+    ) -> Resumed | None:
         """Load the newest usable checkpoint (or the one ``restore_from`` names) into *state*; None in a fresh run.
+
+        Rank 0 calls *before_loading* with the one that was chosen; what that raises is raised on all ranks.
 
         What was passed over is logged with the reason. Where the one chosen does not fit *state* and nobody named it,
         *on_incompatible* ``sibling`` looks on in :attr:`directory`, from then on one beside it. Called on all ranks.
@@ -496,8 +508,13 @@ class Checkpointer:
         if self.is_leader:
             log.info("Loading checkpoint from %s", self._run.shown(path))
         with self._failing_together(f"loading {path.name}", CheckpointUnusable):
+            if before_loading is not None and self.is_leader:
+                before_loading(path, manifest)
             self._refuse_other_base(path)
-            Loader(path, manifest, self._ranks, self._allow_missing).load(classify(state))
+            items, loader = classify(state), Loader(path, manifest, self._ranks, self._allow_missing)
+            if not loader.incompatibilities(items):  # else loading names the tensors that do not fit
+                self._check_same_model(path)
+            loader.load(items)
         self._run.went_back_to = manifest.step
         self._planner.resumed_from = path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
@@ -507,7 +524,9 @@ class Checkpointer:
         if self._on_incompatible != "sibling" or self._planner.restore_from is not None:
             return []
         with self._failing_together(f"comparing with {path.name}", CheckpointUnusable):
-            return Loader(path, manifest, self._ranks, self._allow_missing).incompatibilities(classify(state))
+            loader = Loader(path, manifest, self._ranks, self._allow_missing)
+            lines = loader.incompatibilities(classify(state))
+            return lines or ([] if self._allow_changed_model else list(self._model_changes(path).function))
 
     def _move_to_sibling(self, path: Path, lines: list[str]) -> None:
         """Leave the directory as it is, and take the next one beside it: ``checkpoints.sibling-1``, -2, ..."""
@@ -525,6 +544,25 @@ class Checkpointer:
         for name, assets in self.assets.items():
             if isinstance(assets, AdapterAssets):
                 assets.refuse_other_base(path, layout.state_directory(name))
+
+    def _model_changes(self, path: Path) -> ConfigChanges:
+        """How the models differ from those saved in *path*; the base of adapters is compared by its digests instead."""
+        configs = {}
+        for name, assets in self.assets.items():
+            if not isinstance(assets, AdapterAssets) and CONFIG in assets.files:
+                configs[name] = assets.files[CONFIG]
+        return model_changes(path, configs)
+
+    def _check_same_model(self, path: Path) -> None:
+        """Raise :class:`CheckpointUnusable` where the checkpoint's weights would compute something else here."""
+        changes = self._model_changes(path)
+        if self.is_leader and changes.training:
+            log.warning("the model's config changed since %s was saved:%s", path.name, shown(list(changes.training)))
+        if not self._allow_changed_model:
+            require_same_function(path, changes)
+        elif self.is_leader and changes.function:
+            message = "checkpoint.allow_changed_model: the model computes something else than the one saved in %s:%s"
+            log.warning(message, path.name, shown(list(changes.function)))
 
     # ---------------------------------------------------------------- both
 

@@ -135,6 +135,22 @@ def _refusals(a: Side, b: Side) -> Iterator[str]:
                             (b, a, "part of the second, and not saved in the first")):  # fmt: skip
         if names := ", ".join(sorted(one.state - other.state)):
             yield f"the resume is refused without --checkpoint.allow_missing_state '[{names}]': {how}"
+    for name in sorted(a.trees.keys() & b.trees.keys()):
+        for line in _other_function(a.path, b.path, name):
+            yield f"the resume is rejected without --checkpoint.allow_changed_model true: {line}"
+
+
+def _other_function(a: Path, b: Path, name: str) -> tuple[str, ...]:
+    """What the weights of the module *name* of checkpoint *a* would compute otherwise in the model of *b*."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.state.model_config import config_changes, saved_config
+    from automodel_ckpt.errors import CheckpointUnusable
+
+    try:
+        before, after = (saved_config(path, layout.state_directory(name)) for path in (a, b))
+    except CheckpointUnusable:
+        return ()
+    return config_changes(before, after).function if before and after else ()
 
 
 def _schedule(a: Side, b: Side, step: int) -> Iterator[str]:

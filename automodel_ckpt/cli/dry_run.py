@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.cli.saved import recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
+from automodel_ckpt.config.changes import changed_keys
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
-from automodel_ckpt.config.nodes import leaves
+from automodel_ckpt.config.nodes import DEFAULT, leaves
 from automodel_ckpt.distributed.sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 Rows = Iterator[tuple[str, str]]
 _MOST_CHANGES = 12
-_NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")
 
 
 def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> str:
@@ -31,12 +31,12 @@ def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes 
     from automodel_ckpt.recipes.base import FinetuneRecipe
     from automodel_ckpt.recipes.planning import plan
 
-    rows = [*_what_runs(loaded, recipe, flags, sizes)]
+    rows, made = [*_what_runs(loaded, recipe, flags, sizes)], None
     if issubclass(recipe, FinetuneRecipe):
         made = plan(recipe(loaded.config, config_yaml=loaded.to_yaml()), sizes or Sizes())
         rows += [*_what_it_takes(loaded, made)]
     if loaded.config.checkpoint.enabled:
-        rows += [*_what_it_goes_on_from(loaded, sizes)]
+        rows += [*_what_it_goes_on_from(loaded, sizes, made.config_json if made is not None else None)]
     body = "".join(f"  {name + ':' if name else '':13}{printable(text)}\n" for name, text in rows)
     return f"{loaded.path} is sound; nothing was trained or written\n{body}"
 
@@ -110,7 +110,7 @@ def kept_at_once(config: Any, steps: int | None, steps_per_epoch: int | None) ->
     return min(len(saved), max(int(keep.keep_last), 1) + int(keep.keep_best) + len(milestones) + 1)
 
 
-def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None) -> Rows:
+def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.run import resume
     from automodel_ckpt.checkpoint.verify import verify
@@ -130,39 +130,32 @@ def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None) -> Rows:
             why = f"as checkpoint.restore_from says: {section.restore_from}" if request.by_name else "the newest usable"
             yield "resume", f"from {path.name}, {why} (sizes compared, digests at the start)"
             yield from _differences(loaded, path, manifest.world_size, sizes)
+            yield from model_rows(path, config_json, allowed=section.allow_changed_model)
             return
         yield "skip", f"{path.name}: {problems[0]}"
     start = loaded.config.init_from
     yield "resume", "nothing: a new run" + (f" from the weights of {start.path}" if start is not None else "")
 
 
+def model_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) -> Rows:
+    """What changed in the model's config. Raises :class:`CheckpointUnusable` where a resume would."""
+    from automodel_ckpt.checkpoint.state.model_config import model_changes, require_same_function
+
+    if config_json is None:
+        return
+    changes = model_changes(checkpoint, {"model": config_json})
+    if not allowed:
+        require_same_function(checkpoint, changes)
+    for line in (*changes.function, *changes.training):
+        yield "model config", line
+
+
 def _differences(loaded: LoadedRecipe, path: Path, world_size: int, sizes: Sizes | None) -> Rows:
-    before, now = _whole_lists(recipe_leaves(path)), _whole_lists(dict(leaves(loaded.tree)))
-    given = {key for key, origin in loaded.origins.items() if origin != "default"}
-    keys = [key for key in sorted({*before, *now}) if not key.startswith(_NOT_COMPARED)]
-    # A key that the saved recipe lacks may be younger than it: what was done then is the default now.
-    keys = [key for key in keys if key in before or any(name.startswith(key) for name in given)]
-    changes = [
-        f"{key}: {before.get(key, 'not there')} -> {now.get(key, 'not there')}"
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
+    given = {key for key, origin in loaded.origins.items() if origin != DEFAULT}
+    changes = [str(change) for change in changed_keys(recipe_leaves(path), dict(leaves(loaded.tree)), given)]
     if sizes and world_size != sizes.world:
         changes.insert(0, f"ranks: {world_size} -> {sizes.world} (the same global batches; random numbers anew)")
     for number, change in enumerate(changes[:_MOST_CHANGES]):
         yield ("" if number else "changed"), change
     if len(changes) > _MOST_CHANGES:
         yield "", f"and {len(changes) - _MOST_CHANGES} more: `ckpt diff` lists what checkpoints differ in"
-
-
-def _whole_lists(values: dict[str, str]) -> dict[str, str]:
-    """The elements of a list as one value."""
-    whole: dict[str, str] = {}
-    for key, value in values.items():
-        parent, _, last = key.rpartition(".")
-        if not last.isdecimal():
-            whole[key] = value
-        else:
-            before = whole.get(parent, "[]")
-            whole[parent] = f"{before[:-1]}, {value}]" if before != "[]" else f"[{value}]"
-    return whole

@@ -9,13 +9,9 @@ from typing import Any
 def recipe_leaves(checkpoint: Path) -> dict[str, str]:
     """The recipe: dotted key to the text of each value."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.config.nodes import leaves, read_file
+    from automodel_ckpt.config.changes import saved_recipe
 
-    path = checkpoint / layout.CONFIG
-    if not path.is_file() or path.is_symlink():
-        return {}
-    root = read_file(path, [])
-    return dict(leaves(root)) if root else {}
+    return saved_recipe(checkpoint / layout.CONFIG)
 
 
 def first_state(checkpoint: Path, files: tuple[str, ...]) -> dict[str, Any]:

@@ -74,7 +74,12 @@ PR_SET_PDEATHSIG = 1
 
 
 class Recipe(Protocol):
-    """What the launcher asks of a recipe; its class is called as ``cls(config, config_yaml=text)``."""
+    """What the launcher asks of a recipe; its class is called as ``cls(config, config_yaml=text)``.
+
+    Then ``origins`` is set: where each value of the recipe comes from, by dotted key.
+    """
+
+    origins: Mapping[str, str]
 
     def setup(self) -> None: ...
     def run(self) -> None: ...
@@ -116,6 +121,7 @@ def run_rank(
         let_gloo_be_found(os.environ)
         with stop.before_training(leave), telling_own_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+            recipe.origins = getattr(loaded, "origins", {})
             recipe.setup()
         begun = True
         with telling_own_failures(AutomodelError):

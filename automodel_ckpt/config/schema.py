@@ -517,6 +517,8 @@ class CheckpointConfig:
     """What a resume checks of each file before use."""
     allow_missing_state: list[str] = field(default_factory=list)
     """Attributes that may be in the checkpoint or the recipe only."""
+    allow_changed_model: bool = False
+    """Resume although the model's config changed what its weights compute, such as rope theta or num_heads."""
     on_incompatible: Literal["error", "sibling"] = "error"
     """Where the checkpoints found are of another model: stop, or start anew in a directory beside theirs."""
 

@@ -101,7 +101,9 @@ def build(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe]
     line = parse(overrides)
     loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
     check_targets(loaded, Trust(["tests"]))
-    return recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+    recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+    recipe.origins = loaded.origins
+    return recipe
 
 
 def train(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -57,6 +58,20 @@ def test_options_of_the_optimizer_that_go_on_as_saved_are_said(caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [
         f"the optimizer's {name} goes on as saved, {kept}; the recipe's {new} is for new runs"
         for name, kept, new in (("lr", 0.2, 0.1), ("betas", [0.9, 0.999], [0.8, 0.99]), ("weight_decay", 0.01, 0.5))
+    ]
+
+
+def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n")
+    resumed = recipe()
+    resumed.config_yaml = "seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n"
+    resumed._compare_recipes(tmp_path, cast(Any, None))
+    (record,) = caplog.records
+    assert record.getMessage().splitlines()[1:] == [
+        "    clip_grad_norm: 1.0 -> 0.5",
+        "    step_scheduler.global_batch_size: 8 -> 16",
     ]
 
 

@@ -1,0 +1,147 @@
+"""Whether a model is the one that a checkpoint was saved from, as far as its tensors cannot show it.
+
+Another number of attention heads, another rope theta or another activation leaves every shape as it is: the weights
+load, and compute something else. So the config.json of the checkpoint is compared with that of the model. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.errors import CheckpointUnusable
+
+CONFIG = "config.json"
+_MAX_BYTES = 16 << 20
+_MAX_DEPTH = 20
+_SHOWN_LETTERS = 100
+_MOST_LINES = 20
+
+# These say where a model comes from, how it is called or stored, and how text is generated with it.
+_COSMETIC = frozenset({
+    "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map", "return_dict",
+    "output_attentions", "output_hidden_states", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
+    "torchscript", "tokenizer_class", "task_specific_params", "pretraining_tp", "quantization_config",
+    "gradient_checkpointing", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id",
+    "forced_bos_token_id", "forced_eos_token_id",
+})  # fmt: skip
+# These change how a model is trained, and not what its weights compute.
+_OF_TRAINING = frozenset({
+    "output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
+    "input_jitter_noise", "init_std", "pad_token_id", "max_position_embeddings",
+})  # fmt: skip
+_OF_TRAINING_PARTS = ("dropout", "pdrop", "layerdrop", "drop_path", "drop_rate", "initializer_")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChanges:
+    """What differs between two model configs, a line each: changes of the function, and of training only."""
+
+    function: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
+
+
+def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
+    """The config.json of the module in *directory* of *checkpoint*; None where it has none.
+
+    Raises :class:`CheckpointUnusable` for a file that is no JSON object.
+    """
+    for name in (f"{directory}/{layout.HF_METADATA}/{CONFIG}", f"{directory}/{CONFIG}"):
+        try:
+            config = json.loads(read_inside(checkpoint, name, limit=_MAX_BYTES))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            config, reason = None, str(error)
+        else:
+            reason = "not a mapping"
+        if not isinstance(config, dict):
+            raise CheckpointUnusable(
+                "the model's config in the checkpoint cannot be read",
+                where=str(checkpoint / name),
+                value=reason[:_SHOWN_LETTERS],
+                remedy="resume from another checkpoint (checkpoint.restore_from)",
+            )
+        return config
+    return None
+
+
+def config_changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> ConfigChanges:
+    """Compare two model configs, as config.json has them.
+
+    Versions of transformers write different keys. Where the versions differ, only keys that both have are compared.
+    """
+    before, now = dict(_leaves(saved)), dict(_leaves(here))
+    keys = before.keys() & now.keys()
+    if saved.get("transformers_version") == here.get("transformers_version"):
+        keys = before.keys() | now.keys()
+    function, training = list[str](), list[str]()
+    for key in sorted(keys):
+        if _is_cosmetic(key) or (key in before and key in now and before[key] == now[key]):
+            continue
+        line = f"{key}: {_text(before, key)} in the checkpoint, {_text(now, key)} here"
+        if _is_of_training(key, now):
+            training.append(line)
+        else:
+            function.append(line)
+    return ConfigChanges(tuple(function), tuple(training))
+
+
+def model_changes(checkpoint: Path, configs: Mapping[str, bytes]) -> ConfigChanges:
+    """Compare the config.json (its content) of each module, by attribute name, with the one saved in *checkpoint*.
+
+    A module that was saved without a config is not compared. Raises :class:`CheckpointUnusable` for a damaged file.
+    """
+    function, training = list[str](), list[str]()
+    for name, content in configs.items():
+        saved = saved_config(checkpoint, layout.state_directory(name))
+        if saved is not None:
+            changes = config_changes(saved, json.loads(content))
+            function += changes.function
+            training += changes.training
+    return ConfigChanges(tuple(function), tuple(training))
+
+
+def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
+    """Raise :class:`CheckpointUnusable` where the weights in *checkpoint* would compute something else."""
+    if changes.function:
+        raise CheckpointUnusable(
+            "the model is not the one that the checkpoint was saved from: its weights fit, but compute something else",
+            where=str(checkpoint),
+            value="\n    " + "\n    ".join(changes.function[:_MOST_LINES]),
+            remedy="set the saved values again (the checkpoint's config.yaml is the recipe that wrote it), or accept "
+            "the change with --checkpoint.allow_changed_model true",
+        )
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each value that is no mapping; a list is one value."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value and depth < _MAX_DEPTH and name not in _COSMETIC:
+            yield from _leaves(value, f"{prefix}{name}.", depth + 1)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_cosmetic(key: str) -> bool:
+    name = key.rpartition(".")[2]
+    return name in _COSMETIC or name.startswith("_")
+
+
+def _is_of_training(key: str, now: Mapping[str, Any]) -> bool:
+    name = key.rpartition(".")[2]
+    if name == "max_position_embeddings":
+        # Some kinds of rope scale with it; learned embeddings have another shape then, which is found elsewhere.
+        kinds = [value for other, value in now.items() if other.endswith("rope_type")]
+        return all(kind == "default" for kind in kinds)
+    return name in _OF_TRAINING or any(part in name for part in _OF_TRAINING_PARTS)
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key])[:_SHOWN_LETTERS] if key in values else "not set"
