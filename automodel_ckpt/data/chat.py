@@ -24,6 +24,7 @@ from automodel_ckpt.data.encode import Truncation, needed, require_choice
 from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
+from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.turns import (
     Unlearnable,
@@ -289,7 +290,8 @@ class ChatTemplate:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """What the template raises as :class:`Unlearnable`."""
+        """What the template raises as :class:`Unlearnable`, that it takes too long or writes too much included."""
+        bound_chat_templates()
         try:
             yield
         except Exception as error:  # a template computes: it may divide by zero

@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from automodel_ckpt.data.templates import BoundedEnvironment
 from automodel_ckpt.errors import RecipeError
 
 
@@ -26,7 +26,7 @@ class FieldTemplate:
     """A template over the fields of a row; what is missing in a row, or null, is written as nothing."""
 
     def __init__(self, text: str) -> None:
-        environment = ImmutableSandboxedEnvironment(keep_trailing_newline=True, finalize=_or_nothing)
+        environment = BoundedEnvironment(keep_trailing_newline=True, finalize=_or_nothing)
         try:
             undeclared = find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)

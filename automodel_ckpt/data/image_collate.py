@@ -12,6 +12,7 @@ import torch
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.images import pillow
+from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.data.vlm import ImageText
 from automodel_ckpt.errors import RecipeError
 
@@ -58,6 +59,7 @@ class ImageTextCollator:
         """A sample with an image and nothing to learn."""
         image = pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS))
         content = [{"type": "image"}, {"type": "text", "text": "."}]
+        bound_chat_templates()
         try:
             text = self.processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
         except ValueError:  # no template: the data set brought its own

@@ -1,0 +1,421 @@
+"""Jinja environments whose templates end: within a time, and within a size of everything that they make.
+
+A chat template comes with a model or a recipe, so it may come from anywhere. Jinja's sandbox keeps it from running
+code, but not from looping for years or filling the memory. :class:`BoundedEnvironment` meters a rendering inside the
+thread that renders, so it needs no signal, thread or process and works in workers of a data loader:
+
+* each iteration of a loop, each call and each filter checks the time;
+* each text or container that is made is counted by its size, and what could make a huge one in a single step (``*``,
+  ``**``, ``replace``, ``join``, ``center``, ``format``, ...) is counted before the step.
+
+A template cannot avoid the meter, because the statements and expressions that can repeat or grow are rewritten in its
+syntax tree before Jinja compiles it.
+"""
+
+# ruff: noqa: N802, N815 (Jinja finds the methods of a visitor by the names of its nodes)
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import nodes, pass_context
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.runtime import Context, str_join
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_SECONDS = 5.0
+"""Processor time of one rendering."""
+MAX_SIZE = 2**25
+"""Characters and items that one rendering may make in all, those that it drops included."""
+MAX_SOURCE = 2**20
+"""Characters of a template."""
+
+_MAX_SLOW_INPUT = 2**15
+_MAX_NUMBER_BITS = 2**14
+_SLOW = frozenset({"pprint", "striptags", "title", "urlize", "wordcount", "wordwrap", "xmlattr"})
+"""Filters by regular expressions or Python loops that take more than linear time."""
+_SHALLOW = frozenset(
+    {
+        "abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map",
+        "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr",
+    }
+)  # fmt: skip
+"""Filters that look at the outermost container only."""
+_PADDING = frozenset({"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "zfill"})
+"""Filters and methods that fill up to a number."""
+_COMPARING = frozenset({"==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt",
+                        "greaterthan", "ge", "in"})  # fmt: skip
+_WIDE = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*\d{5,}")
+_GIVEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
+_CONTAINERS = (list, tuple, dict, set, frozenset, range)
+
+
+class TemplateTooCostly(TemplateRuntimeError):
+    """A rendering took more time, or made more, than a template may."""
+
+
+class _Meter(threading.local):
+    """What the rendering of this thread may still take."""
+
+    left = MAX_SIZE
+    ends = float("inf")
+    cpu_ends = float("inf")
+
+    def start(self) -> None:
+        """Begin another rendering."""
+        self.left = MAX_SIZE
+        self.ends = time.monotonic() + MAX_SECONDS
+        self.cpu_ends = time.thread_time() + MAX_SECONDS
+
+    def spend(self, size: int) -> None:
+        """Count *size* characters or items. Raises :class:`TemplateTooCostly`."""
+        self.left -= size
+        if self.left < 0:
+            raise TemplateTooCostly(f"the template makes more than {MAX_SIZE} characters and items")
+
+    def check_time(self) -> None:
+        """Raises :class:`TemplateTooCostly` after ``MAX_SECONDS``."""
+        # The clock is cheap to read; processor time decides, since other programs may take the processor meanwhile.
+        if time.monotonic() > self.ends and time.thread_time() > self.cpu_ends:
+            raise TemplateTooCostly(f"the template takes more than {MAX_SECONDS:g} seconds")
+
+
+_meter = _Meter()
+
+
+def bound_chat_templates() -> None:
+    """Make transformers render chat templates in a :class:`BoundedEnvironment`, in this process and its forks.
+
+    transformers makes its environments inside a private function, from this class; it has no setting for another one.
+    """
+    rendering: Any = importlib.import_module("transformers.utils.chat_template_utils")
+    if rendering.ImmutableSandboxedEnvironment is not BoundedEnvironment:
+        rendering.ImmutableSandboxedEnvironment = BoundedEnvironment
+        rendering._compile_jinja_template.cache_clear()  # it holds templates of the class before
+
+
+class _BoundedTemplate(jinja2.Template):
+    """A template whose every rendering starts with a fresh meter."""
+
+    def new_context(self, *args: Any, **kwargs: Any) -> Context:
+        _meter.start()
+        return super().new_context(*args, **kwargs)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox with limits of time and size; output within them is the same."""
+
+    template_class = _BoundedTemplate
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.filters = _Guarded(self.filters)
+        for name in _COMPARING & self.tests.keys():
+            compare: Any = self.tests[name]
+            self.tests[name] = _guarded(name, compare)
+        self.globals.pop("lipsum", None)  # generates any amount of text
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        """The Python source of a template: constants are folded here, so the meter starts here, too."""
+        _meter.start()
+        metered = _Metering().visit(source)
+        metered.set_environment(self)
+        return super()._generate(metered, *args, **kwargs)
+
+    def _parse(self, source: str, *args: Any, **kwargs: Any) -> nodes.Template:
+        if len(source) > MAX_SOURCE:
+            raise jinja2.TemplateSyntaxError(f"a template has at most {MAX_SOURCE} characters", 1)
+        return super()._parse(source, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str):
+            _check_format(left, right)
+        elif operator in ("*", "**"):
+            _check_growth(operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        _meter.spend(_size(result))
+        return result
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        _meter.check_time()
+        name, owner = _called(__obj)
+        if isinstance(owner, str | bytes | int | list | tuple):
+            args = _check_work(name, (owner, *args), kwargs)[1:]
+        result = super().call(__context, __obj, *args, **kwargs)
+        _meter.spend(1 + _size(result))
+        return result
+
+
+class _Guarded(dict[str, Callable[..., Any]]):
+    """Filters, each counted; also those that are added later."""
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
+        guarded: dict[str, Callable[..., Any]] = {name: _guarded(name, filters[name]) for name in filters}
+        super().__init__(guarded | _METERS)
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__setitem__(name, _guarded(name, function))
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test that is counted before and after it runs."""
+
+    @functools.wraps(function)  # copies the mark by which Jinja passes it the context or environment
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        _meter.check_time()
+        result = function(*_check_work(name, args, kwargs), **kwargs)
+        _meter.spend(1 + _size(result))
+        return result
+
+    return guarded
+
+
+def _called(function: Any) -> tuple[str, Any]:
+    """Name and owner of a method; Jinja wraps ``str.format``."""
+    function = getattr(function, "__wrapped__", function)
+    return getattr(function, "__name__", ""), getattr(function, "__self__", None)
+
+
+def _check_work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Count the work of a filter or method before it runs; the arguments, with lists for generators."""
+    if name in _SHALLOW:
+        if name == "round" and max(_numbers(args[1:], kwargs), default=0) > 100:
+            raise TemplateTooCostly("the template rounds to more than 100 digits")
+        return args
+    args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+    weight = sum(_weigh(value) for value in (*args, *kwargs.values()) if isinstance(value, _CONTAINERS))
+    text = next((value for value in args if isinstance(value, str | bytes)), "")
+    if name in _SLOW and weight + len(text) > _MAX_SLOW_INPUT:
+        raise TemplateTooCostly(f"the template uses {name} on more than {_MAX_SLOW_INPUT} characters")
+    if weight:
+        _meter.spend(weight)
+    largest = max(_numbers(args, kwargs), default=0) if name in _PADDING or name == "tojson" else 0
+    if largest:
+        _meter.spend(largest * (1 + weight + (_count(text, "\n") if name == "indent" else _count(text, "\t"))))
+    if name in ("replace", "join", "translate"):
+        _meter.spend(_spread(name, args, kwargs))
+    if name in ("format", "format_map") and text:
+        _check_format(str(text), [*args[1:], *kwargs.values()])
+    if name == "sum" and any(
+        isinstance(item, list | tuple) for value in args if isinstance(value, list) for item in value
+    ):
+        _meter.spend(weight * weight)  # each addition copies what there is so far
+    return args
+
+
+def _count(text: str | bytes, what: str) -> int:
+    return text.count(what) if isinstance(text, str) else text.count(what.encode())
+
+
+def _numbers(args: Any, kwargs: Mapping[str, Any]) -> list[int]:
+    values = [*args, *kwargs.values()]
+    return [abs(value) for value in values if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def _spread(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Size of the text that ``replace``, ``join`` or ``translate`` makes, or more."""
+    texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str | bytes)]
+    lists = [value for value in args if isinstance(value, _CONTAINERS)]
+    if name == "join":
+        num_items = sum(len(value) for value in lists)
+        return num_items * max((len(text) for text in texts), default=0)
+    if name == "replace" and len(texts) >= 3:
+        text, old, new = texts[:3]
+        count = text.count(old) if type(text) is type(old) else 0  # type: ignore[arg-type]
+        return count * len(new)
+    longest = max((_weigh(item) for table in lists if isinstance(table, dict) for item in table.values()), default=1)
+    return sum(len(text) for text in texts) * longest
+
+
+def _check_format(text: str, values: Any) -> None:
+    """Count what a format with widths could make of the *values*."""
+    if _WIDE.search(text):
+        raise TemplateTooCostly("the template formats a text with a width of more than 9999")
+    given = list(values) if isinstance(values, list | tuple) else [values]
+    if _GIVEN_WIDTH.search(text):
+        _meter.spend(max(_numbers(given, {}), default=0))
+    _meter.spend(sum(_weigh(value) for value in given))
+    if isinstance(values, dict):
+        _meter.spend(_weigh(values) * text.count("%"))
+
+
+def _check_growth(operator: str, left: Any, right: Any) -> None:
+    """Count what ``*`` or ``**`` makes before it is made."""
+    if not isinstance(left, int) and isinstance(right, int):
+        times = max(right, 0)
+        if isinstance(left, str | bytes | list | tuple):
+            _meter.spend(_weigh(left) * times)
+    elif isinstance(left, int) and isinstance(right, int):
+        num_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if abs(num_bits) > _MAX_NUMBER_BITS:
+            raise TemplateTooCostly(f"the template computes a number of more than {_MAX_NUMBER_BITS} bits")
+    elif isinstance(right, str | bytes | list | tuple) and isinstance(left, int):
+        _meter.spend(_weigh(right) * max(left, 0))
+
+
+def _size(value: Any) -> int:
+    """Characters of a text, items of a container."""
+    return len(value) if isinstance(value, (str, bytes, *_CONTAINERS)) else 1
+
+
+def _weigh(value: Any) -> int:
+    """Characters and items of a value, and of all values in it. Raises :class:`TemplateTooCostly`.
+
+    A value that is held twice counts twice, as it does where it is written or compared.
+    """
+    total, num_seen, waiting = 0, 0, [value]
+    while waiting:
+        item = waiting.pop()
+        total += _size(item)
+        num_seen += 1
+        if num_seen % 4096 == 0:
+            _meter.check_time()
+        if isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            waiting += item
+        elif isinstance(item, Namespace):
+            waiting.append(object.__getattribute__(item, "_Namespace__attrs"))
+        if total > _meter.left:
+            _meter.spend(total)
+    return total
+
+
+@pass_context
+def _spend(context: Context, size: int) -> bool:
+    """Count an iteration of a loop, or a call of a macro, that writes *size* characters of the template's own text."""
+    _meter.check_time()
+    _meter.spend(size)
+    return True
+
+
+@pass_context
+def _weighed(context: Context, value: Any) -> Any:
+    """A value that is written, or compared with another."""
+    if type(value) is str:
+        _meter.spend(len(value))
+    elif isinstance(value, (*_CONTAINERS, Namespace, str)):
+        _meter.spend(_weigh(value))
+    return value
+
+
+@pass_context
+def _compared(context: Context, value: Any) -> Any:
+    """The right side of a comparison: containers are compared item by item."""
+    if isinstance(value, _CONTAINERS):
+        _meter.spend(_weigh(value))
+    return value
+
+
+@pass_context
+def _searched(context: Context, value: Any) -> Any:
+    """The right side of ``in``: of a list each item is compared."""
+    if isinstance(value, list | tuple):
+        _meter.spend(_weigh(value))
+    return value
+
+
+@pass_context
+def _sized(context: Context, value: Any) -> Any:
+    """A part that was cut out of a text or list."""
+    _meter.spend(_size(value))
+    return value
+
+
+@pass_context
+def _concatenated(context: Context, values: list[Any]) -> str:
+    """What ``~`` makes of texts and other values."""
+    _meter.spend(_weigh(values))
+    return str_join(values)
+
+
+_METERS: dict[str, Callable[..., Any]] = {
+    "__spend": _spend, "__weighed": _weighed, "__sized": _sized, "__concatenated": _concatenated,
+    "__compared": _compared, "__searched": _searched,
+}  # fmt: skip
+
+
+class _Metering(NodeTransformer):
+    """Inserts the meter into a template's syntax tree, wherever something repeats or grows."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        size = _own_text(node.body)
+        self.generic_visit(node)
+        node.body.insert(0, _statement(size, node))
+        if node.test is not None:
+            node.test = nodes.And(_metered(nodes.Const(1), "__spend", node), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Macro(self, node: Any) -> nodes.Node:
+        size = _own_text(node.body)
+        self.generic_visit(node)
+        node.body.insert(0, _statement(size, node))
+        return node  # type: ignore[no-any-return]
+
+    visit_CallBlock = visit_Macro
+    visit_Block = visit_Macro
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [
+            part if isinstance(part, nodes.TemplateData) else _metered(part, "__weighed", node) for part in node.nodes
+        ]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        parts = [self.visit(part) for part in node.nodes]
+        return _metered(nodes.List(parts, lineno=node.lineno), "__concatenated", node)
+
+    def visit_List(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        is_constant = all(isinstance(item, nodes.Const) for item in node.items)
+        is_target = getattr(node, "ctx", "load") != "load"
+        return node if is_constant or is_target else _metered(node, "__weighed", node)
+
+    visit_Tuple = visit_List
+    visit_Dict = visit_List
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _metered(node, "__sized", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        left: nodes.Expr = node.expr
+        for operand in node.ops:
+            is_search = operand.op in ("in", "notin")
+            is_cheap = isinstance(operand.expr, nodes.Const) or (isinstance(left, nodes.Const) and not is_search)
+            left = operand.expr
+            if not is_cheap and not isinstance(left, nodes.List | nodes.Tuple):
+                operand.expr = _metered(left, "__searched" if is_search else "__compared", node)
+        return node
+
+
+def _own_text(body: list[nodes.Node]) -> int:
+    """Characters that one pass through a loop or macro writes, without those of loops and macros in it."""
+    total, waiting = 1, list(body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, nodes.TemplateData):
+            total += len(node.data)
+        elif not isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
+            waiting += node.iter_child_nodes()
+    return total
+
+
+def _metered(node: nodes.Expr, name: str, place: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=place.lineno)
+
+
+def _statement(size: int, place: nodes.Node) -> nodes.ExprStmt:
+    return nodes.ExprStmt(_metered(nodes.Const(size), "__spend", place), lineno=place.lineno)
