@@ -66,11 +66,15 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step: the global batch's mean loss (NaN without labels), gradient norm and learning rate."""
+    """One optimizer step: the global batch's mean loss (NaN without labels), gradient norm and learning rate.
+
+    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
+    """
 
     loss: float
     grad_norm: float
     lr: float
+    aux_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,11 +308,15 @@ class Lifecycle:
             "tps": control.num_tokens / seconds,
             "mem": self.peak_memory.nbytes,
         }
+        if result.aux_loss is not None:
+            record["aux_loss"] = result.aux_loss
         if self.config.logging.sample_ids:
             record["samples"] = batch.sample_ids
         self.append(self.training_log, record, soon=True)
         self.progress.update(
-            StepView(scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds)
+            StepView(
+                scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds, result.aux_loss
+            )
         )
 
     def append(self, jsonl: JsonlLog, record: dict[str, Any], *, soon: bool = False) -> None:

@@ -110,7 +110,8 @@ class LLMFinetune(FinetuneRecipe):
         log.info("samples share rows without padding, kept apart by their position ids (%s attention%s)",
                  attention, ", of each sample by itself" if by_document else "")  # fmt: skip
         hidden_size = getattr(self.model_config and self.model_config.get_text_config(), "hidden_size", 1024)
-        return RowLayout(hidden_size, one_row or by_document, self.row_multiple)
+        marks_tokens = self.router_loss is not None
+        return RowLayout(hidden_size, one_row or by_document, self.row_multiple, marks_tokens)
 
     def attends_by_document(self, asked: nn.Module) -> bool:
         """Make attention look at no pairs of tokens of different samples, where that is left to this program."""

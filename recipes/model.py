@@ -35,6 +35,7 @@ from automodel_ckpt.models.build import (
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.probe import forward_parameters
+from automodel_ckpt.models.routers import RouterSettings, check_router_loss, refuse_stages, router_settings
 from automodel_ckpt.models.stages import check_stages
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantization, with_copies
@@ -43,6 +44,7 @@ from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.stages import FromTokens, Staged, cut, tell_idle_share
 from automodel_ckpt.recipes.starting import verify_base
 from automodel_ckpt.recipes.steps import Rows, Steps
+from automodel_ckpt.training.router_loss import RouterLoss
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -72,12 +74,46 @@ class ModelBuilding(Steps):
         # A cache of keys and values serves generation only; building it in each step costs.
         takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
+        router = self.router_settings(model)
         if self.in_stages:
             check_stages(model, self.layout.sizes.pp)
         self.log_model(model)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
-        return model if self.only_planned else self._shared_out(blueprint)
+        return model if self.only_planned else self._shared_out(blueprint, router)
+
+    def router_settings(self, model: nn.Module) -> RouterSettings | None:
+        """The settings of the router's loss; None for a model without one, or where ``model.router_aux_loss`` is false.
+
+        Raises :class:`RecipeError` for pipeline stages.
+        """
+        settings, section = router_settings(model), self.config.model
+        if settings is None:
+            return None
+        if isinstance(section, ModelConfig) and not section.router_aux_loss:
+            self.forward_options = {**self.forward_options, "output_router_logits": False}
+            return None
+        refuse_stages(self.layout.sizes.pp)
+        return settings
+
+    def build_router_loss(self, model: nn.Module, settings: RouterSettings) -> RouterLoss:
+        """The router's loss of a model whose config asks for it. A collective."""
+        section = self.config.model
+        over = section.router_aux_loss if isinstance(section, ModelConfig) else True
+        router_loss = RouterLoss(
+            settings.coefficient,
+            settings.top_k,
+            "micro_batch" if over == "micro_batch" else "global_batch",
+            sum_over_ranks=self.sum_over_ranks,
+            counts_here=self.layout.reports_loss,
+        )
+        check_router_loss(model, router_loss.of_logits, self.forward_options, self.row_multiple, self.layout.device)
+        log.info(
+            "the router's load balancing loss is added with the coefficient %g, over each %s (model.router_aux_loss)",
+            settings.coefficient,
+            router_loss.over.replace("_", " "),
+        )
+        return router_loss
 
     def _changed(self, blueprint: Blueprint, section: ModelConfig) -> Blueprint:
         """A transformers model resized, named, with adapters or frozen layers, as the recipe asks."""
@@ -95,12 +131,14 @@ class ModelBuilding(Steps):
             checkpoint_activations(blueprint.model)
         return blueprint
 
-    def _shared_out(self, blueprint: Blueprint) -> nn.Module:
+    def _shared_out(self, blueprint: Blueprint, router: RouterSettings | None) -> nn.Module:
         """The model with this rank's share of its values, and what a few tokens through it tell the steps."""
         model = blueprint.model
         refuse_attention(model, self.layout.device)
         shared = self.parallelize(model, blueprint.materialise)
         # These run the model on a few tokens, which all its ranks do together.
+        if router is not None:
+            self.router_loss = self.build_router_loss(model, router)
         self.row_layout = self.choose_row_layout(model)
         self.loss_of = self.choose_loss_head(model)
         if self.layout.sizes.cp > 1:

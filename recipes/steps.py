@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.data.packing import longest_sample
+from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.parallelize import clip_gradients, gradient_sync, reshard
 from automodel_ckpt.distributed.stop import StoppedWaiting
@@ -30,6 +30,7 @@ from automodel_ckpt.recipes.stages import Staged
 from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_positions, next_token_loss, num_label_tokens
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import refuse_unsharded
+from automodel_ckpt.training.router_loss import RouterLoss
 from automodel_ckpt.training.step_scheduler import Due
 
 log = logging.getLogger("automodel_ckpt")
@@ -57,6 +58,8 @@ class Steps(Lifecycle):
     """The cut through rows that context parallel ranks share."""
     staged: Staged | None = None
     """This rank's stage of a pipeline; None: it has the whole model."""
+    router_loss: RouterLoss | None = None
+    """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
     """Reads the validation set from its start; None: there is none."""
     model_config: PreTrainedConfig | None
@@ -165,9 +168,10 @@ class Steps(Lifecycle):
         loss_sum, grad_norm = self.train_step(batch, control)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        total, due = self.finish_step(batch, control, loss_sum)
+        total, aux_loss, due = self.finish_step(batch, control, loss_sum)
         loss = total / control.num_label_tokens if control.num_label_tokens else math.nan
-        self.log_step(batch, control, StepResult(loss, grad_norm, lr), time.perf_counter() - started)
+        result = StepResult(loss, grad_norm, lr, aux_loss if self.router_loss is not None else None)
+        self.log_step(batch, control, result, time.perf_counter() - started)
         return due
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
@@ -176,6 +180,8 @@ class Steps(Lifecycle):
         The gradient is that of the mean over the global batch's label tokens. A batch without labels, or with a
         gradient that is not finite, changes no weight: without gradients the optimizer's step does nothing.
         """
+        if self.router_loss is not None:
+            self.router_loss.start_step(control.num_tokens)
         if control.num_label_tokens == 0:
             log.warning("step %d: no label in the whole global batch, no update", self.step_scheduler.step + 1)
             self.optimizer.step()
@@ -198,13 +204,35 @@ class Steps(Lifecycle):
         if self.staged is not None:
             rows = [self.rows_of(micro_batch) for micro_batch in batch.micro_batches]
             return _sum_of(self.staged.train(rows, self.outcome, weight))
+        if self.router_loss is not None and self.router_loss.needs_counts(len(batch.micro_batches)):
+            self.count_routed(batch, self.router_loss)
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
                 loss = self.micro_batch_loss(micro_batch)
-                torch.autograd.backward(loss, torch.full_like(loss, weight))
+                self.backward(loss, weight)
             losses.append(loss.detach())
         return _sum_of(losses)
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Add the gradient of a micro-batch's summed *loss* times *weight*, and that of its share of the router's."""
+        if self.router_loss is None:
+            torch.autograd.backward(loss, torch.full_like(loss, weight))
+            return
+        share = self.router_loss.share()
+        # The wrappers average over the ranks what has to be a sum.
+        share_weight = self.layout.sizes.token_parts * self.router_loss.coefficient
+        torch.autograd.backward([loss, share], [torch.full_like(loss, weight), torch.full_like(share, share_weight)])
+
+    def count_routed(self, batch: GlobalBatch, router_loss: RouterLoss) -> None:
+        """Route all micro-batches once without gradients, so that the choices of the global batch are known before the
+        first backward pass. A collective. The training passes draw the same random numbers as these."""
+        counted = []
+        with torch.no_grad(), self.rng.preserved():
+            for micro_batch in batch.micro_batches:
+                self.micro_batch_loss(micro_batch)
+                counted.append(router_loss.take_noted())
+        router_loss.count(counted)
 
     def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
@@ -222,7 +250,7 @@ class Steps(Lifecycle):
         but the last it ends with those for the next.
         """
         part = self.part_of_row(rows["labels"].shape[1])
-        inputs = {name: self.on_device(value) for name, value in rows.items() if name != "labels"}
+        inputs = {name: self.on_device(value) for name, value in rows.items() if name not in ("labels", IS_TOKEN)}
         if hidden is not None:
             inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
         if not self.is_last_stage:
@@ -231,12 +259,24 @@ class Steps(Lifecycle):
         if self.loss_of is None:
             with self.computing():
                 output = self.model(**inputs, **self.forward_options)
+                self.note_routing(output, rows, part)
             return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn, part)
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=self.all_up_to)
         places = self.on_device(positions) if positions is not None else None
         with self.computing(), self.loss_of(places, self.on_device(targets)):
             output = self.model(**inputs, **self.forward_options)
+            self.note_routing(output, rows, part)
         return logits_of(output)
+
+    def note_routing(self, output: Any, rows: Mapping[str, torch.Tensor], part: slice) -> None:
+        """Keep what the router's loss needs of a forward pass in training; *part* of each row is this rank's."""
+        if self.router_loss is None or not self.model.training:
+            return
+        is_token = rows.get(IS_TOKEN, rows.get("attention_mask"))
+        if num_label_tokens(rows["labels"]) == 0:
+            # Such a micro-batch only keeps this rank in step with the others.
+            is_token = torch.zeros_like(rows["labels"])
+        self.router_loss.note(output, None if is_token is None else is_token[:, part])
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """*tensor* where the model is."""
@@ -276,22 +316,23 @@ class Steps(Lifecycle):
             counted_elsewhere=counted_elsewhere,
         )
 
-    def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, Due]:
-        """Count a step; returns the loss summed over the global batch, and what is due.
+    def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, float, Due]:
+        """Count a step; returns the loss summed over the global batch, the router's loss, and what is due.
 
         The clock is the leader's, so that all ranks save and end at the same step with the same state. A signal is
         looked for here too: the next look is after what is due, which may be an export.
         """
         scheduler, leads = self.step_scheduler, self.layout.is_leader
-        total, elapsed, save, end, stop = self.sum_over_ranks(
+        total, aux_loss, elapsed, save, end, stop = self.sum_over_ranks(
             loss_sum if self.layout.reports_loss else 0.0,
+            self.router_loss.value_here if self.router_loss is not None else 0.0,
             scheduler.measured_seconds() if leads else 0.0,
             leads and scheduler.save_is_wanted(),
             leads and scheduler.time_is_up(),
             self.stop_request.wanted,
         )
         self.dataloader.mark_consumed(batch)
-        return total, scheduler.finish_step(
+        due = scheduler.finish_step(
             epoch=batch.epoch,
             epochs_done=self.dataloader.epoch,
             num_samples=len(batch.sample_ids),
@@ -301,6 +342,7 @@ class Steps(Lifecycle):
             time_is_up=end > 0,
             stop=stop > 0,
         )
+        return total, aux_loss, due
 
     # ---------------------------------------------------------------- validate
 

@@ -107,6 +107,8 @@ class ModelConfig:
     """Parameters that are not trained: vision_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    router_aux_loss: Literal["global_batch", "micro_batch"] | bool = "global_batch"
+    """Load balancing loss of a model with output_router_logits: over each global_batch or micro_batch; false: none."""
 
     vocab_size: Literal["tokenizer"] | int | None = setting(None, POSITIVE_OR_WORD)
     """Tokens that the model has room for: a number, or tokenizer for as many as that has; null: as it is."""

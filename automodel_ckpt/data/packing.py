@@ -19,6 +19,8 @@ from automodel_ckpt.data.collate import IGNORE_INDEX, refuse_padded
 from automodel_ckpt.errors import RecipeError
 
 _Lengths = npt.NDArray[np.int64]
+IS_TOKEN = "is_token"  # noqa: S105
+"""The key of a mask [B, T] in rows that have places without a token, where the model gets no attention mask."""
 _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
@@ -122,12 +124,13 @@ class RowLayout:
     *one_row*: all samples in one row, as flash attention wants them, unless none is padded. Otherwise the cheapest is
     taken: a row each, the longest sample's length shared by several, or one row, by the products that a layer of
     *hidden_size* computes (24 hidden_size**2 per token, 4 hidden_size per token and row position). *multiple* rounds
-    lengths up.
+    lengths up. *marks_tokens* adds the mask :data:`IS_TOKEN` where some places have no token.
     """
 
     hidden_size: int
     one_row: bool = False
     multiple: int = 1
+    marks_tokens: bool = False
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The rows of *batch*, int64 tensors of shape (batch, length): padded rows or packs, as collated.
@@ -138,14 +141,21 @@ class RowLayout:
         if not {"input_ids", "labels", "attention_mask"} <= batch.keys() <= _ROWS_OF_TOKENS:
             return dict(batch)
         if "position_ids" in batch and not self.one_row:
-            return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+            return self._without_mask(batch)
         mask, width = batch["attention_mask"].numpy(), batch["labels"].shape[1]
         fits = not self.one_row or ("position_ids" not in batch and width % self.multiple == 0)
         if fits and np.count_nonzero(mask) == mask.size:
             # A mask that hides nothing costs the model a look at it in each pass, and one row the search for its parts.
-            return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+            return self._without_mask(batch)
         rows, length = self._cheapest(mask.sum(1).tolist(), width)
-        return dict(batch) if rows is None else _laid_out(batch, rows, length)
+        return dict(batch) if rows is None else _laid_out(batch, rows, length, self.marks_tokens)
+
+    def _without_mask(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        mask = batch["attention_mask"]
+        if self.marks_tokens and not bool(mask.all()):
+            rows[IS_TOKEN] = mask
+        return rows
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:
         """(numbers of the samples in each row or None for a row each, row length)."""
@@ -171,7 +181,9 @@ def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
     return batch["labels"].shape[1] if positions is None else int(positions.max()) + 1
 
 
-def _laid_out(batch: Mapping[str, torch.Tensor], rows: list[list[int]], length: int) -> dict[str, torch.Tensor]:
+def _laid_out(
+    batch: Mapping[str, torch.Tensor], rows: list[list[int]], length: int, marks_tokens: bool
+) -> dict[str, torch.Tensor]:
     """Empty places are samples of one token each, without a label: nothing attends to them."""
     mask = batch["attention_mask"].numpy() != 0
     ends = mask.sum(1).cumsum()
@@ -187,6 +199,9 @@ def _laid_out(batch: Mapping[str, torch.Tensor], rows: list[list[int]], length: 
         ("labels", labels, IGNORE_INDEX),
         ("position_ids", positions, 0),
     )
-    return {
+    laid_out = {
         name: torch.from_numpy(np.where(taken < 0, empty, source.reshape(-1)[taken])) for name, source, empty in sources
     }
+    if marks_tokens and bool((taken < 0).any()):
+        laid_out[IS_TOKEN] = torch.from_numpy(taken >= 0)
+    return laid_out

@@ -19,7 +19,7 @@ _SMOOTHING = 0.9
 _BAR_CELLS = 10
 _TICK_SECONDS = 0.2
 _COLUMNS = 80
-_DROPPED_FIRST = ("epoch", "lr", "tok/s", "left")
+_DROPPED_FIRST = ("epoch", "aux", "lr", "tok/s", "left")
 """What a narrow terminal does without, in this order."""
 
 
@@ -33,6 +33,7 @@ class StepView:
     lr: float
     num_tokens: int
     seconds: float
+    aux_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class Progress:
             shown,
             f"epoch {view.epoch}",
             f"loss {view.loss:.4f}",
+            *([f"aux {view.aux_loss:.4f}"] if view.aux_loss is not None else []),
             f"lr {view.lr:.2e}",
             f"{self._tokens_per_second:,.0f} tok/s",
         ]

@@ -1,0 +1,78 @@
+"""Whether a model of mixed experts has a load balancing loss for its routers, and whether it is the usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.probe import undisturbed
+
+WHERE = "model.router_aux_loss"
+_OFF = "set model.router_aux_loss: false to train without it"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What a model's config says about the loss of its routers."""
+
+    coefficient: float
+    top_k: int
+
+
+def router_settings(model: nn.Module) -> RouterSettings | None:
+    """The settings of a transformers model whose config asks for the loss (``output_router_logits``); else None."""
+    config = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    text = get_text_config() if get_text_config is not None else config
+    coefficient = getattr(text, "router_aux_loss_coef", None)
+    top_k = getattr(text, "num_experts_per_tok", None)
+    if not getattr(text, "output_router_logits", False) or not coefficient or not top_k:
+        return None
+    return RouterSettings(float(coefficient), int(top_k))
+
+
+def check_router_loss(
+    model: nn.Module,
+    loss_of: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    options: Mapping[str, Any],
+    multiple: int,
+    device: torch.device,
+) -> None:
+    """:class:`RecipeError` where *model* returns another router loss than *loss_of* computes from its router logits.
+
+    A few tokens (a number of them divisible by *multiple*) through the model, with *options*, show it. A collective
+    where the model is sharded.
+    """
+    tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
+    with undisturbed(model):
+        output = model(input_ids=tokens, **options)
+    router_logits, expected = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
+    if not router_logits or expected is None:
+        found = "the model returns no router logits"
+    else:
+        computed = loss_of(router_logits)
+        if torch.allclose(computed.float(), expected.float(), rtol=1e-2):
+            return
+        found = f"the model's is {float(expected):g}, the load balancing loss of its router logits {float(computed):g}"
+    raise RecipeError(
+        "this model's router loss is not the load balancing loss that this program can compute",
+        where=WHERE,
+        value=f"{type(model).__name__}: {found}",
+        remedy=_OFF,
+    )
+
+
+def refuse_stages(num_stages: int) -> None:
+    """:class:`RecipeError` for pipeline stages: no stage sees the routers of all layers."""
+    if num_stages > 1:
+        raise RecipeError(
+            "the router's load balancing loss needs the routers of all layers, and a pipeline stage has only some",
+            where=WHERE,
+            value=f"distributed.pp_size {num_stages}, and the model's config has output_router_logits: true",
+            remedy=f"{_OFF}, or leave pp_size out",
+        )

@@ -1,0 +1,145 @@
+"""The load balancing loss of a mixture of experts' router, over the tokens of a whole global batch.
+
+The loss is that of transformers (``load_balancing_loss_func``; Switch Transformer, equations 4 to 6): with E experts
+and the N tokens of all layers together,
+
+    aux_loss = E * sum over the experts of (assigned / N) * (probabilities / N)
+
+where *assigned* is how many of the top-k choices went to an expert, and *probabilities* the sum of its routing
+probabilities. transformers computes it for one forward pass. As a product of two means it depends on how a batch is
+divided. Here both means are over the global batch, so that the loss is the one of a single forward pass over all of it,
+for any accumulation and any number of ranks.
+
+Choices have no gradient. Once the assigned counts of the global batch are known, the loss is a sum over tokens, and
+each micro-batch adds its share with a backward pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from automodel_ckpt.errors import RecipeError
+
+SumOverRanks = Callable[..., list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Sums over the tokens and layers of a micro-batch: choices of each expert [E], which have no gradient, and routing
+    probabilities of each expert [E]. *num_rows* is the number of tokens times that of layers."""
+
+    assigned: torch.Tensor
+    probabilities: torch.Tensor
+    num_tokens: float
+    num_rows: float
+
+
+def routing_of(router_logits: Sequence[torch.Tensor], top_k: int, is_token: torch.Tensor | None = None) -> Routing:
+    """The sums of one forward pass: *router_logits* has [B * T, E] of each layer; *is_token* [B, T] is 0 for padding,
+    which does not count. None: there is no padding."""
+    mask = None if is_token is None else is_token.reshape(-1, 1).to(router_logits[0].device, torch.float32)
+    num_tokens = float(len(router_logits[0]) if mask is None else mask.sum())
+    assigned, probabilities = [], []
+    for logits in router_logits:
+        weights = torch.softmax(logits, dim=-1)
+        chosen = torch.topk(weights, top_k, dim=-1).indices
+        choices = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device).scatter_(1, chosen, 1.0)
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        if mask is not None:
+            choices, weights = choices * mask, weights * mask
+        assigned.append(choices.sum(0))
+        probabilities.append(weights.sum(0))
+    num_rows = num_tokens * len(router_logits)
+    return Routing(torch.stack(assigned).sum(0), torch.stack(probabilities).sum(0), num_tokens, num_rows)
+
+
+def load_balancing_loss(routing: Routing) -> torch.Tensor:
+    """The loss of one forward pass, as transformers computes it; 0-dim."""
+    num_rows = max(routing.num_rows, 1.0)
+    return _loss(routing.assigned / num_rows, routing.probabilities / num_rows)
+
+
+def _loss(assigned: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    return len(assigned) * (assigned.to(probabilities.dtype) * probabilities).sum()
+
+
+class RouterLoss:
+    """Adds the router's loss, times *coefficient*, to the loss of each global batch.
+
+    *over* says what the means are over: ``global_batch``, or ``micro_batch``, where each micro-batch has a loss of its
+    own that counts by its tokens. The latter depends on the local batch size, but needs no second forward pass.
+    *counts_here* is false on ranks whose tokens another rank counts.
+    """
+
+    def __init__(
+        self, coefficient: float, top_k: int, over: str, *, sum_over_ranks: SumOverRanks, counts_here: bool
+    ) -> None:
+        self.coefficient, self.top_k, self.over = coefficient, top_k, over
+        self._sum_over_ranks, self._counts_here = sum_over_ranks, counts_here
+        self._noted: Routing | None = None
+        self._shares: list[torch.Tensor] = []
+        self._num_tokens = 0
+        self._assigned: torch.Tensor | None = None
+        self._num_rows = 0.0
+
+    def of_logits(self, router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of one forward pass without padding, from the router logits [B * T, E] of each layer; 0-dim."""
+        return load_balancing_loss(routing_of(router_logits, self.top_k))
+
+    def start_step(self, num_tokens: int) -> None:
+        """Begin a global batch of so many tokens, counted over all ranks."""
+        self._num_tokens, self._assigned, self._shares = num_tokens, None, []
+
+    def note(self, output: Any, is_token: torch.Tensor | None) -> None:
+        """Take the router logits out of what the model returned for a micro-batch."""
+        self._noted = routing_of(output.router_logits, self.top_k, is_token)
+
+    def needs_counts(self, num_micro_batches: int) -> bool:
+        """Whether all micro-batches have to be routed once before the first backward pass."""
+        return self.over == "global_batch" and num_micro_batches > 1
+
+    def take_noted(self) -> Routing:
+        """The sums of the last micro-batch. Raises :class:`RecipeError` where no forward pass was noted."""
+        if self._noted is None:
+            raise RecipeError(
+                "the router's load balancing loss needs the forward pass, which this recipe makes in its own way",
+                where="micro_batch_loss",
+                value="a micro-batch without a call of outcome()",
+                remedy="call self.outcome(self.rows_of(micro_batch)), or set model.router_aux_loss: false",
+            )
+        noted, self._noted = self._noted, None
+        return noted
+
+    def count(self, micro_batches: Sequence[Routing]) -> None:
+        """Add up the choices in all micro-batches of the step, those of the other ranks too. A collective."""
+        here = torch.stack([routing.assigned.double() for routing in micro_batches]).sum(0)
+        counted = here.tolist() if self._counts_here else [0.0] * len(here)
+        total = torch.tensor(self._sum_over_ranks(*counted), device=here.device)
+        # Each token makes top_k choices in each layer.
+        self._num_rows = max(float(total.sum()) / self.top_k, 1.0)
+        self._assigned = total / self._num_rows
+
+    def share(self) -> torch.Tensor:
+        """What the last micro-batch adds to the loss of the global batch, without the coefficient; 0-dim, with
+        gradients. A collective where each rank has one micro-batch only."""
+        routing = self.take_noted()
+        if self.over == "micro_batch":
+            share = load_balancing_loss(routing) * (routing.num_tokens / max(self._num_tokens, 1))
+        else:
+            if self._assigned is None:
+                self.count([routing])
+            assert self._assigned is not None
+            share = _loss(self._assigned, routing.probabilities / self._num_rows)
+        self._shares.append(share.detach())
+        return share
+
+    @property
+    def value_here(self) -> float:
+        """What this rank's micro-batches add to the loss of the global batch, without the coefficient."""
+        if not self._shares or not self._counts_here:
+            return 0.0
+        return float(torch.stack(self._shares).double().sum())
