@@ -7,7 +7,7 @@ model; this one all other parts, and the order in which they are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +75,7 @@ class FinetuneRecipe(ModelBuilding):
         self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
+            self.check_export(self.checkpointer.assets)
         self.resume()
 
     def build(self) -> None:
@@ -280,6 +281,18 @@ class FinetuneRecipe(ModelBuilding):
         )
         checkpointer.open()
         return checkpointer
+
+    def check_export(self, assets: Mapping[str, Assets]) -> None:
+        """Raise :class:`RecipeError` where an export is asked for, and there are no *assets* to make one with."""
+        section = self.config.checkpoint
+        for key in ("save_consolidated", "export_best"):
+            if getattr(section, key) and not assets:
+                raise RecipeError(
+                    "there is nothing to export: only models of transformers have Hugging Face files",
+                    where=f"checkpoint.{key}",
+                    value=str(getattr(section, key)).lower(),
+                    remedy="remove the key; or give your recipe a build_assets method that describes the export",
+                )
 
     def build_assets(self) -> dict[str, Assets]:
         """What an export of ``model`` needs beside its weights; nothing for a model that is not transformers'."""

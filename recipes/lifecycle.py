@@ -26,6 +26,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.state.loading import shown
 from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.changes import changed_keys, recipe_of, saved_recipe
 from automodel_ckpt.config.nodes import DEFAULT
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
@@ -141,6 +142,8 @@ class Lifecycle:
             self.peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
         self.progress = Progress(every_seconds=config.logging.log_every_seconds, enabled=layout.is_leader)
         self.log_handler = set_up_logging(self.progress, config.logging.level, layout.rank)
+        if unused := unused_without_checkpoints(config):
+            log.info("nothing is saved, because checkpoint.enabled is false; no effect: %s", ", ".join(unused))
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)

@@ -87,6 +87,8 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
 def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes, assets: Mapping[str, Assets]) -> int:
     """Expected bytes of one checkpoint of this run. Raises :class:`RecipeError` where it could not be read back."""
     recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
+    assets = recipe.build_assets()
+    recipe.check_export(assets)
     items, num_shards = classify(discover(recipe)), _num_shards(recipe, sizes)
     save_optimizer = recipe.config.checkpoint.save_optimizer
     check_manifest_size(forecast_manifest_bytes(items, save_optimizer=save_optimizer, num_shards=num_shards))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.cli.saved import recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
+from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.changes import changed_keys
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
@@ -67,7 +68,8 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
     unknown = "" if memory.activations is not None else "; activations unknown"
     yield "memory", f"about {size_text(memory.total)} per rank: {listed}{unknown}"
     if plan.checkpoint_bytes is None:
-        yield "checkpoints", "none"
+        unused = ", ".join(unused_without_checkpoints(loaded.config))
+        yield "checkpoints", "none, because checkpoint.enabled is false" + (f"; no effect: {unused}" if unused else "")
         return
     yield "checkpoints", _checkpoints(loaded, plan, plan.checkpoint_bytes)
     if (warning := overlay_warning(Path(loaded.config.checkpoint.checkpoint_dir).expanduser())) is not None:

@@ -24,7 +24,7 @@ from automodel_ckpt.config.convert import (
 )
 from automodel_ckpt.config.nodes import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.config.references import ReferenceFailed, is_reference, resolve
-from automodel_ckpt.config.schema import MISSING, Relation, Target
+from automodel_ckpt.config.schema import MISSING, Condition, Relation, Target
 from automodel_ckpt.errors import Problem
 
 _LISTS = (list, tuple, set, Sequence, Iterable)
@@ -104,6 +104,8 @@ class Binder:
         node.value |= rest
         for relation in getattr(cls, "relations", ()):
             self._relate(relation, values, node, key)
+        for condition in getattr(cls, "conditions", ()):
+            self._check_effect(condition, cls, values, node, key)
         return self._construct(cls, values, node, key) if len(self.problems) == before else INVALID
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
@@ -259,6 +261,20 @@ class Binder:
         what = f"{key}: {relation.says}" if key else relation.says
         self._note(what, given[0] if given else section, value, relation.remedy)
 
+    def _check_effect(
+        self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str
+    ) -> None:
+        """Report keys that were changed and have no effect: a value that is accepted and ignored misleads its user."""
+        heads = {name.partition(".")[0] for name in (*condition.keys, *condition.on)}
+        if any(values[name] is INVALID for name in heads):
+            return
+        if condition.holds(types.SimpleNamespace(**values)):
+            return
+        for name in condition.keys:
+            node = section.at(name)
+            if node is not None and is_changed(cls, values, name):
+                self._note(f"{join(key, name)} has no effect: {condition.says}", node, node, condition.remedy)
+
     def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
             return
@@ -286,6 +302,35 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else MISSING
+
+
+def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
+    """Whether the value at a dotted key differs from its default; False in a section that is null or a plug-in."""
+    name, _, inner = key.partition(".")
+    value = values[name]
+    if inner:
+        return dataclasses.is_dataclass(value) and hasattr(value, inner) and is_changed(type(value), vars(value), inner)
+    (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
+    return bool(value != default_of(field))
+
+
+def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a section, and of those below it, whose values differ from their defaults."""
+    values = vars(section)
+    for name in values:
+        if dataclasses.is_dataclass(values[name]) and not isinstance(values[name], Target):
+            yield from _changed_keys(values[name], f"{prefix}{name}.")
+        elif is_changed(type(section), values, name):
+            yield prefix + name
+
+
+def unused_without_checkpoints(recipe: Any) -> list[str]:
+    """Keys of a recipe that were given and say nothing, because it has ``checkpoint.enabled: false``."""
+    if recipe.checkpoint.enabled:
+        return []
+    say_when = [f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")]
+    of_checkpoints = ("checkpoint.", *say_when, "step_scheduler.mtbf_hours", "logging.sample_ids")
+    return [key for key in _changed_keys(recipe) if key.startswith(of_checkpoints) and key != "checkpoint.enabled"]
 
 
 def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:

@@ -37,6 +37,21 @@ class Relation:
     remedy: str
 
 
+@dataclass(frozen=True)
+class Condition:
+    """What several ``keys`` of one section need to have an effect: where it does not hold, any other value than a
+    key's default is an error at that key.
+
+    ``on`` names the keys that ``holds`` looks at; ``says`` completes the sentence "<key> has no effect: ...".
+    """
+
+    keys: tuple[str, ...]
+    on: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    says: str
+    remedy: str
+
+
 AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
 SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
@@ -127,6 +142,22 @@ class ModelConfig:
             "name a model directory or Hub name in from_pretrained, or describe one in from_config",
         ),
     )
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("new_tokens",),
+            ("vocab_size", "from_pretrained"),
+            lambda model: model.vocab_size is not None and model.from_pretrained is not None,
+            "only vocab_size adds embeddings, to a model that from_pretrained names",
+            "set model.vocab_size, or remove new_tokens",
+        ),
+        Condition(
+            ("allow_missing", "allow_unexpected"),
+            ("from_pretrained",),
+            lambda model: model.from_pretrained is not None,
+            "no weights are read, because from_pretrained is not given",
+            "remove it; weights of init_from have init_from.allow_missing and init_from.allow_unexpected",
+        ),
+    )
 
 
 @dataclass
@@ -155,6 +186,16 @@ class CompileConfig:
     """Refuse a layer that cannot be compiled as a whole, instead of running parts of it as they are."""
     dynamic: bool | None = None
     """true: expect every length at once; false: compile each anew; null: after the second one."""
+
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("backend", "mode", "fullgraph", "dynamic"),
+            ("enabled",),
+            lambda section: section.enabled,
+            "nothing is compiled, because compile.enabled is false",
+            "set compile.enabled to true, or remove the key",
+        ),
+    )
 
 
 @dataclass
@@ -296,6 +337,15 @@ class DistributedConfig:
             "leave sequence_parallel out",
         ),
     )
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("reshard_after_forward",),
+            ("strategy",),
+            lambda ranks: ranks.strategy in ("auto", "fsdp2"),
+            "only fsdp2 shards parameters",
+            "set distributed.strategy to fsdp2 or auto, or remove the key",
+        ),
+    )
 
 
 @dataclass
@@ -311,9 +361,19 @@ class DataloaderConfig:
     drop_last: bool = False
     """Leave out an epoch's last global batch when it is not full."""
     pad_to_multiple_of: int | None = setting(None, AT_LEAST_1)
-    """Round padded lengths up to a multiple of this many tokens."""
+    """Round the length of each row up to a multiple of this many tokens, also of rows that samples share."""
     padding_free: bool = True
     """Let samples of a micro-batch share rows where the model keeps them apart; false: pad each one."""
+
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("pad_to_multiple_of",),
+            ("collate_fn", "padding_free"),
+            lambda section: section.collate_fn is None or section.padding_free,
+            "collate_fn makes the rows, and with padding_free false they stay as they are",
+            "round the lengths in your collate_fn, or remove the key",
+        ),
+    )
 
 
 @dataclass
@@ -464,6 +524,15 @@ class StepSchedulerConfig:
             "set one, or the run would never end",
         ),
     )
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("mtbf_hours",),
+            ("ckpt_every_steps",),
+            lambda steps: steps.ckpt_every_steps == "auto",
+            "only ckpt_every_steps auto uses it",
+            "set step_scheduler.ckpt_every_steps to auto, or remove the key",
+        ),
+    )
 
     @property
     def stop_signal_numbers(self) -> tuple[signal.Signals, ...]:
@@ -536,6 +605,22 @@ class CheckpointConfig:
             lambda section: section.model_layout != "hf" or not (section.save_consolidated or section.export_best),
             "with model_layout hf there is nothing to export",
             "leave save_consolidated and export_best out: each checkpoint's model/ holds the Hugging Face files",
+        ),
+    )
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("keep_best", "keep_every_steps", "keep_steps"),
+            ("keep_last",),
+            lambda section: section.keep_last is not None,
+            "all checkpoints are kept, because keep_last is not given",
+            "set checkpoint.keep_last, or remove the key",
+        ),
+        Condition(
+            ("on_incompatible",),
+            ("restore_from",),
+            lambda section: section.restore_from is None,
+            "restore_from names the checkpoint, so that there is no other directory to start in",
+            "remove restore_from or on_incompatible",
         ),
     )
 
@@ -638,5 +723,21 @@ class RecipeConfig:
             ),
             "with peft, model.from_config and peft.base_dir go together: adapters are of use with their base only",
             "name a directory for the fresh base in peft.base_dir, or an existing base in model.from_pretrained",
+        ),
+    )
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("checkpoint.keep_best", "checkpoint.export_best", "checkpoint.best_metric_key", "checkpoint.best_mode"),
+            ("validation_dataset",),
+            lambda recipe: recipe.validation_dataset is not None,
+            "without a validation_dataset no checkpoint is the best",
+            "add a validation_dataset section, or remove the key",
+        ),
+        Condition(
+            ("dataloader.padding_free",),
+            ("packed_sequence",),
+            lambda recipe: recipe.packed_sequence is None,
+            "the samples of a pack share its row, so that packed_sequence needs a model that keeps them apart",
+            "remove padding_free or packed_sequence",
         ),
     )

@@ -214,7 +214,8 @@ def test_an_empty_section_that_the_command_line_fills_is_that_section(tmp_path: 
 @pytest.mark.parametrize("value", ["final", "every", "true", "false", "null"])
 @pytest.mark.parametrize("layout", ["null", "adapter", "shards"])
 def test_with_adapters_every_value_of_save_consolidated_is_accepted(tmp_path: Path, value: str, layout: str) -> None:
-    words = ["--checkpoint.save_consolidated", value, "--checkpoint.model_layout", layout, "--checkpoint.export_best"]
+    words = ["--checkpoint.save_consolidated", value, "--checkpoint.model_layout", layout, "--checkpoint.export_best",
+             "--validation_dataset._target_=automodel_ckpt.data.text.text"]  # fmt: skip
     loaded = load(tmp_path, "peft: {}\n", *words)
     assert loaded.config.checkpoint.export_best
     assert str(loaded.config.checkpoint.save_consolidated).lower() in (value, "none" if value == "null" else value)
@@ -385,6 +386,7 @@ def test_a_missing_variable_is_named(tmp_path: Path) -> None:
 def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -> None:
     words = ["--optimizer.lr", "1e-5", "--seed=017", "--checkpoint.checkpoint_dir=017", "--checkpoint.is_async=on",
              "--model.attn_implementation=off", "--checkpoint.keep_steps=[0x10]", "--clip_grad_norm=None",
+             "--checkpoint.keep_last=2",
              "--dataset.id", "017", "--dataset.word=None", "--dataset.table={on: [no, 1e5]}"]  # fmt: skip
     loaded = load(tmp_path, "", *words)
     assert loaded.config.dataset.kwargs["word"] is None

@@ -1,0 +1,831 @@
+"""No key of a recipe is accepted and ignored: another value changes what the program does, or it is an error.
+
+``EFFECTS`` has an entry for each key of the schema; a key without one fails a test. An entry is one of these:
+
+* :class:`Observed`: the part of the program that the key belongs to is built and used with two values of the key, and
+  what is observed has to differ. A :class:`RecipeError` that names the key is an observation too: its rejection.
+* :class:`Proven`: a test elsewhere, by its node id, because the effect takes a training run or several ranks. It has to
+  be there and to name the key.
+* :class:`OneValue`: the key has no other value yet; any other one has to be rejected.
+
+What a key needs to have an effect is declared in the schema (``conditions``). Where it is missing, the same change of
+value has to be rejected.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import logging
+import os
+import re
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.cli.launch import _stop_signals
+from automodel_ckpt.cli.train import grid
+from automodel_ckpt.config.bind import hints_of, unused_without_checkpoints
+from automodel_ckpt.config.convert import find, members, section_type
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.targets import Trust, check_targets, resolve_recipe
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.pipeline import Pipeline, Wire
+from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
+from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.recipes.adapters import adapt, quantization
+from automodel_ckpt.recipes.lifecycle import Control, StepResult
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.planning import _under_way
+from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
+from tests.support import ranks, tiny
+from tests.unit.checkpoint.test_background import AdapterFiles
+
+ROOT = Path(__file__).parents[2]
+TINY = "model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 2"
+RECIPE = f"""\
+model: {{from_config: {{{TINY}, num_key_value_heads: 2, vocab_size: 24, max_position_embeddings: 32}}}}
+dataset: {{_target_: {__name__}.samples}}
+step_scheduler: {{global_batch_size: 4, local_batch_size: 2, max_steps: 12, ckpt_every_epochs: null}}
+"""
+
+
+# ---------------------------------------------------------------- what the recipes name
+
+
+class Samples:
+    """Seven samples of two to five tokens; the first token says whether a worker process made it."""
+
+    main_process = os.getpid()
+
+    def __init__(self, token: int = 5) -> None:
+        self.token = token
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = [1 if os.getpid() == self.main_process else 2, *[self.token] * (1 + index % 4)]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def samples(token: int = 5) -> Samples:
+    return Samples(token)
+
+
+def some_model() -> nn.Module:
+    return nn.Linear(2, 3)
+
+
+def some_tokenizer() -> str:
+    return "a tokenizer"
+
+
+# ---------------------------------------------------------------- the recipe under observation
+
+
+@dataclass
+class Subject:
+    """A loaded recipe and its object, as far as it is before any rank joins."""
+
+    loaded: LoadedRecipe
+    recipe: LLMFinetune
+    directory: Path
+
+    @property
+    def config(self) -> RecipeConfig:
+        config: RecipeConfig = self.loaded.config
+        return config
+
+
+def opened(directory: Path, words: Iterable[str]) -> Subject:
+    path = directory / "recipe.yaml"
+    path.write_text(RECIPE)
+    line = parse(list(words))
+    loaded = load_recipe(path, line.overrides, problems=line.problems)
+    check_targets(loaded, Trust(["tests"]))
+    recipe = LLMFinetune(loaded.config, config_yaml=loaded.to_yaml())
+    recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
+    recipe.tokenizer = recipe.preprocessor = None
+    recipe.step_scheduler = StepScheduler(recipe.cadence, planned_steps=12)
+    return Subject(loaded, recipe, directory)
+
+
+# ---------------------------------------------------------------- observations
+
+
+def batches(it: Subject) -> Any:
+    """Sample numbers and contents of the global batches of an epoch."""
+    loader = it.recipe.build_dataloader(it.config.dataset)
+    return [(batch.sample_ids, [flat(part) for part in batch.micro_batches]) for batch in loader]
+
+
+def flat(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in batch.items()}
+
+
+def validation(it: Subject) -> bool:
+    return it.recipe.build_validation() is not None
+
+
+def packs(it: Subject) -> int:
+    return len(it.recipe.packed(samples()))
+
+
+def built(it: Subject) -> nn.Module:
+    """The model without the values of its weights, as a dry run builds it."""
+    it.recipe.only_planned = True
+    it.recipe.model_config = it.recipe.check_model_config()
+    return it.recipe.build_model()
+
+
+def model(it: Subject) -> Any:
+    """Class, shapes, types and switches of the model, and which parameters are trained."""
+    made: Any = built(it)
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in made.named_parameters()]
+    recomputed = [name for name, module in made.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    return (
+        type(made).__name__,
+        parameters,
+        recomputed,
+        getattr(made, "config", None) and made.config._attn_implementation,
+    )
+
+
+def rows(it: Subject) -> Any:
+    """Shapes of the rows that the model sees of three samples."""
+    it.recipe.model_config = it.recipe.check_model_config()
+    made = it.recipe.build_model()
+    it.recipe.model = made
+    micro_batch = it.recipe.build_collate_fn()([samples()[index] for index in (0, 1, 3)])
+    return {name: tuple(tensor.shape) for name, tensor in it.recipe.rows_of(micro_batch).items()}
+
+
+def adapters(it: Subject) -> Any:
+    """The layers of an adapted model with their values, what of it is trained, and what its description says."""
+    torch.manual_seed(1)
+    it.recipe.model_config = it.recipe.check_model_config()
+    base = LLMFinetune.auto_class.from_config(it.recipe.model_config).to(it.recipe.model_config.dtype)
+    assert it.config.peft is not None
+    adapted = adapt(base, it.config.peft, 24, "CAUSAL_LM")
+    values = [(name, p.dtype, p.requires_grad, p.double().sum().item()) for name, p in adapted.model.named_parameters()]
+    scales = [
+        (name, m.scaling)
+        for name, m in adapted.model.named_modules()
+        if hasattr(m, "scaling") and "lora" in str(type(m))
+    ]
+    return repr(adapted.model), values, scales, adapted.peft_config["bias"]
+
+
+def quantized(it: Subject) -> Any:
+    return quantization(it.config, it.recipe.layout)
+
+
+def updated(it: Subject) -> Any:
+    """Weights after two steps of the optimizer with clipped gradients."""
+    it.recipe.model = nn.Linear(2, 2)
+    for parameter in it.recipe.model.parameters():
+        nn.init.ones_(parameter)
+    optimizer = it.recipe.optimizer = it.recipe.build_optimizer()
+    for size in (3.0, -0.1):
+        for parameter in it.recipe.model.parameters():
+            parameter.grad = torch.full_like(parameter, size)
+        it.recipe.clip_gradients()
+        optimizer.step()
+    return [parameter.tolist() for parameter in it.recipe.model.parameters()]
+
+
+def rates(it: Subject) -> list[float]:
+    """The learning rates of twelve steps."""
+    it.recipe.model = nn.Linear(2, 2)
+    it.recipe.optimizer = it.recipe.build_optimizer()
+    schedule = it.recipe.build_lr_scheduler()
+    seen = []
+    for _ in range(12):
+        seen.append(it.recipe.optimizer.param_groups[0]["lr"])
+        it.recipe.optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return seen
+
+
+def loss(it: Subject) -> float:
+    function = it.recipe.build_loss_fn()
+    return float(function(torch.tensor([[1.0, 3.0]]), torch.tensor([0])))
+
+
+def timeline(it: Subject) -> list[Any]:
+    """What is due after each step of a run in which a step takes a minute, a save a second, and an epoch is five steps;
+    every third validation is the best."""
+    now = [0.0]
+    scheduler = StepScheduler(it.recipe.cadence, planned_steps=total_steps(it.recipe.cadence, 5), clock=lambda: now[0])
+    seen: list[Any] = []
+    while not scheduler.is_finished() and scheduler.step < 40:
+        scheduler.start_step()
+        now[0] += 60
+        due = scheduler.finish_step(
+            epoch=scheduler.step // 5, epochs_done=(scheduler.step + 1) // 5, num_samples=4, num_tokens=9,
+            elapsed_seconds=now[0], save_is_wanted=scheduler.save_is_wanted(), time_is_up=scheduler.time_is_up(),
+        )  # fmt: skip
+        better = due.validate and scheduler.step % 3 == 0 and scheduler.note_best(1 / scheduler.step)
+        if due.save or better:
+            now[0] += 1
+            scheduler.note_save(1.0)
+            scheduler.note_published(1.0, 1.0)
+        seen.append((due.validate, due.save or better, due.last))
+    return seen
+
+
+def stop_signals(it: Subject) -> Any:
+    """The signals that the launcher takes for a stop."""
+    return _stop_signals(it.loaded)
+
+
+def parts_of_rows(it: Subject) -> int:
+    """Into how many parts a row is cut between two tensor parallel ranks."""
+    it.recipe.layout = dataclasses.replace(it.recipe.layout, sizes=Sizes(tp=2))
+    return it.recipe.row_multiple
+
+
+def base(it: Subject) -> list[Any]:
+    """The files after the base of adapters was made."""
+    it.recipe.model_config = it.recipe.check_model_config()
+    it.recipe.prepare_base()
+    return tree(it.directory)
+
+
+def sizes(it: Subject) -> Any:
+    """How four ranks share the work."""
+    made = grid(it.loaded, 4)
+    return made, choose_strategy(it.config.distributed.strategy, made)
+
+
+def compiled(it: Subject) -> Any:
+    """What torch.compile is asked to do with the layers of a model."""
+    asked: list[Any] = []
+
+    class Layer(nn.Module):
+        def compile(self, **options: Any) -> None:
+            asked.append(options)
+
+    it.recipe.parallelize(nn.Sequential(nn.ModuleList([Layer()]), nn.Linear(1, 1)))
+    return asked
+
+
+def step_line(it: Subject) -> list[str]:
+    """The fields of a line of training.jsonl."""
+    fields: list[str] = []
+    it.recipe.append = lambda jsonl, record, **_: fields.extend(record)  # type: ignore[method-assign]
+    it.recipe.training_log = None  # type: ignore[assignment]
+    it.recipe.peak_memory = SimpleNamespace(nbytes=1)  # type: ignore[assignment]
+    batch = GlobalBatch(0, 0, 0, [1, 2], [], False)
+    it.recipe.log_step(batch, Control(1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
+    return fields
+
+
+def followed(it: Subject) -> bool:
+    """Whether a process feeds trackers with what the run logs."""
+    it.recipe.place_logs(it.directory)
+    it.recipe._follow_logs()
+    if it.recipe.tracking is not None:
+        it.recipe.tracking.close()
+    return it.recipe.tracking is not None
+
+
+def vocabulary(it: Subject) -> Any:
+    """The tokens of the tokenizer."""
+    tokenizer = it.recipe.build_tokenizer()
+    return getattr(tokenizer, "vocab_size", tokenizer)
+
+
+def recipe_class(it: Subject) -> str:
+    return resolve_recipe(it.config.recipe, Trust()).__name__
+
+
+def small_run(**attributes: Any) -> SimpleNamespace:
+    """What there is to save of the smallest run."""
+    made = nn.Linear(2, 2)
+    return SimpleNamespace(model=made, optimizer=torch.optim.AdamW(made.parameters()), **attributes)
+
+
+def saved(it: Subject, steps: int = 1) -> Any:
+    """What is in the run's directory after a few saves, in each of which the training loss grows and the validation
+    loss falls."""
+    made = small_run()
+    checkpointer = it.recipe.build_checkpointer()
+    if checkpointer is None:
+        return "nothing"
+    checkpointer.assets["model"] = AdapterFiles()
+    waited = []
+    for step in range(1, steps + 1):
+        losses = {"step": step, "val_loss": 1 / step, "train_loss": float(step)}
+        report = checkpointer.save(
+            discover(made),
+            step=step,
+            epoch=0,
+            config_yaml="",
+            progress={},
+            losses=losses,
+            validated=True,
+            last=step == steps,
+        )
+        waited.append(report.published)
+    checkpointer.close()
+    return waited, tree(it.directory)
+
+
+def tree(directory: Path) -> list[Any]:
+    paths = sorted(directory.rglob("*"))
+    links = [(path.name, os.readlink(path)) for path in paths if path.is_symlink()]
+    return [str(path.relative_to(directory)) for path in paths if "recipe.yaml" not in path.name] + links
+
+
+def saved_often(it: Subject) -> Any:
+    return saved(it, steps=4)
+
+
+def loaded_again(it: Subject, *, now: SimpleNamespace | None = None, damage: bool = False) -> Any:
+    """Which checkpoint a later start loads, of two; with *damage* the newest has a flipped bit."""
+    plain = dataclasses.replace(
+        it.config.checkpoint, restore_from=None, on_incompatible="error", allow_missing_state=[]
+    )
+    asked, it.config.checkpoint = it.config.checkpoint, plain
+    saved(it, steps=2)
+    it.config.checkpoint = asked
+    if damage:
+        (file,) = it.directory.glob("checkpoints/epoch_0_step_2/model/shard-*")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    checkpointer = it.recipe.build_checkpointer()
+    assert checkpointer is not None
+    try:
+        resumed = checkpointer.load(discover(now or small_run()))
+        return resumed and resumed.step
+    finally:
+        checkpointer.close()
+
+
+def loaded_damaged(it: Subject) -> Any:
+    return loaded_again(it, damage=True)
+
+
+def loaded_with_more(it: Subject) -> Any:
+    return loaded_again(it, now=small_run(counter=tiny.Counter(3)))
+
+
+def loaded_into_another_model(it: Subject) -> Any:
+    other = nn.Linear(3, 3)
+    return loaded_again(it, now=SimpleNamespace(model=other))
+
+
+def joined(it: Subject) -> Any:
+    """What a process is set to once it has joined its ranks."""
+    it.recipe.layout = it.recipe.join_ranks()
+    log = logging.getLogger("automodel_ckpt")
+    sharded = it.recipe.parallelize(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)))
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in sharded.modules() if hasattr(m, "_get_fsdp_state")]
+    try:
+        return (
+            log.getEffectiveLevel(), it.recipe.progress.every_seconds, torch.are_deterministic_algorithms_enabled(),
+            torch.rand(2).tolist(),
+            [group and (group.post_forward_mesh_info is not None, group.mp_policy.param_dtype) for group in groups],
+        )  # fmt: skip
+    finally:
+        it.recipe.close()
+
+
+def pipelined(it: Subject) -> Any:
+    """Torch's schedule on the first of two stages, and the micro-batches whose activations are counted there."""
+    two = Sizes(pp=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layout = dataclasses.replace(it.recipe.layout, sizes=two)
+        stage = Pipeline(
+            nn.Linear(2, 2), layout, dist.group.WORLD, Wire(2, torch.float32), it.config.distributed.pp_schedule
+        )  # type: ignore[arg-type]
+        return type(stage._new_schedule(True, 4)).__name__, _under_way(it.recipe, two)
+    finally:
+        dist.destroy_process_group()
+
+
+def pretrained(directory: Path) -> None:
+    """Model directories: two complete ones of different sizes, one that lacks a tensor and one that has one more."""
+    for name, width in (("plain", 8), ("other", 16), ("less", 8), ("more", 8)):
+        config = LlamaConfig(hidden_size=width, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                             num_key_value_heads=2, vocab_size=24, max_position_embeddings=32)  # fmt: skip
+        LLMFinetune.auto_class.from_config(config).save_pretrained(directory / name)
+    for name, change in (("less", lambda tensors: tensors.pop("model.norm.weight")),
+                         ("more", lambda tensors: tensors.update(extra=torch.ones(2)))):  # fmt: skip
+        file = directory / name / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def tokenizer(directory: Path) -> None:
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory / "tokenizer")
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Observed:
+    """*observe* differs between the value *before* (None: the default) and *after*, with the overrides *given*.
+
+    *also*: overrides that come with *after* only. *files* are written first.
+    """
+
+    observe: Callable[[Subject], Any]
+    after: str
+    given: tuple[str, ...] = ()
+    before: str | None = None
+    also: tuple[str, ...] = ()
+    files: Callable[[Path], None] | None = None
+    default_is_rejected: bool = False
+
+
+@dataclass(frozen=True)
+class Proven:
+    """The test at *node* shows the effect; *after* is another value than the default."""
+
+    node: str
+    after: str
+
+
+@dataclass(frozen=True)
+class OneValue:
+    """There is nothing to choose from."""
+
+
+EVERY_STEP = ("--step_scheduler.ckpt_every_steps=1",)
+PRETRAINED = ("--model.from_config=null",)
+VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
+KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
+ADAPTED = ("--peft={}", "--peft.base_dir=base")
+SHARDED = ("--distributed.strategy=fsdp2",)
+GROUP = ("--optimizer.groups=[{params: [bias], lr: 0.5}]",)
+COMPILED = ("--compile.enabled", "--compile.backend=eager")
+SCHEDULE = ("--lr_scheduler={name: cosine}",)
+TRAINING = "tests/distributed/test_training.py::"
+START = "tests/distributed/test_init_from.py::"
+
+EFFECTS: dict[str, Observed | Proven | OneValue] = {
+    "recipe": Observed(recipe_class, "vlm_finetune"),
+    "seed": Observed(batches, "7"),
+    "model": Observed(model, f"{{_target_: {__name__}.some_model}}"),
+    "model.from_pretrained": Observed(model, "other", PRETRAINED, before="plain", files=pretrained),
+    "model.from_config": Observed(model, f"{{{TINY}, vocab_size: 32}}"),
+    "model.dtype": Observed(model, "bfloat16"),
+    "model.attn_implementation": Observed(model, "eager"),
+    "model.freeze": Observed(model, "['*embed_tokens*']"),
+    "model.activation_checkpointing": Observed(model, "true"),
+    "model.vocab_size": Observed(model, "40"),
+    "model.new_tokens": Proven(START + "test_a_larger_tokenizer_gets_room_and_the_export_says_so", "init"),
+    "model.allow_missing": Observed(
+        model,
+        "[model.norm.weight]",
+        ("--model.from_pretrained=less", *PRETRAINED),
+        files=pretrained,
+        default_is_rejected=True,
+    ),
+    "model.allow_unexpected": Observed(
+        model, "[extra]", ("--model.from_pretrained=more", *PRETRAINED), files=pretrained, default_is_rejected=True
+    ),
+    "init_from": Proven(START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "{path: base}"),
+    "init_from.path": Proven(START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "base"),
+    "init_from.allow_missing": Proven(
+        START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them", "['*bias']"
+    ),
+    "init_from.allow_unexpected": Proven(
+        START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them", "['*bias']"
+    ),
+    "tokenizer": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
+    "tokenizer.from_pretrained": Observed(vocabulary, "tokenizer", files=tokenizer),
+    "processor": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
+    "processor.from_pretrained": Proven(
+        "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes", "processor"
+    ),
+    "peft": Observed(model, "{base_dir: base}"),
+    "peft.method": OneValue(),
+    "peft.r": Observed(adapters, "4", ADAPTED),
+    "peft.alpha": Observed(adapters, "32", ADAPTED),
+    "peft.dropout": Observed(adapters, "0.1", ADAPTED),
+    "peft.target_modules": Observed(adapters, "[q_proj]", ADAPTED),
+    "peft.exclude_modules": Observed(adapters, "[q_proj]", ADAPTED),
+    "peft.modules_to_save": Observed(adapters, "[lm_head]", ADAPTED),
+    "peft.use_dora": Observed(adapters, "true", ADAPTED),
+    "peft.use_rslora": Observed(adapters, "true", ADAPTED),
+    "peft.init": Observed(adapters, "gaussian", ADAPTED),
+    "peft.bias": Observed(adapters, "all", (*ADAPTED, "--model.from_config.attention_bias")),
+    "peft.ensure_weight_tying": Observed(
+        adapters,
+        "false",
+        (*ADAPTED, "--model.from_config.tie_word_embeddings", "--peft.modules_to_save=[embed_tokens]"),
+    ),
+    "peft.dtype": Observed(adapters, "base", (*ADAPTED, "--model.from_config.dtype=bfloat16")),
+    "peft.base_dir": Observed(base, "other", ("--peft={}",), before="base"),
+    "peft.quantize_base": Observed(quantized, "nf4", ADAPTED),
+    "distributed.strategy": Observed(sizes, "ddp"),
+    "distributed.dp_size": Observed(sizes, "2"),
+    "distributed.dp_replicate_size": Observed(sizes, "2"),
+    "distributed.tp_size": Observed(sizes, "2"),
+    "distributed.tp_plan": Proven(
+        "tests/distributed/test_strategies.py::test_a_plan_by_hand_trains_as_no_plan_does",
+        f"{{_target_: {__name__}.some_model}}",
+    ),
+    "distributed.sequence_parallel": Observed(parts_of_rows, "true", ("--distributed.tp_size=2",)),
+    "distributed.pp_size": Observed(sizes, "2"),
+    "distributed.pp_schedule": Observed(pipelined, "gpipe", ("--distributed.pp_size=2",)),
+    "distributed.cp_size": Observed(sizes, "2"),
+    "distributed.backend": Proven(TRAINING + "test_what_is_wrong_with_the_recipe_is_refused_before_training", "gloo"),
+    "distributed.timeout_minutes": Proven(
+        "tests/distributed/test_signals.py::"
+        "test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain",
+        "5",
+    ),
+    "distributed.reshard_after_forward": Observed(joined, "false", SHARDED),
+    "distributed.cpu_offload": Proven(
+        "tests/distributed/test_strategies.py::"
+        "test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made",
+        "true",
+    ),
+    "distributed.mixed_precision": Observed(joined, "bfloat16", SHARDED),
+    "dataset": Observed(batches, f"{{_target_: {__name__}.samples, token: 6}}"),
+    "validation_dataset": Observed(validation, f"{{_target_: {__name__}.samples}}"),
+    "dataloader.shuffle": Observed(batches, "false"),
+    "dataloader.num_workers": Observed(batches, "1"),
+    "dataloader.collate_fn": Observed(batches, "{_target_: automodel_ckpt.data.collate.PadCollator, pad_token_id: 7}"),
+    "dataloader.drop_last": Observed(batches, "true"),
+    "dataloader.pad_to_multiple_of": Observed(rows, "16"),
+    "dataloader.padding_free": Observed(rows, "false"),
+    "packed_sequence": Observed(packs, "{size: 16}"),
+    "packed_sequence.size": Observed(packs, "8", ("--packed_sequence={}",)),
+    "packed_sequence.strategy": OneValue(),
+    "optimizer": Observed(updated, "{_target_: torch.optim.SGD, lr: 0.1}"),
+    "optimizer.lr": Observed(updated, "0.1"),
+    "optimizer.betas": Observed(updated, "[0.5, 0.5]"),
+    "optimizer.eps": Observed(updated, "1"),
+    "optimizer.weight_decay": Observed(updated, "0.5"),
+    "optimizer.no_decay": Observed(updated, "none", ("--optimizer.weight_decay=0.5",)),
+    "optimizer.groups": Observed(updated, "[{params: [bias], lr: 0.5}]"),
+    "optimizer.groups.0.params": Observed(updated, "[weight]", GROUP, before="[bias]"),
+    "optimizer.groups.0.lr": Observed(updated, "0.1", GROUP),
+    "optimizer.groups.0.betas": Observed(updated, "[0.5, 0.5]", GROUP),
+    "optimizer.groups.0.eps": Observed(updated, "1", GROUP),
+    "optimizer.groups.0.weight_decay": Observed(updated, "0.25", GROUP),
+    "lr_scheduler": Observed(rates, "{name: linear}"),
+    "lr_scheduler.name": Observed(rates, "linear", SCHEDULE),
+    "lr_scheduler.warmup_steps": Observed(rates, "4", SCHEDULE),
+    "lr_scheduler.warmup_ratio": Observed(rates, "0.5", SCHEDULE),
+    "lr_scheduler.decay_steps": Observed(rates, "6", SCHEDULE),
+    "lr_scheduler.kwargs": Observed(rates, "{num_cycles: 2}", SCHEDULE),
+    "loss_fn": Observed(loss, "{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.5}"),
+    "clip_grad_norm": Observed(updated, "0.1", ("--optimizer={_target_: torch.optim.SGD, lr: 0.1}",)),
+    "compile.enabled": Observed(compiled, "true", also=("--compile.backend=eager",)),
+    "compile.backend": Observed(compiled, "eager", COMPILED, before="aot_eager"),
+    "compile.mode": Observed(compiled, "max-autotune", COMPILED),
+    "compile.fullgraph": Observed(compiled, "true", COMPILED),
+    "compile.dynamic": Observed(compiled, "true", COMPILED),
+    "deterministic": Observed(joined, "true"),
+    "step_scheduler.global_batch_size": Observed(batches, "6"),
+    "step_scheduler.local_batch_size": Observed(batches, "4"),
+    "step_scheduler.num_epochs": Observed(timeline, "3", ("--step_scheduler.max_steps=null",)),
+    "step_scheduler.max_steps": Observed(timeline, "4"),
+    "step_scheduler.max_time": Observed(timeline, "00:05:00"),
+    "step_scheduler.ckpt_every_steps": Observed(timeline, "3"),
+    "step_scheduler.mtbf_hours": Observed(
+        timeline,
+        "0.01",
+        ("--step_scheduler.ckpt_every_steps=auto", "--step_scheduler.num_epochs=4", "--step_scheduler.max_steps=null"),
+    ),
+    "step_scheduler.ckpt_every_epochs": Observed(timeline, "1", ("--step_scheduler.num_epochs=2",), before="null"),
+    "step_scheduler.ckpt_every_minutes": Observed(timeline, "3"),
+    "step_scheduler.ckpt_on_best": Observed(timeline, "true", (*VALIDATED, "--step_scheduler.val_every_steps=1")),
+    "step_scheduler.val_every_steps": Observed(timeline, "2", VALIDATED),
+    "step_scheduler.stop_signals": Observed(stop_signals, "[SIGUSR2]"),
+    "checkpoint.enabled": Observed(saved, "false"),
+    "checkpoint.checkpoint_dir": Observed(saved, "elsewhere"),
+    "checkpoint.model_save_format": Observed(saved, "torch_save"),
+    "checkpoint.model_layout": Observed(saved, "hf"),
+    "checkpoint.save_consolidated": Observed(saved, "false"),
+    "checkpoint.is_async": Observed(saved, "true"),
+    "checkpoint.export_best": Proven(
+        "tests/distributed/test_save_failures.py::"
+        "test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for",
+        "true",
+    ),
+    "checkpoint.restore_from": Observed(loaded_again, "epoch_0_step_1"),
+    "checkpoint.save_optimizer": Observed(saved, "false"),
+    "checkpoint.best_metric_key": Observed(saved_often, "train_loss", VALIDATED),
+    "checkpoint.best_mode": Observed(saved_often, "max", VALIDATED),
+    "checkpoint.keep_last": Observed(saved_often, "1"),
+    "checkpoint.keep_best": Observed(saved_often, "2", KEEP),
+    "checkpoint.keep_every_steps": Observed(saved_often, "2", KEEP),
+    "checkpoint.keep_steps": Observed(saved_often, "[3]", KEEP),
+    "checkpoint.on_save_failure": Proven(
+        "tests/distributed/test_save_failures.py::test_with_continue_training_goes_on_and_the_exit_code_tells",
+        "continue",
+    ),
+    "checkpoint.verify": Observed(loaded_damaged, "none"),
+    "checkpoint.allow_missing_state": Observed(loaded_with_more, "[counter]", default_is_rejected=True),
+    "checkpoint.allow_changed_model": Proven(
+        "tests/unit/checkpoint/test_model_config.py::test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is_allowed",
+        "true",
+    ),
+    "checkpoint.on_incompatible": Observed(loaded_into_another_model, "sibling", default_is_rejected=True),
+    "logging.level": Observed(joined, "warning"),
+    "logging.log_every_seconds": Observed(joined, "3"),
+    "logging.sample_ids": Observed(step_line, "true"),
+    "logging.trackers": Observed(followed, "{tensorboard: {}}"),
+}
+
+
+# ---------------------------------------------------------------- the tests
+
+
+def keys() -> list[str]:
+    """Every key of the schema."""
+    return list(_keys(RecipeConfig))
+
+
+def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of a section but the names of sections that are always there: those are their keys. The keys of a
+    list's sections are those of its first item."""
+    for field in dataclasses.fields(schema):
+        kinds, key = members(hints_of(schema)[field.name]), prefix + field.name
+        section = section_type(kinds)
+        is_plug_in = any(isinstance(kind, type) and issubclass(kind, Target) for kind in kinds)
+        if section is None or type(None) in kinds or is_plug_in:
+            yield key
+        if section is not None:
+            yield from _keys(section, f"{key}.")
+        if (listed := find(kinds, list)) and (item := section_type(members(typing.get_args(listed)[0]))):
+            yield from _keys(item, f"{key}.0.")
+
+
+def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
+    assert sorted(EFFECTS) == sorted(keys())
+
+
+def observation(entry: Observed, directory: Path, words: list[str]) -> Any:
+    """What is observed, or the message of the rejection."""
+    directory.mkdir()
+    os.chdir(directory)
+    if entry.files is not None:
+        entry.files(directory)
+    try:
+        return entry.observe(opened(directory, words))
+    except AutomodelError as error:
+        return "rejected", str(error)
+
+
+def compare(key: str, entry: Observed, directory: Path) -> str | None:
+    """Why the key's two values are not shown to differ; None where they are."""
+    first = [f"--{key}={entry.before}"] if entry.before is not None else []
+    before = observed_once(entry, directory, (*entry.given, *first))
+    if is_rejection(before) != entry.default_is_rejected:
+        return f"the value to compare with: {before}"
+    after = observation(entry, directory / "after", [*entry.given, f"--{key}={entry.after}", *entry.also])
+    if is_rejection(after) and key.rpartition(".")[2] not in after[1]:
+        return f"the rejection does not name the key: {after[1]}"
+    return "nothing changed" if after == before else None
+
+
+_seen: dict[tuple[Any, tuple[str, ...]], Any] = {}
+
+
+def observed_once(entry: Observed, directory: Path, words: tuple[str, ...]) -> Any:
+    """What is observed with *words*, which many keys are compared with; twice the same, as it has to be."""
+    if (entry.observe, words) not in _seen:
+        first, again = (observation(entry, directory / name, list(words)) for name in ("before", "again"))
+        assert first == again or is_rejection(first), f"the observation differs without a change: {first} and {again}"
+        _seen[entry.observe, words] = first
+    return _seen[entry.observe, words]
+
+
+def is_rejection(seen: Any) -> bool:
+    return isinstance(seen, tuple) and seen[0] == "rejected"
+
+
+IN_A_GROUP = (joined, pipelined)
+JOINED = [key for key, entry in EFFECTS.items() if isinstance(entry, Observed) and entry.observe in IN_A_GROUP]
+HERE = [key for key, entry in EFFECTS.items() if isinstance(entry, Observed) and entry.observe not in IN_A_GROUP]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", HERE)
+def test_another_value_changes_what_happens_or_is_rejected(directory: Path, key: str) -> None:
+    entry = EFFECTS[key]
+    assert isinstance(entry, Observed)
+    assert compare(key, entry, directory) is None
+
+
+def test_another_value_changes_what_a_process_is_set_to(directory: Path) -> None:
+    def in_a_process_of_its_own() -> dict[str, str | None]:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        outcomes = {}
+        for key in JOINED:
+            entry = EFFECTS[key]
+            assert isinstance(entry, Observed)
+            (directory / key).mkdir()
+            outcomes[key] = compare(key, entry, directory / key)
+        return outcomes
+
+    (outcomes,) = ranks.run(in_a_process_of_its_own, 1, init=False)
+    assert outcomes == dict.fromkeys(JOINED)
+
+
+@pytest.mark.parametrize("key", [key for key, entry in EFFECTS.items() if isinstance(entry, Proven)])
+def test_the_test_that_proves_an_effect_is_there_and_names_the_key(key: str) -> None:
+    entry = EFFECTS[key]
+    assert isinstance(entry, Proven)
+    file, _, name = entry.node.partition("::")
+    source = (ROOT / file).read_text(encoding="utf-8")
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert len(found) == 1, f"{entry.node} is not there"
+    first = min([found[0].lineno, *(decorator.lineno for decorator in found[0].decorator_list)])
+    text = "\n".join(source.splitlines()[first - 1 : found[0].end_lineno])
+    assert re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text), f"{entry.node} does not name {key}"
+
+
+@pytest.mark.parametrize("key", [key for key, entry in EFFECTS.items() if isinstance(entry, OneValue)])
+def test_a_key_with_one_value_rejects_any_other(directory: Path, key: str) -> None:
+    section, _, _ = key.rpartition(".")
+    with pytest.raises(RecipeError, match=re.escape(key)):
+        opened(directory, [f"--{section}={{}}", f"--{key}=another", "--peft.base_dir=base"])
+
+
+def conditions(schema: type[Any] = RecipeConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, condition) of each key that the schema says needs something else to have an effect."""
+    for condition in getattr(schema, "conditions", ()):
+        yield from ((prefix + key, condition) for key in condition.keys)
+    for name, hint in hints_of(schema).items():
+        if section := section_type(members(hint)):
+            yield from conditions(section, f"{prefix}{name}.")
+
+
+UNMET: dict[str, tuple[str, ...]] = {
+    "distributed.reshard_after_forward": ("--distributed.strategy=ddp",),
+    "dataloader.pad_to_multiple_of": (
+        f"--dataloader.collate_fn={{_target_: {__name__}.samples}}", "--dataloader.padding_free=false",
+    ),
+    "dataloader.padding_free": ("--packed_sequence={}",),
+    "checkpoint.on_incompatible": ("--checkpoint.restore_from=LATEST",),
+    "checkpoint.keep_best": VALIDATED,
+}  # fmt: skip
+"""Overrides without which a key's condition would hold; the others are not met by the defaults."""
+
+
+@pytest.mark.parametrize(("key", "condition"), list(conditions()), ids=str)
+def test_where_its_condition_is_not_met_a_changed_key_is_rejected_with_its_place(
+    directory: Path, key: str, condition: Any
+) -> None:
+    entry = EFFECTS[key]
+    assert not isinstance(entry, OneValue)
+    words = [*UNMET.get(key, ()), f"--{key}={entry.after}"]
+    with pytest.raises(RecipeError) as caught:
+        opened(directory, words)
+    assert f"{key} has no effect: " in str(caught.value)
+    assert f"where:  --{key}" in str(caught.value)
+    opened(directory, UNMET.get(key, ()))  # with its default it is accepted
+
+
+@pytest.mark.parametrize("key", ["save_consolidated", "export_best"])
+def test_an_export_of_a_model_that_has_none_is_rejected(directory: Path, key: str) -> None:
+    it = opened(directory, [f"--model={{_target_: {__name__}.some_model}}", f"--checkpoint.{key}=true", *VALIDATED])
+    it.recipe.model_config = it.recipe.check_model_config()
+    with pytest.raises(RecipeError, match=f"there is nothing to export[\\s\\S]*checkpoint.{key}"):
+        it.recipe.check_export(it.recipe.build_assets())
+
+
+def test_a_run_without_checkpoints_names_the_keys_that_have_no_effect(directory: Path) -> None:
+    words = ["--checkpoint.keep_last=2", "--step_scheduler.ckpt_every_steps=3", "--logging.sample_ids", "--seed=1"]
+    named = ["checkpoint.keep_last", "logging.sample_ids", "step_scheduler.ckpt_every_epochs",
+             "step_scheduler.ckpt_every_steps"]  # fmt: skip
+    assert unused_without_checkpoints(opened(directory, words).config) == []
+    assert sorted(unused_without_checkpoints(opened(directory, [*words, "--checkpoint.enabled=false"]).config)) == named
