@@ -26,6 +26,7 @@ from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.training_templates import model_of, select_template
 from automodel_ckpt.data.turns import (
     Unlearnable,
     as_rendered,
@@ -44,6 +45,8 @@ _Span = tuple[int, int]
 _MARK = "__shown__"
 """What no text has: it shows whether a template writes something."""
 _WATCHED = "{% macro strftime_now(form) %}" + _MARK + "{% endmacro %}"
+CHOICES = (None, "original", "training")
+"""Values of ``chat_template`` that mean the tokenizer's own, or the shipped one that replaces it."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -71,10 +74,12 @@ def messages(
     ``tool_calls`` as texts of JSON, which a template that writes JSON itself gets as what they hold.
     What the assistant says in a message with ``"weight": 0`` is not learnt (with ``1``, or without a weight, it is).
     ShareGPT's messages, ``{"from", "value"}``, are read too, mostly in a field ``conversations``.
-    *chat_template* is one, or the path of a file with one; without it the tokenizer's. *template_kwargs* are its
-    further variables, such as ``enable_thinking``. *learn* ``last`` takes the assistant's last turn only. Conversations
-    of more than *seq_length* tokens are refused with their place, or with *truncation* ``right`` cut, or left out where
-    no label remained, with the counts in the log. *streaming* as for
+    *chat_template* is one, or the path of a file with one; without it the tokenizer's, or the training template that is
+    shipped in place of that (``original``: the tokenizer's, whatever is shipped; ``training``: the shipped one, or an
+    error). *template_kwargs* are its further variables, such as ``enable_thinking``.
+    *learn* ``last`` takes the assistant's last turn only. Conversations of more than *seq_length* tokens are rejected
+    with their places, or with *truncation* ``right`` cut, or left out where no label remained, with the counts in the
+    log. *streaming* as for
     :func:`~automodel_ckpt.data.text.prompt_completion`.
 
     Raises :class:`RecipeError` with the sample's place for no conversation, for a template that cannot render it or
@@ -119,6 +124,11 @@ class ChatTemplate:
     @property
     def method(self) -> str:
         """In words, for the log."""
+        if (model := model_of(self.template)) is not None:
+            return (
+                f"the generation markers of the training template for {model}, which replaces the tokenizer's "
+                "(dataset.chat_template original keeps that one)"
+            )
         return "the template's generation markers" if self.has_markers else "rendering up to each of its turns"
 
     @property
@@ -222,7 +232,8 @@ class ChatTemplate:
         learnt, num_before = [], 0
         for number in [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]:
             _, so_far = self._with_marks(turns[: number + 1], tools)
-            if so_far != spans[: len(so_far)]:
+            # Only where marks start: some templates end the last turn with another token than those before.
+            if _starts(so_far) != _starts(spans[: len(so_far)]):
                 raise Unlearnable(
                     "the chat template marks other words of the assistant when more messages follow, so that it does "
                     "not show which ones have weight 0",
@@ -263,10 +274,14 @@ class ChatTemplate:
             what = "the assistant speaks first: without generation markers its words cannot be told from the header"
             raise Unlearnable(what, self.method, "begin with a user or system message")
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
+        if self._header and whole.startswith(before + self._header):
+            before += self._header  # written before the answer although it was not prompted, as after a tool's result
         after = self._apply(turns[: number + 1], tools, tokenize=False) if number + 1 < len(turns) else whole
         end = getattr(self.tokenizer, "eos_token", None) or ""
         if not whole.startswith(after) and whole.startswith(after.removesuffix(end)):
             after = after.removesuffix(end)  # as Phi's, which ends a conversation with it, not each turn
+        if calls_of(turns[number]):
+            after = self._without_header_of_tool(after, turns[: number + 1], tools)
         for text, part in ((before, f"the first {number} messages"), (after, f"the first {number + 1} messages")):
             if not whole.startswith(text):
                 same = _num_equal(text, whole)
@@ -277,6 +292,57 @@ class ChatTemplate:
                     "give dataset.chat_template with {% generation %} markers, or dataset.learn last",
                 )
         return before, after
+
+    @cached_property
+    def _header(self) -> str:
+        """What the template writes before the assistant's words, as a prompt for them."""
+        question = [{"role": "user", "content": "probe"}]
+        with suppress(Unlearnable):
+            asked = str(self._apply(question, None, tokenize=False))
+            prompted = str(self._apply(question, None, tokenize=False, add_generation_prompt=True))
+            return prompted.removeprefix(asked) if prompted.startswith(asked) else ""
+        return ""
+
+    def _without_header_of_tool(self, text: str, turns: list[dict[str, Any]], tools: Any) -> str:
+        """*text* of *turns*, the last of which calls a tool, without the header of the tool's result at its end."""
+        header = self._header_of_tool(turns, tools)
+        for length in range(len(header), 0, -1):
+            start = header[:length]
+            if text.endswith(start) and start.strip() and not self._end_of_turn.startswith(start):
+                return text.removesuffix(start)
+        return text
+
+    def _header_of_tool(self, turns: list[dict[str, Any]], tools: Any) -> str:
+        """What the template writes before each result of the tool that the last of *turns* calls."""
+        name = calls_of(turns[-1])[0].get("name")
+        calls = turns[-1].get("tool_calls") or [{}]
+        number = calls[0].get("id", "probe0000")
+        first, second = "first probe", "second probe"
+        results = [{"role": "tool", "name": name, "tool_call_id": number, "content": text} for text in (first, second)]
+        with suppress(Unlearnable):
+            shown = str(self._apply([*turns, *results], tools, tokenize=False))
+            if first in shown and second in shown:
+                head, _, rest = shown.partition(first)
+                return self._common_end(head, rest.partition(second)[0])
+        return ""
+
+    def _common_end(self, first: str, second: str) -> str:
+        """The longest text with which both end, of whole special tokens and the texts between them."""
+        added = getattr(self.tokenizer, "tokenizer", self.tokenizer).get_added_vocab()
+        if not added:
+            return ""
+        pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
+        parts, others = (re.split(f"({pattern})", text)[::-1] for text in (first, second))
+        return "".join(parts[: _num_equal(parts, others)][::-1])
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """What the template writes after the words of the assistant."""
+        answer = "answer of the probe"
+        with suppress(Unlearnable):
+            talk = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
+            return str(self._apply(talk, None, tokenize=False)).partition(answer)[2]
+        return ""
 
     @property
     def _special_tokens(self) -> dict[str, Any]:
@@ -314,13 +380,14 @@ def _nothing_learnt(turns: list[dict[str, Any]]) -> Unlearnable:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    """The chat template that *given* says (see :func:`read_template`), or the tokenizer's own.
+    """The chat template that *given* is or names (see :func:`read_template`), or one for the tokenizer's own.
 
-    :class:`RecipeError` where there is neither.
+    For the latter, and what else *given* may be, see :func:`~automodel_ckpt.data.training_templates.select_template`.
+    :class:`RecipeError` where the tokenizer has none.
     """
-    if given is None:
+    if given in CHOICES:
         try:
-            return str(needed(tokenizer).get_chat_template())
+            return select_template(str(needed(tokenizer).get_chat_template()), given)
         except ValueError as error:
             raise RecipeError(
                 "the tokenizer has no chat template",
@@ -395,6 +462,10 @@ def _text_of(content: Any) -> Any:
             "leave the part out; images need a vision-language model and automodel_ckpt.data.vlm.conversations",
         )  # fmt: skip
     return "".join(texts)
+
+
+def _starts(spans: Sequence[_Span]) -> list[int]:
+    return [start for start, _ in spans]
 
 
 def _within(places: Sequence[_Span], spans: Sequence[_Span]) -> list[bool]:

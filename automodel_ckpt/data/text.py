@@ -6,6 +6,8 @@ with ``streaming`` while they are used (see :func:`~automodel_ckpt.data.samples.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +21,8 @@ from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.turns import prompt_and_completion
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
 
 
 def text(
@@ -80,9 +84,14 @@ def prompt_completion(
     fields = [prompt_field, completion_field]
     template = ChatTemplate(tokenizer, _template_text(tokenizer, chat_template), dict(template_kwargs or {}), False)
 
+    @cache
+    def report_method() -> None:
+        log.info("%s: the assistant's tokens are found by %s", path, template.method)
+
     def encode(rows: Rows) -> list[TokenizedSample]:
         if rows.hold_lists(fields):
             template_of(tokenizer, chat_template)
+            report_method()
             return conversations(template, rows, fields, "tools", prompt_and_completion)
         if chat_template is not None or template_kwargs:
             raise RecipeError(

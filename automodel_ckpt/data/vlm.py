@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.data.chat import ChatTemplate, read_template
+from automodel_ckpt.data.chat import CHOICES, ChatTemplate, read_template
 from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.training_templates import select_template
 from automodel_ckpt.data.turns import Unlearnable, turns_of
 from automodel_ckpt.errors import RecipeError
 
@@ -161,8 +162,8 @@ class ImageChatTemplate(ChatTemplate):
 
 
 def _template(processor: Any, given: str | None) -> str:
-    if given is not None:
-        return read_template(given)
+    if given not in CHOICES:
+        return read_template(str(given))
     own = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
     if isinstance(own, dict):
         own = own.get("default")
@@ -173,7 +174,7 @@ def _template(processor: Any, given: str | None) -> str:
             value=type(processor).__name__,
             remedy="give one, or the path of a file with one; the processor of an instruct model has its own",
         )
-    return own
+    return select_template(own, given)
 
 
 def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:

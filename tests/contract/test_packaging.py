@@ -68,7 +68,8 @@ def expected_files() -> set[str]:
     found = set()
     for folder, inside in (("automodel_ckpt", ""), ("recipes", "recipes"), ("examples", "examples")):
         for file in (ROOT / folder).rglob("*"):
-            is_wanted = folder == "examples" or file.suffix in (".py", ".sh", ".css", ".js") or file.name == "py.typed"
+            is_code = file.suffix in (".py", ".sh", ".css", ".js", ".jinja") or file.name == "py.typed"
+            is_wanted = folder == "examples" or is_code
             if file.is_file() and is_wanted and "__pycache__" not in file.parts:
                 found.add(str(Path("automodel_ckpt", inside, file.relative_to(ROOT / folder))))
     return found

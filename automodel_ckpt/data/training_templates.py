@@ -1,0 +1,74 @@
+"""Chat templates for training, for models whose own template does not show which tokens the assistant generates.
+
+Such a template drops the thinking of earlier turns, or ends the last turn in another way than those before, so that the
+assistant's tokens cannot be found by rendering parts of a conversation. The files in ``templates/`` write the same
+tokens and mark with ``{% generation %}`` what the model has to generate: all after the header of the assistant's
+message, up to and including the token that ends its turn. Where the model's own template drops thinking, the Qwen
+ones keep it in every turn.
+
+The tokenizer's template is recognized by its digest. Templates render whole conversations, and the tokenizer keeps its
+own, which exports contain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from automodel_ckpt.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class _Shipped:
+    """The *file* in ``templates/`` that replaces a template of *model*, with the variable that is true in it."""
+
+    model: str
+    file: str
+    variable: str | None = None
+
+
+_BY_DIGEST = {
+    "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": _Shipped("Qwen3", "qwen3.jinja"),
+    "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _Shipped("Qwen3.5", "qwen3_5.jinja"),
+    "273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": _Shipped("Qwen3.5", "qwen3_5.jinja"),
+    "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _Shipped(
+        "Qwen3.6", "qwen3_5.jinja", "json_scalars"
+    ),
+    "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": _Shipped("DeepSeek-V3", "deepseek_v3.jinja"),
+    "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146": _Shipped("GPT-OSS", "gpt_oss.jinja"),
+    "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": _Shipped("GLM-4.5", "glm_4_moe.jinja"),
+}
+"""SHA-256 of a model's own template, without white space at its end -> what replaces it."""
+
+
+def select_template(own: str, given: str | None) -> str:
+    """The template for training on conversations, where *own* is the tokenizer's.
+
+    *given* is None or ``training`` for the shipped template that replaces *own*, or ``original`` for *own* itself.
+    Without a shipped one, None gives *own*, and ``training`` raises :class:`RecipeError`.
+    """
+    shipped = _BY_DIGEST.get(hashlib.sha256(own.rstrip().encode()).hexdigest())
+    if given == "original" or (shipped is None and given is None):
+        return own
+    if shipped is None:
+        known = ", ".join(dict.fromkeys(each.model for each in _BY_DIGEST.values()))
+        raise RecipeError(
+            "no training template is shipped for the tokenizer's chat template",
+            where="dataset.chat_template",
+            value="training",
+            remedy=f"leave it out; give the path of a template with {{% generation %}} markers; shipped are {known}",
+        )
+    return _text_of(shipped)
+
+
+def model_of(template: str) -> str | None:
+    """The model for which this template is shipped; None for other templates."""
+    return next((each.model for each in _BY_DIGEST.values() if _text_of(each) == template), None)
+
+
+@cache
+def _text_of(shipped: _Shipped) -> str:
+    text = (resources.files(__package__) / "templates" / shipped.file).read_text(encoding="utf-8")
+    return text if shipped.variable is None else f"{{%- set {shipped.variable} = true %}}{text}"
