@@ -10,6 +10,7 @@ STAMP := $(VENV)/.ready
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
+MUTANTS_ARGS ?=
 
 # Every target here is a command, no file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
@@ -75,6 +76,10 @@ reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other sa
 trees: $(STAMP)  ## every kind of training in every format and layout, on one rank and two: files and resumes; all image families: ten minutes
 	@AUTOMODEL_CKPT_ALL_TREES=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
 	    tests/contract/test_trees.py tests/distributed/test_vlm.py
+
+mutants: $(STAMP)  ## change the code in 40 places of each package and count what no test notices: about an hour and a half
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mutants]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
 
 clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our exports: half an hour, 8 GB in .clients
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients

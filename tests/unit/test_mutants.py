@@ -1,0 +1,51 @@
+"""tools/mutants makes the changes that it names, and tells a change that a test notices from one that none does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.mutants import trial
+from tools.mutants.operators import mutations
+
+SOURCE = b'''\
+def first(values, limit=1 < 2):
+    """Return the first value below the limit."""
+    log.info("looking")
+    for value in values:
+        if value < limit and not value == 0:
+            note(value)
+            return value + 1
+    raise LookupError(f"none below {limit - 1}")
+'''
+
+
+def test_bodies_are_changed_and_messages_annotations_and_defaults_are_not() -> None:
+    found = {mutation.description: mutation.apply(SOURCE).decode() for mutation in mutations(SOURCE)}
+    assert set(found) == {
+        "value < limit becomes value <= limit",
+        "swap and / or in value < limit and (not value == 0)",
+        "remove 'not' from not value == 0",
+        "value == 0 becomes value != 0",
+        "remove the call note(...)",
+        "value + 1 becomes value - 1",
+        "remove the raise",
+    }
+    assert "if (value <= limit) and not value == 0:" in found["value < limit becomes value <= limit"]
+    assert "            pass\n            return" in found["remove the call note(...)"]
+    for changed in found.values():
+        compile(changed, "changed", "exec")
+
+
+def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path) -> None:
+    (tmp_path / "doubling.py").write_bytes(b"def double(x):\n    return x + x\n\n\ndef odd(x):\n    return x + 1\n")
+    (tmp_path / "test_code.py").write_text(
+        "from doubling import double\n\n\ndef test_it():\n    assert double(2) == 4\n"
+    )
+    in_double, in_odd = mutations((tmp_path / "doubling.py").read_bytes())
+    for mutation, tests, expected in (
+        (in_double, ["test_code.py"], "killed"),
+        (in_odd, ["test_code.py"], "survived"),
+        (in_odd, [], "not reached"),
+    ):
+        assert trial.run(tmp_path, trial.Trial("doubling.py", mutation, tests), timeout_seconds=60) == expected
+    assert b"x + x" in (tmp_path / "doubling.py").read_bytes(), "the original is unchanged"

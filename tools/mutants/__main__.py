@@ -1,0 +1,156 @@
+"""Measure how many single changes of the code no test notices.
+
+python -m tools.mutants                          # 40 mutations of each package: about an hour and a half on two cores
+python -m tools.mutants checkpoint --sample 100  # one package
+python -m tools.mutants --seed 2                 # another sample
+python -m tools.mutants --only automodel_ckpt/checkpoint/commit.py
+
+Every mutation is tried against the tests that execute its line, in a copy of the repository. A mutation is *killed* if
+a test fails or hangs; it *survived* otherwise. Survivors are printed and written to runs/mutants.json. Read them: each
+is a missing test, a line that does nothing, or a change that makes no difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from tools.mutants import trial
+from tools.mutants.operators import mutations
+from tools.mutants.recording import Reached, dump, load, record
+from tools.mutants.trial import Outcome, Trial
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "checkpoint": "automodel_ckpt/checkpoint",
+    "data": "automodel_ckpt/data",
+    "distributed": "automodel_ckpt/distributed",
+    "recipes": "recipes",
+}
+TESTS = ("tests/unit", "tests/distributed", "tests/golden")
+RESULTS = ROOT / "runs" / "mutants.json"
+RECORDING = ROOT / "runs" / "mutants_reached.json"
+# The most specific tests, those that execute the fewest lines, come first: they notice a change soonest.
+MOST_TESTS = 100
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Parse the command line and run. Returns 0, however many mutations survive, and 1 if nothing can be measured."""
+    options = _parser().parse_args(words)
+    trial.import_slow_libraries()
+    files = {name: _files(name, options.only) for name in options.packages or PACKAGES}
+    if options.reuse:
+        reached = load(RECORDING)
+    else:
+        print(f"recording which tests reach which lines: {' '.join(options.tests)}", flush=True)
+        reached = record(ROOT, [ROOT / directory for directory in PACKAGES.values()], options.tests)
+        dump(reached, RECORDING)
+    trials = [one for paths in files.values() for one in _sample(paths, reached, options.sample, options.seed)]
+    if not _unchanged_code_passes(trials, options.timeout):
+        print("error: tests fail in a copy of the unchanged code, so a failing test would prove nothing")
+        return 1
+    print(f"{len(trials)} mutations, {options.workers} at a time", flush=True)
+    outcomes = _run_all(trials, options.workers, options.timeout)
+    _report(files, trials, outcomes, options.seed)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Mutation testing of this repository.")
+    parser.add_argument("packages", nargs="*", choices=[[], *PACKAGES], help="the packages to change (all)")
+    parser.add_argument("--sample", type=int, default=40, help="mutations of each package (40); 0 for all")
+    parser.add_argument("--seed", type=int, default=1, help="which sample (1)")
+    parser.add_argument("--workers", type=int, default=2, help="trials at a time (2)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the tests of a mutation may take")
+    parser.add_argument("--reuse", action="store_true", help="use the last recording of which tests reach which lines")
+    parser.add_argument("--only", help="change only the files whose path contains this text")
+    parser.add_argument("--tests", nargs="+", default=[*TESTS], help="the tests to choose from")
+    return parser
+
+
+def _files(package: str, only: str | None) -> list[str]:
+    directory = ROOT / PACKAGES[package]
+    paths = [str(path.relative_to(ROOT)) for path in sorted(directory.rglob("*.py"))]
+    return [path for path in paths if only is None or only in path]
+
+
+def _sample(paths: Sequence[str], reached: Reached, size: int, seed: int) -> list[Trial]:
+    """Return *size* mutations of the files, drawn uniformly over all places."""
+    lines_of_test = Counter(test for lines in reached.values() for tests in lines.values() for test in tests)
+    places = [(path, mutation) for path in paths for mutation in mutations((ROOT / path).read_bytes())]
+    if 0 < size < len(places):
+        places = random.Random(seed).sample(places, size)
+    trials = []
+    for path, mutation in places:
+        tests = sorted(_tests_of(reached.get(path, {}), mutation.line), key=lambda test: lines_of_test[test])
+        trials.append(Trial(path, mutation, tests[:MOST_TESTS]))
+    return trials
+
+
+def _tests_of(lines: Mapping[int, Sequence[str]], line: int) -> set[str]:
+    """Return the tests that execute a line; where none does, those that execute any line of the file.
+
+    The second case is code that runs in a process of its own, such as the writer of asynchronous saves. A test that
+    starts such a process executes other lines of the same file.
+    """
+    direct = lines.get(line)
+    if direct:
+        return set(direct)
+    return {test for tests in lines.values() for test in tests}
+
+
+def _unchanged_code_passes(trials: Sequence[Trial], timeout_seconds: float) -> bool:
+    """Run the tests of a few trials without their mutations: they have to pass in the copy too."""
+    reached = [one for one in trials if one.tests][:5]
+    unchanged = [
+        replace(one, mutation=replace(one.mutation, end=one.mutation.start, replacement="")) for one in reached
+    ]
+    return all(trial.run(ROOT, one, timeout_seconds) == "survived" for one in unchanged)
+
+
+def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> list[Outcome]:
+    done = 0
+
+    def run(one: Trial) -> Outcome:
+        nonlocal done
+        started = time.monotonic()
+        outcome = trial.run(ROOT, one, timeout_seconds)
+        done += 1
+        seconds = time.monotonic() - started
+        count = f"[{done}/{len(trials)}]"
+        print(f"{count} {outcome:11} {seconds:5.0f} s  {one.place}  {one.mutation.description}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(run, trials))
+
+
+def _report(
+    files: Mapping[str, Sequence[str]], trials: Sequence[Trial], outcomes: Sequence[Outcome], seed: int
+) -> None:
+    results = []
+    for package, paths in files.items():
+        mine = [(one, outcome) for one, outcome in zip(trials, outcomes, strict=True) if one.path in paths]
+        alive = [(one, outcome) for one, outcome in mine if outcome != "killed"]
+        share = len(alive) / len(mine) if mine else 0.0
+        print(f"\n{package}: {len(alive)} of {len(mine)} mutations survived ({share:.0%})")
+        for one, outcome in alive:
+            print(f"  {outcome:11} {one.place}  {one.mutation.description}")
+        survivors = [
+            {"place": one.place, "change": one.mutation.description, "outcome": outcome} for one, outcome in alive
+        ]
+        results.append({"package": package, "seed": seed, "mutations": len(mine), "survivors": survivors})
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The changes that mutation testing makes to a source file, one at a time.
+
+Each operator stands for a mistake that a programmer could make and a reviewer could miss: a boundary off by one, a
+condition the wrong way around, a call or an error left out. Operators that mostly produce equivalent programs (changed
+messages, changed buffer sizes) are left out on purpose.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+}
+# Calls whose removal changes what a person reads and nothing else.
+_SPEECH = {"log", "print", "warnings"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change: the source between *start* and *end* (byte offsets of the UTF-8 text) becomes *replacement*."""
+
+    line: int
+    start: int
+    end: int
+    replacement: str
+    description: str
+
+    def apply(self, source: bytes) -> bytes:
+        """Return the changed source."""
+        return source[: self.start] + self.replacement.encode() + source[self.end :]
+
+
+def mutations(source: bytes) -> list[Mutation]:
+    """Return all mutations of a Python file, in the order of their position."""
+    tree = ast.parse(source)
+    finder = _Finder(source)
+    finder.visit(tree)
+    return sorted(finder.found, key=lambda mutation: (mutation.start, mutation.end, mutation.description))
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, source: bytes) -> None:
+        self.source = source
+        self.found: list[Mutation] = []
+        self._line_starts = [0]
+        for line in source.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        # Decorators, annotations and defaults are declarations: only bodies are changed.
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Call):
+            return  # a docstring, a yield
+        if _root_name(node.value.func) in _SPEECH:
+            return
+        self._replace(node, "pass", f"remove the call {ast.unparse(node.value.func)}(...)")
+        self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        if node.exc is not None:
+            self._replace(node, "pass", "remove the raise")
+        # The arguments of an exception are text for people.
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute):
+            self._replace(node, "pass", f"remove the assignment to {ast.unparse(target)}")
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
+            self._replace(node.test, f"not ({ast.unparse(node.test)})", f"negate the condition {_short(node.test)}")
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self._replace(node, f"({ast.unparse(node.operand)})", f"remove 'not' from {_short(node)}")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        swapped = ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
+        self._replace(node, f"({ast.unparse(swapped)})", f"swap and / or in {_short(node)}")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if len(node.ops) == 1:
+            swapped = ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])]()], node.comparators)
+            self._replace(node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        swapped_type = _ARITHMETIC.get(type(node.op))
+        if swapped_type is not None and not _is_text(node.left) and not _is_text(node.right):
+            swapped = ast.BinOp(node.left, swapped_type(), node.right)
+            self._replace(node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._replace(node, str(not node.value), f"{node.value} becomes {not node.value}")
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Leave f-strings alone: most of them are messages."""
+
+    def _replace(self, node: ast.expr | ast.stmt, replacement: str, description: str) -> None:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._line_starts[node.lineno - 1] + node.col_offset
+        end = self._line_starts[node.end_lineno - 1] + node.end_col_offset
+        self.found.append(Mutation(node.lineno, start, end, replacement, description))
+
+
+def _root_name(function: ast.expr) -> str:
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _short(node: ast.AST) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= 60 else f"{text[:57]}..."

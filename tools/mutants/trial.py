@@ -1,0 +1,104 @@
+"""Run tests against one mutation: in a forked child, on a copy of the repository made of hard links.
+
+The parent imports the slow libraries once and nothing of this repository, so a trial costs only its tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tools.mutants.operators import Mutation
+
+Outcome = Literal["killed", "survived", "not reached"]
+
+_SLOW_LIBRARIES = ("torch", "transformers", "datasets", "peft", "numpy", "pytest")
+_NOT_COPIED = (".git", ".venv", ".venv-oldest", ".clients", ".mypy_cache", ".ruff_cache", "runs", "build", "dist")
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A mutation of the file *path* (relative to the repository) and the ids of the tests that may notice it."""
+
+    path: str
+    mutation: Mutation
+    tests: Sequence[str]
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.mutation.line}"
+
+
+def import_slow_libraries() -> None:
+    """Import once what every trial needs."""
+    for name in _SLOW_LIBRARIES:
+        importlib.import_module(name)
+
+
+def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
+    """Return whether a test fails with the mutation. Tests that take longer than *timeout_seconds* have noticed it."""
+    if not trial.tests:
+        return "not reached"
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        copy = Path(name) / "r"
+        shutil.copytree(root, copy, symlinks=True, copy_function=os.link, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        target = copy / trial.path
+        source = target.read_bytes()
+        target.unlink()  # it is a hard link to the original
+        target.write_bytes(trial.mutation.apply(source))
+        child = os.fork()
+        if child == 0:
+            _run_tests(copy, Path(name), trial.tests)
+        code = _wait(child, timeout_seconds)
+    return "survived" if code == 0 else "killed"
+
+
+def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
+    """End this process with pytest's exit code."""
+    code = 1
+    try:
+        os.setsid()  # so that a trial that hangs is killed with its ranks and commands
+        output = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(copy)
+        sys.path.insert(0, str(copy))
+        for module in [name for name in sys.modules if name.partition(".")[0] == "tools"]:
+            del sys.modules[module]  # the copy's tools are imported where a test needs them
+        tempfile.tempdir = None
+        os.environ.update(PYTHONPATH=str(copy), TMPDIR=str(scratch), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        import pytest
+
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+    finally:
+        os._exit(code)
+
+
+def _wait(child: int, timeout_seconds: float) -> int:
+    """Return the exit code of *child*, or a non-zero one after killing it."""
+    end = time.monotonic() + timeout_seconds
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            _kill_group(child)  # ranks and commands that a failed test left
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(_POLL_SECONDS)
+    _kill_group(child)
+    os.waitpid(child, 0)
+    return -signal.SIGKILL
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
