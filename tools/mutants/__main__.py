@@ -35,7 +35,7 @@ PACKAGES = {
     "distributed": "automodel_ckpt/distributed",
     "recipes": "recipes",
 }
-TESTS = ("tests/unit", "tests/distributed", "tests/golden")
+TESTS = ("tests/unit", "tests/distributed", "tests/golden", "tests/contract", "tests/hostile")
 RESULTS = ROOT / "runs" / "mutants.json"
 RECORDING = ROOT / "runs" / "mutants_reached.json"
 # The most specific tests, those that execute the fewest lines, come first: they notice a change soonest.
