@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from automodel_ckpt.checkpoint.consolidate import ConsolidationReport, consolidate
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.cli.terminal import print_error, print_path, printable
-from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe
+from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe, limit_error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_procs = arguments.nproc or _processes()
         export(arguments.input_dir, arguments.output_dir, arguments.cast_dtype, num_procs, arguments.num_threads)
     except (AutomodelError, KeyboardInterrupt) as error:
+        code, message = describe(error)
+        print_error(message)
+        return code
+    except (RuntimeError, MemoryError) as error:
+        if limit_error(error) is None:
+            raise
         code, message = describe(error)
         print_error(message)
         return code

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno as errno_names
 import json
 import re
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 EXIT_DONE = 0
@@ -126,11 +127,96 @@ class Stopped(AutomodelError):
     exit_code = EXIT_STOPPED
 
 
+class SystemLimit(AutomodelError):
+    """A limit of the system on open files, threads or memory keeps the program from continuing."""
+
+
 def os_problem(error: OSError, what: str, *, remedy: str) -> Problem:
-    """The :class:`Problem` of a failed system call: its path and the errno's name and text."""
+    """The :class:`Problem` of a failed system call: its path, the errno's name and text, and the limit that it ran
+    into, if that is what failed."""
     name = errno_names.errorcode.get(error.errno or 0, "unknown errno")
     where = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
-    return Problem(what, where, f"{name} ({error.strerror or error})", remedy)
+    value = f"{name} ({error.strerror or error})"
+    if (limit := _limit(error)) is not None:
+        return Problem(what, where, f"{value}; {limit.limits()}", limit.remedy)
+    return Problem(what, where, value, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A kind of limit: what cannot be had because of it, the shell's names of the limits by their numbers in
+    ``resource``, and what to do."""
+
+    what: str
+    names: tuple[tuple[int, str, int], ...]
+    """(number of the limit, command that shows it, bytes or pieces that its unit stands for)"""
+    remedy: str
+
+    def limits(self) -> str:
+        """The limits that are set now: ``ulimit -n is 32``."""
+        found = []
+        for number, command, unit in self.names:
+            soft, _ = resource.getrlimit(number)
+            text = "unlimited" if soft == resource.RLIM_INFINITY else str(soft // unit)
+            found.append(f"{command} is {text}")
+        return ", ".join(found)
+
+
+_MEMORY_LIMIT = (resource.RLIMIT_AS, "ulimit -v", 1024)
+_OPEN_FILES = _Limit(
+    "too many files are open for this system's limit", ((resource.RLIMIT_NOFILE, "ulimit -n", 1),),
+    "raise the limit on open files: ulimit -n 65536",
+)  # fmt: skip
+_THREADS = _Limit(
+    "the system does not let this program start a thread",
+    ((resource.RLIMIT_NPROC, "ulimit -u", 1), _MEMORY_LIMIT, (resource.RLIMIT_STACK, "ulimit -s", 1024)),
+    "raise the limit on processes (ulimit -u; in a container pids.max) or on memory (ulimit -v), or lower that on "
+    "stacks (ulimit -s)",
+)  # fmt: skip
+_MEMORY = _Limit(
+    "the system does not give this program more memory", (_MEMORY_LIMIT,),
+    "raise the limit on memory (ulimit -v; in a job or a container its own), or use less: a smaller local batch, fewer "
+    "workers and threads",
+)  # fmt: skip
+_LIMIT_TEXTS = {
+    "can't start new thread": _THREADS,
+    "Too many open files": _OPEN_FILES,
+    "too many open files": _OPEN_FILES,
+    "Cannot allocate memory": _MEMORY,
+    "DefaultCPUAllocator: can't allocate memory": _MEMORY,
+}
+_LIMIT_CODES = {
+    errno_names.EMFILE: _OPEN_FILES, errno_names.ENFILE: _OPEN_FILES, errno_names.ENOMEM: _MEMORY,
+}  # fmt: skip
+
+
+def _limit(error: BaseException) -> _Limit | None:
+    if isinstance(error, OSError) and error.errno in _LIMIT_CODES:
+        return _LIMIT_CODES[error.errno]
+    if isinstance(error, MemoryError):
+        return _MEMORY
+    if isinstance(error, RuntimeError):
+        return next((limit for text, limit in _LIMIT_TEXTS.items() if text in str(error)), None)
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that it came from, at most some."""
+    for _ in range(20):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def limit_error(error: BaseException) -> SystemLimit | None:
+    """The limit of the system that an exception, or one that it came from, ran into; None for any other exception."""
+    for each in _chain(error):
+        if (limit := _limit(each)) is not None:
+            where = str(each.filename) if isinstance(each, OSError) and each.filename else ""
+            value = f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else 'no more'}"
+            return SystemLimit(limit.what, where=where, value=f"{value}; {limit.limits()}", remedy=limit.remedy)
+    return None
 
 
 def describe(error: BaseException) -> tuple[int, str]:
@@ -141,4 +227,6 @@ def describe(error: BaseException) -> tuple[int, str]:
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
+    if (limit := limit_error(error)) is not None:
+        return limit.exit_code, f"error: {limit}"
     return EXIT_INTERNAL, without_hidden(f"internal error: {type(error).__name__}: {error}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
-from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, limit_error, os_problem
 from automodel_ckpt.own_code import place_in_own_code
 
 log = logging.getLogger("automodel_ckpt")
@@ -25,6 +26,9 @@ def as_failure(error: Exception, doing: str, where: Path, kind: type[AutomodelEr
         remedy = _NAME_ANOTHER if kind is RecipeError else _EXPORT_AGAIN if kind is ExportFailed else RETRY
         return kind.all_of([os_problem(error, f"{doing} failed", remedy=remedy)])
     log.debug("unexpected", exc_info=error)
+    if (limit := limit_error(error)) is not None:
+        (problem,) = limit.problems
+        return kind.all_of([replace(problem, what=f"{doing} failed: {problem.what}")])
     place = place_in_own_code(error)
     if place is not None:
         said, remedy = f"{type(error).__name__}: {error}", "correct that code, then run the same command"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 
 MAX_CUT_DIMENSIONS = 5
+MAX_EXTENTS = 2**59
+"""The largest product of a shape's dimensions, zeros not counted: 2**63 bytes at 16 bytes an element."""
 # Slices among which two that overlap are looked for by name; there can be a hundred thousand.
 _COMPARED = 1000
 
@@ -221,12 +223,24 @@ def _dot(strides: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> in
     return sum(stride * (a - o) for stride, a, o in zip(strides, at, origin, strict=True))
 
 
+def shape_fault(shape: Sequence[int]) -> str | None:
+    """Why no program can hold a tensor of that shape, or None.
+
+    Strides are computed from the dimensions even where one of them is 0, so that an empty tensor can overflow too.
+    """
+    if math.prod(max(extent, 1) for extent in shape) > MAX_EXTENTS:
+        return f"the dimensions {list(shape)} are larger than any tensor can have"
+    return None
+
+
 def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     """Why the boxes do not make up a tensor of that shape exactly once, or None where they do.
 
     Checked: rank and bounds of every box, no two share an element, and together they hold all of them. An empty
     tensor is made up by any number of empty boxes, none included; a scalar needs exactly one.
     """
+    if fault := shape_fault(shape):
+        return fault
     if len(boxes) == 1 and boxes[0] == _whole(shape) and min(shape, default=0) >= 0:
         return None
     for box in boxes:

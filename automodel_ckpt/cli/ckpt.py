@@ -30,6 +30,7 @@ from automodel_ckpt.errors import (
     RecipeError,
     SaveFailed,
     describe,
+    limit_error,
     os_problem,
 )
 
@@ -81,7 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_reader()
         return EXIT_DONE
     except (AutomodelError, OSError, KeyboardInterrupt) as error:
-        return _failed(error, arguments)
+        limit = limit_error(error) if isinstance(error, OSError) else None
+        return _failed(limit or error, arguments)
+    except (RuntimeError, MemoryError) as error:
+        limit = limit_error(error)
+        if limit is None:
+            raise
+        return _failed(limit, arguments)
 
 
 def _failed(error: BaseException, arguments: argparse.Namespace) -> int:

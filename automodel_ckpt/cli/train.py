@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 import automodel_ckpt
+from automodel_ckpt.cli.limits import raise_file_limit
 from automodel_ckpt.cli.selftest import refuse_stray_modes, selftest
 from automodel_ckpt.cli.terminal import coloured, leave_reader, occupy_standard_streams, print_error, table
 from automodel_ckpt.cli.topology import num_joined
@@ -83,6 +84,7 @@ def _run_recipe(line: CommandLine) -> int:
     if "print_config" in line.modes:
         print(loaded.explain(), end="")
         return EXIT_DONE
+    raise_file_limit()
     if "selftest_resume" in line.modes:
         return selftest(path, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from automodel_ckpt.errors import AutomodelError, Problem, describe
+from automodel_ckpt.errors import AutomodelError, Problem, describe, limit_error
 
 T = TypeVar("T")
 
@@ -98,6 +98,8 @@ def _portable(error: BaseException) -> AutomodelError:
         bare = copy.copy(error)
         bare.__dict__ = {"problems": error.problems}
         return bare
+    if (limit := limit_error(error)) is not None:
+        return limit
     return AutomodelError(
         describe(error)[1],
         where="",

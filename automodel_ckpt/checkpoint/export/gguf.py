@@ -20,7 +20,14 @@ import numpy as np
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.gguf_llama import KeyValue, Llama, name_faults, read_llama, rotary_order
+from automodel_ckpt.checkpoint.export.gguf_llama import (
+    KeyValue,
+    Llama,
+    layers_fault,
+    name_faults,
+    read_llama,
+    rotary_order,
+)
 from automodel_ckpt.checkpoint.export.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
@@ -153,6 +160,11 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
             )  # fmt: skip
     assert config is not None and tokenizer is not None
     model = read_llama(config, str(side / "config.json"))
+    if fault := layers_fault(model.num_layers, tensors):
+        raise CheckpointUnusable(
+            "config.json does not fit the tensors", where=str(side / "config.json"), value=fault,
+            remedy="restore the file from another copy, or use another checkpoint",
+        )  # fmt: skip
     if fault := name_faults(model.tensors(), {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}):
         raise CheckpointUnusable(
             "the tensors are not those of the config", where=str(side / "config.json"), value=fault,
@@ -183,8 +195,9 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
 def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyValue]:
     nbytes = {code: sum(t.nbytes for t in tensors.values() if t.dtype == code) for code in _FILE_TYPES}
     kind = max(nbytes, key=lambda code: nbytes[code])
+    name = os.fsencode(source.root.name).decode(errors="replace")
     return [
-        ("general.type", "string", "model"), ("general.name", "string", source.root.name),
+        ("general.type", "string", "model"), ("general.name", "string", name),
         ("general.file_type", "uint32", _FILE_TYPES[kind]),
     ]  # fmt: skip
 

@@ -8,7 +8,8 @@ transformers rotates halves, so the rows of the query and key projections are in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ _LAYER = {
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+_LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,17 @@ def _number(config: Mapping[str, Any], key: str, where: str, default: float | No
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
         raise refused("config.json holds no usable value", where, f"{key}: {value!r:.100}")
     return float(value)
+
+
+def layers_fault(num_layers: int, names: Iterable[str]) -> str | None:
+    """Why a config's number of layers cannot be that of the tensors with these names, or None.
+
+    Compared before anything is computed for each layer: the number in the file can be anything.
+    """
+    found = {match[1] for name in names if (match := _LAYER_NUMBER.match(name))}
+    if num_layers == len(found):
+        return None
+    return f"num_hidden_layers: {num_layers}, but there are tensors of {len(found)} layers"
 
 
 def name_faults(expected: Mapping[str, tuple[str, Sequence[int]]], found: Mapping[str, Sequence[int]]) -> str | None:

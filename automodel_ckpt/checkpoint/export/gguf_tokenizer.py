@@ -1,14 +1,16 @@
 """A byte-level BPE tokenizer of Hugging Face as GGUF's ``tokenizer.ggml.*`` keys: pure, no file is touched.
 
 Source: the GGUF specification's section on tokenizers, and llama.cpp's names of pre-tokenizers
-(``tokenizer.ggml.pre``), each of which stands for one way of splitting text that is built into it. A tokenizer that
-splits text in another way, or changes it first, would give other tokens there, so it is refused.
+(``tokenizer.ggml.pre``), each of which names one way of splitting text that is built into it. A tokenizer that splits
+text in another way, or changes it first, would give other tokens there, so it is rejected.
+
+The files are not trusted: :func:`_checked` validates the types of everything that is used, before it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint.export.gguf_llama import KeyValue, refused
 
@@ -26,9 +28,13 @@ def tokenizer_keys(
     """The keys for *tokenizer* (the content of tokenizer.json, at *where*).
 
     *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
-    chat template. Raises :class:`CheckpointUnusable` for a tokenizer that llama.cpp would not follow exactly.
+    chat template. Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that
+    llama.cpp would not follow exactly.
     """
-    model = _mapping(tokenizer.get("model"), "model", where)
+    template = template or settings.get("chat_template")
+    for value in (tokenizer, settings, template):
+        _require_text(value, where)
+    model = _checked(tokenizer, where)
     pre = _pre_tokenizer(tokenizer, model, where)
     tokens, types = _tokens(tokenizer, model, vocab_size, where)
     ids = {token: index for index, token in enumerate(tokens)}
@@ -41,7 +47,6 @@ def tokenizer_keys(
     ]  # fmt: skip
     begins, ends = _added(tokenizer.get("post_processor"), ids, special, where)
     keys += [("tokenizer.ggml.add_bos_token", "bool", begins), ("tokenizer.ggml.add_eos_token", "bool", ends)]
-    template = template or settings.get("chat_template")
     return keys + ([("tokenizer.chat_template", "string", template)] if isinstance(template, str) else [])
 
 
@@ -89,9 +94,8 @@ def _tokens(
     """Each token's text and type, in the order of their ids; what the model has room for beyond them is unused."""
     tokens, types = [f"[PAD{index}]" for index in range(vocab_size)], [_UNUSED] * vocab_size
     entries: list[tuple[Any, Any, int]]
-    entries = [(text, index, _NORMAL) for text, index in _mapping(model.get("vocab"), "model.vocab", where).items()]
-    for added in tokenizer.get("added_tokens") or []:
-        entry = _mapping(added, "added_tokens", where)
+    entries = [(text, index, _NORMAL) for text, index in model["vocab"].items()]
+    for entry in tokenizer.get("added_tokens") or []:
         entries.append((entry.get("content"), entry.get("id"), _CONTROL if entry.get("special") else _USER_DEFINED))
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
@@ -145,11 +149,74 @@ def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int], where:
 
 def _part(part: Any, ids: Mapping[str, int]) -> int | None:
     """A special token's id; None for the text itself."""
-    name = part["SpecialToken"].get("id") if isinstance(part, Mapping) and "SpecialToken" in part else None
+    name = part["SpecialToken"].get("id") if "SpecialToken" in part else None
     return None if name is None else ids.get(str(name), -2)
+
+
+# ---------------------------------------------------------------- the structure of tokenizer.json
+
+
+def _checked(tokenizer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The ``model`` of a tokenizer.json, once all lists and mappings that are used are found to be that.
+
+    Raises :class:`CheckpointUnusable` naming the key.
+    """
+    model = _mapping(tokenizer.get("model"), "model", where)
+    _mapping(model.get("vocab"), "model.vocab", where)
+    _list(model.get("merges"), "model.merges", where)
+    _mappings(tokenizer.get("added_tokens"), "added_tokens", where)
+    for key, inner in (("pre_tokenizer", "pretokenizers"), ("post_processor", "processors")):
+        outer = tokenizer.get(key)
+        if outer is None:
+            continue
+        steps = _mapping(outer, key, where)
+        for number, step in enumerate(_mappings(steps.get(inner), f"{key}.{inner}", where)):
+            _check_template(step, f"{key}.{inner}.{number}", where)
+        _check_template(steps, key, where)
+    return model
+
+
+def _check_template(step: Mapping[str, Any], key: str, where: str) -> None:
+    """The parts of a TemplateProcessing, the step that puts special tokens around the text."""
+    for number, part in enumerate(_mappings(step.get("single"), f"{key}.single", where)):
+        if "SpecialToken" in part:
+            _mapping(part["SpecialToken"], f"{key}.single.{number}.SpecialToken", where)
 
 
 def _mapping(value: Any, key: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise refused("this is not a tokenizer of Hugging Face's", where, key)
+        _refuse_type(value, key, "a mapping", where)
     return value
+
+
+def _list(value: Any, key: str, where: str) -> list[Any]:
+    """The list, empty where there is none."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        _refuse_type(value, key, "a list", where)
+    return value
+
+
+def _mappings(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
+    return [_mapping(item, f"{key}.{number}", where) for number, item in enumerate(_list(value, key, where))]
+
+
+def _refuse_type(value: Any, key: str, wanted: str, where: str) -> NoReturn:
+    raise refused("this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}")
+
+
+def _require_text(value: Any, where: str) -> None:
+    """Raise :class:`CheckpointUnusable` for text with lone surrogates, anywhere in parsed JSON: no file can hold it."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                raise refused("a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]) from None
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list):
+            left += each

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.inside import open_inside
-from automodel_ckpt.checkpoint.slices import nbytes_of
+from automodel_ckpt.checkpoint.slices import nbytes_of, shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.
@@ -172,6 +172,8 @@ def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
     offsets = _numbers(entry["data_offsets"], f"data_offsets of {fqn!r}")
     if len(shape) > MAX_DIMENSIONS:
         raise _Fault(f"{fqn!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if fault := shape_fault(shape):
+        raise _Fault(f"{fqn!r}: {fault}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):
         raise _Fault(f"{fqn!r} of dtype {dtype} and shape {list(shape)} does not take the bytes {list(offsets)}")
     return TensorEntry(dtype, shape, data_start + offsets[0], data_start + offsets[1])

@@ -6,7 +6,7 @@ That llama.cpp then gives the same tokens is shown by `make clients`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,75 @@ def test_a_tokenizer_becomes_keys() -> None:
     )
     assert found["tokenizer.ggml.add_bos_token"] is True and found["tokenizer.ggml.add_eos_token"] is False
     assert keys(lambda d: d["model"].update(merges=["a b"]))["tokenizer.ggml.merges"] == ["a b"]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a JSON document but the document itself."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+JUNK: list[Any] = [
+    None,
+    5,
+    -1,
+    10**30,
+    1.5,
+    True,
+    "",
+    "a\ud800",
+    [],
+    [5],
+    ["x"],
+    [[]],
+    [None],
+    {},
+    {"a": 5},
+    {"\udfff": 1},
+]
+
+
+def test_nothing_in_a_tokenizer_file_makes_a_traceback() -> None:
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+    post = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
+    num_refused = 0
+    for document in (TOKENIZER | {"post_processor": post}, TOKENIZER | {"post_processor": template}):
+        for path in places(document):
+            for junk in JUNK:
+                changed = json.loads(json.dumps(document))
+                inner = changed
+                for key in path[:-1]:
+                    inner = inner[key]
+                inner[path[-1]] = junk
+                try:
+                    found = tokenizer_keys(changed, SETTINGS, 6, "tokenizer.json", None)
+                except CheckpointUnusable as error:
+                    num_refused += 1
+                    str(error).encode()
+                    continue
+                for _, _, value in found:
+                    str(value).encode()
+    assert num_refused > 400
+
+
+@pytest.mark.parametrize(("settings", "template"), [({"bos_token": "\ud800"}, None), ({}, "{{ \udc80 }}")])
+def test_text_that_no_file_can_hold_is_refused(settings: dict[str, Any], template: str | None) -> None:
+    with pytest.raises(CheckpointUnusable, match="not valid Unicode"):
+        tokenizer_keys(TOKENIZER, settings, 6, "tokenizer.json", template)
+
+
+def test_a_config_of_more_layers_than_there_are_is_refused_at_once(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c")
+    whole = consolidate(tmp_path / "c", output=tmp_path / "hf").output
+    (whole / "export_manifest.json").unlink()
+    config = json.loads((whole / "config.json").read_text())
+    for number in (2**31 - 1, 1):
+        (whole / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
+        assert main(["export", str(whole), "--to", "gguf"]) == 3
+        assert f"num_hidden_layers: {number}, but there are tensors of 2 layers" in capsys.readouterr().err
 
 
 def test_llama_3_splits_text_in_its_own_way() -> None:

@@ -77,4 +77,6 @@ def test_a_fault_in_the_tiling_is_described(boxes: list[Box], shape: tuple[int, 
 
 def test_an_empty_tensor_needs_no_slice() -> None:
     assert tiling_fault([], (0, 3)) is None
+    for shape in ((0, 2**62), (2**40, 0, 2**40)):
+        assert "larger than any tensor" in str(tiling_fault([Box((0,) * len(shape), shape)], shape))
     assert tiling_fault([Box((0, 0), (0, 3))], (0, 3)) is None

@@ -1,0 +1,76 @@
+"""What the system does not allow is named by its limit, and not taken for a defect of the program."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.cli.failure import record_of
+from automodel_ckpt.distributed.agree import _portable
+from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
+from tests.support.shards import checkpoint_in
+
+TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/x")
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (TOO_MANY, "ulimit -n is "),
+        (NO_THREAD, "ulimit -u is "),
+        (MemoryError(), "ulimit -v is "),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "ulimit -v is "),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "ulimit -v is "),
+        (RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
+         "ulimit -n is "),
+    ],
+)  # fmt: skip
+def test_the_limit_is_named_wherever_the_error_passes(error: Exception, limit: str) -> None:
+    later = RuntimeError("a loader's worker failed")
+    later.__cause__ = error
+    for each in (error, later):
+        code, message = describe(each)
+        assert code == 1 and message.startswith("error: ") and limit in message and "internal" not in message
+        assert record_of(each, 0).details == ""
+        assert limit in str(_portable(each))
+    failure = as_failure(error, "saving step 3", Path("run"))
+    assert isinstance(failure, SaveFailed) and limit in str(failure)
+    assert "saving step 3 failed" in str(failure) and "defect" not in str(failure)
+
+
+def test_other_errors_are_no_limits() -> None:
+    for error in (ValueError("can't start new thread"), OSError(errno.ENOSPC, "No space left on device"), KeyError(1)):
+        assert limit_error(error) is None
+    replaced = ValueError("replaced")
+    replaced.__context__, replaced.__suppress_context__ = MemoryError(), True
+    assert limit_error(replaced) is None
+    problem = os_problem(TOO_MANY, "prepared data cannot be stored", remedy="choose another directory")
+    assert "EMFILE" in str(problem.value) and "ulimit -n" in problem.remedy
+
+
+def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:
+    line = f'{limits}; exec "$@"'
+    return subprocess.run(["bash", "-c", line, "-", *command], capture_output=True, text=True, timeout=60)
+
+
+def test_commands_name_the_limits_that_stop_them(tmp_path: Path) -> None:
+    binaries = Path(sys.executable).parent
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {from_config: {model_type: llama}}\ndataset: {_target_: automodel_ckpt.data.text.plain_text}\n"
+        "step_scheduler: {global_batch_size: 1, local_batch_size: 1}\n"
+    )
+    done = run("ulimit -n 32", str(binaries / "ckpt-train"), str(recipe))
+    assert done.returncode == 1 and "ulimit -n\n  value:  32\n" in done.stderr and "Traceback" not in done.stderr
+    checkpoint_in(tmp_path / "run", 20)
+    # A thread's stack takes more address space than there is.
+    done = run("ulimit -s 4000000; ulimit -v 3000000", str(binaries / "ckpt"), "verify", str(tmp_path / "run"))
+    assert done.returncode == 1 and "start a thread" in done.stderr and "ulimit -v is 3000000" in done.stderr
+    assert isinstance(limit_error(NO_THREAD), SystemLimit)
