@@ -163,6 +163,12 @@ def _make_way(root: Path, pointer: str) -> None:
 
 def pointed(root: Path, pointer: str) -> str | None:
     """The checkpoint name that a pointer holds, or None where it is absent or names anything else."""
+    name = pointer_text(root, pointer)
+    return name if name is not None and layout.parse_checkpoint_name(name) else None
+
+
+def pointer_text(root: Path, pointer: str) -> str | None:
+    """The name that a pointer or a pin holds: of a checkpoint, also of one that was set aside. None for any other."""
     link, text = root / pointer, root / f"{pointer}.txt"
     name = None
     if link.is_symlink():
@@ -170,15 +176,22 @@ def pointed(root: Path, pointer: str) -> str | None:
     else:
         with contextlib.suppress(OSError):
             name = read_inside(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
-    return name if name is not None and layout.parse_checkpoint_name(name) else None
+    if name is None or not layout.is_checkpoint(name):
+        return None
+    return name
 
 
-def supersede(root: Path, name: str) -> str:
-    """Set an abandoned checkpoint aside under the next free ``.superseded-N`` name, which is returned."""
+def free_superseded_name(root: Path, name: str) -> str:
+    """The next ``.superseded-N`` name of a checkpoint that is free."""
     number = 1
     while os.path.lexists(root / layout.superseded_name(name, number)):
         number += 1
-    aside = layout.superseded_name(name, number)
+    return layout.superseded_name(name, number)
+
+
+def supersede(root: Path, name: str, aside: str | None = None) -> str:
+    """Rename an abandoned checkpoint to *aside* (default: the next free ``.superseded-N`` name), which is returned."""
+    aside = aside or free_superseded_name(root, name)
     os.rename(root / name, root / aside)
     fsync_directory(root)
     return aside

@@ -154,7 +154,7 @@ def is_temporary(name: str) -> bool:
 def is_pin(name: str) -> bool:
     """Whether a link of this name pins a checkpoint; that one's name follows the prefix."""
     pinned = name.removeprefix(PIN)
-    return name != pinned and (parse_checkpoint_name(pinned) is not None or is_superseded(pinned))
+    return name != pinned and is_checkpoint(pinned)
 
 
 def sibling(directory: Path) -> Path:

@@ -258,6 +258,9 @@ def _read_sealed(path: Path) -> bytes:
             _check_size(os.fstat(descriptor).st_size, path)
             return file.read()
     except FileNotFoundError as error:
+        if path.parent.is_symlink() and not path.parent.exists():
+            target = os.readlink(path.parent)
+            raise _unusable("the checkpoint is a link to a directory that is not there", path.parent, target) from error
         raise _unusable("there is no manifest: the checkpoint is incomplete", path, "no such file") from error
     except OSError as error:
         raise _unusable("the manifest cannot be read", path, error.strerror) from error

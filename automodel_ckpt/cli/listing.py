@@ -95,8 +95,11 @@ def _alone(path: Path) -> Row:
 
 def rows_of(run: Path) -> Iterator[Row]:
     """A row for each directory of a run that is, or might be taken for, a checkpoint; oldest first."""
+    from automodel_ckpt.checkpoint.run import resume
+
     pointers, notes = _pointers(run), _notes(run)
     found = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
+    found += [run / str(name) for name in resume.checkpoint_names(run) if (run / str(name)).is_symlink()]
     rows = [row_of(path, pointers, notes) for path in found if _looks_like_checkpoint(path)]
     yield from sorted(rows, key=lambda row: (row.step is None, row.step or 0, row.epoch or 0, row.name))
 
@@ -104,7 +107,7 @@ def rows_of(run: Path) -> Iterator[Row]:
 def _pointers(run: Path) -> dict[str, list[str]]:
     """The pointers to each checkpoint, and ``pinned``."""
     from automodel_ckpt.checkpoint import commit, layout
-    from automodel_ckpt.checkpoint.run.upkeep import pinned_names
+    from automodel_ckpt.checkpoint.run.links import pinned_names
 
     pointers: dict[str, list[str]] = {}
     for pointer in layout.POINTERS:
@@ -144,6 +147,9 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     if layout.is_staging(path.name):
         reason = "unfinished: being saved now, or left by a killed save"
         return Row(path.name, False, step, epoch, reason=reason)
+    moved_to = f"moved to {os.readlink(path)}" if path.is_symlink() else ""
+    if moved_to and not path.is_dir():
+        return Row(path.name, False, step, epoch, pointers=here, reason=f"{moved_to}, which is not there")
     if not os.path.lexists(path / layout.MANIFEST):
         return _without_manifest(path, step, epoch, here)
     try:
@@ -157,6 +163,7 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
         "damaged: `ckpt verify` says what" if damaged else "",
         "superseded: the run went back and on from an earlier step" if layout.is_superseded(path.name) else "",
         "" if summary.has_optimizer else "weights only",
+        moved_to,
     )
     losses = {**summary.losses, **recall(path, summary.digest)}
     train_loss, val_loss = (_number(losses.get(key)) for key in ("train_loss", "val_loss"))

@@ -66,12 +66,29 @@ def find_checkpoint(path: Path) -> Path:
 
     if path.is_dir() and not (path.name in layout.POINTERS and path.is_symlink()):
         run = run_directory(path)
-        return path.resolve() if run is None else _newest(run)
+        return _resolved(path) if run is None else _newest(run)
     stem = path.name.removesuffix(".txt")
     target = commit.pointed(path.parent, stem) if stem in layout.POINTERS else None
-    if target is None or not (path.parent / target).is_dir() or (path.parent / target).is_symlink():
+    if target is None or not (path.parent / target).is_dir() or _is_second_name(path.parent / target):
         raise nothing("there is no such checkpoint", path, _seen(path, target), NAME_ONE)
-    return (path.parent / target).resolve()
+    return _resolved(path.parent / target)
+
+
+def _resolved(path: Path) -> Path:
+    """An absolute path without links; a checkpoint that is itself a link keeps its place in its run."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.run.resume import is_moved
+
+    if layout.parse_checkpoint_name(path.name) and is_moved(path):
+        return path.parent.resolve() / path.name
+    return path.resolve()
+
+
+def _is_second_name(checkpoint: Path) -> bool:
+    """Whether this is a link to another checkpoint of the same run."""
+    from automodel_ckpt.checkpoint.run.resume import is_moved
+
+    return checkpoint.is_symlink() and not is_moved(checkpoint)
 
 
 def _seen(path: Path, target: str | None) -> str:
@@ -108,7 +125,7 @@ def _newest(run: Path) -> Path:
     newest = resume.newest(run)
     if newest is None:
         raise nothing("no checkpoint here is complete", run, "", "`ckpt ls` says why")
-    return (run / newest.name).resolve()
+    return _resolved(run / newest.name)
 
 
 def nothing(what: str, path: Path, value: str, remedy: str) -> CheckpointUnusable:

@@ -173,21 +173,38 @@ def prune(arguments: argparse.Namespace) -> int:
             "there are no checkpoints here", where=arguments.path, value="", remedy="name a run directory"
         )
     keep = _policy(arguments, policy)
-    removals = upkeep.removable(run, keep, metric_key=arguments.metric, superseded=arguments.superseded)
-    freed = {removal.name: removal.nbytes for removal in removals}
-    if not arguments.dry_run and removals:
+
+    def chosen() -> dict[str, int]:
+        removals = upkeep.removable(run, keep, metric_key=arguments.metric, superseded=arguments.superseded)
+        return {removal.name: removal.nbytes for removal in removals}
+
+    if arguments.dry_run:
+        freed = {name: _optimizer_bytes(run / name) for name in chosen()} if arguments.drop_optimizer else chosen()
+    else:
+        # What stays is decided under the lease: a live run, or another prune, changes it.
         lease = Lease(run)
         try:
-            if arguments.drop_optimizer:
-                freed = {name: upkeep.drop_optimizer(run, name) for name in freed}
-            else:
-                upkeep.remove(run, list(freed))
+            upkeep.recover(run)
+            freed = _removed(arguments, run, chosen(), lease.check)
         finally:
             lease.release()
-    elif arguments.drop_optimizer:
-        freed = {name: _optimizer_bytes(run / name) for name in freed}
     _print_prune(arguments, freed)
     return EXIT_DONE
+
+
+def _removed(
+    arguments: argparse.Namespace, run: Path, chosen: dict[str, int], check_lease: Callable[[], None]
+) -> dict[str, int]:
+    """Remove the *chosen* checkpoints or their optimizer state; returns the bytes that each removal has freed."""
+    from automodel_ckpt.checkpoint.run import upkeep
+
+    if not arguments.drop_optimizer:
+        return {name: chosen[name] for name in upkeep.remove(run, chosen, check_lease=check_lease)}
+    freed = {}
+    for name in chosen:
+        check_lease()
+        freed[name] = upkeep.drop_optimizer(run, name)
+    return freed
 
 
 def _policy(arguments: argparse.Namespace, policy: Any) -> Any:
@@ -227,11 +244,14 @@ def pin(arguments: argparse.Namespace) -> int:
     """Pin or unpin, as the command says."""
     from automodel_ckpt.checkpoint.run import upkeep
 
-    root, name = upkeep.run_of(whole_checkpoint(Path(arguments.path)))
+    path = Path(arguments.path)
     if arguments.command == "pin":
+        root, name = upkeep.run_of(whole_checkpoint(path))
         upkeep.pin(root, name)
         done = True
     else:
+        # A pin outlives its checkpoint where somebody removed that by hand.
+        root, name = upkeep.pin_at(path) or upkeep.run_of(whole_checkpoint(path))
         done = upkeep.unpin(root, name)
     if arguments.json:
         print(json.dumps({"checkpoint": name, "pinned": arguments.command == "pin", "changed": done}))

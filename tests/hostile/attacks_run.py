@@ -57,7 +57,9 @@ def _pointers(add: Add) -> None:
         add("special_as_lock", kind, partial(_in_run, path=".run.lock", kind=kind), {"resume", *PRUNES})
         add("special_as_checkpoint", kind, partial(_in_run, path="epoch_0_step_25", kind=kind), POINTED | RESUMES)
     add("special_large_in_run", "notes.txt", _large_text, POINTED)
-    add("checkpoint_is_a_link", "LATEST", _linked_checkpoint, POINTED, {"restore_from_LATEST", "show_LATEST"})
+    for file in ("", "MANIFEST.json", "config.yaml", "step_scheduler.pt"):
+        refusing = {"verify_deep"} if file else ()
+        add("checkpoint_is_a_link", file or "whole", partial(_moved_checkpoint, file=file), POINTED, refusing)
 
 
 def _text(case: Attacked, content: bytes, pointer: str = "LATEST") -> None:
@@ -80,10 +82,14 @@ def _large_text(case: Attacked) -> None:
             file.truncate(2 << 30)
 
 
-def _linked_checkpoint(case: Attacked) -> None:
-    """LATEST names a checkpoint as it should, and that name is a link to elsewhere."""
-    case.checkpoint.rename(case.outside / NAME)
-    case.checkpoint.symlink_to(case.outside / NAME)
+def _moved_checkpoint(case: Attacked, file: str) -> None:
+    """The checkpoint is a link, as moving it leaves it, and a file of it is one that leads out."""
+    (case.run / "archive").mkdir()
+    case.checkpoint.rename(case.run / "archive" / NAME)
+    case.checkpoint.symlink_to(f"archive/{NAME}")
+    if file:
+        (case.checkpoint / file).unlink()
+        (case.checkpoint / file).symlink_to(case.secret)
 
 
 def _leftovers(add: Add) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.export_leftovers import clear_checkpoint
 from automodel_ckpt.checkpoint.failures import RETRY
-from automodel_ckpt.checkpoint.run import late_validations, resume
+from automodel_ckpt.checkpoint.run import late_validations, links, resume
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import os_problem
 
@@ -104,6 +104,7 @@ class RunDirectory:
             for entry in sorted(os.scandir(self.root), key=lambda entry: entry.name):
                 if layout.is_checkpoint(entry.name) and entry.is_dir(follow_symlinks=False):
                     clear_checkpoint(self.root / entry.name, log.info)
+            links.mend(self.root)
             self._mend_pointers()
         return resume.candidates(self.root, restore_from)
 
@@ -122,6 +123,10 @@ class RunDirectory:
             step, self.went_back_to = self.went_back_to, None
             self._set_aside_after(step)
             self.check_lease()
+        if os.path.lexists(self.root / str(name)):
+            # A file or a link that is no checkpoint: the save must not fail here at every start.
+            aside = links.set_aside(self.root, str(name))
+            log.warning("%s is in the way of a checkpoint and is kept as %s", self.path / str(name), aside)
         path = commit.publish(staging, str(name))
         with contextlib.suppress(OSError):  # then it is read when it is asked for
             metric = policy.metric_of(losses, self._metric_key)
@@ -146,10 +151,20 @@ class RunDirectory:
         newest = next(self._records(), None)
         if newest is None:
             return
-        is_behind = commit.pointed(self.root, layout.LATEST) != newest.name
+        before = commit.pointed(self.root, layout.LATEST)
+        is_behind = before != newest.name
+        self._warn_of_going_back(before, newest.name)
         self._point_to_best(None if is_behind else newest.name)
         if is_behind:
             commit.point(self.root, layout.LATEST, newest.name)
+
+    def _warn_of_going_back(self, before: str | None, newest: str) -> None:
+        """LATEST named a later checkpoint that is not complete, or not here: training will repeat steps."""
+        named = layout.parse_checkpoint_name(before) if before is not None else None
+        now = layout.parse_checkpoint_name(newest)
+        if named is not None and now is not None and named > now:
+            message = "LATEST named %s, which is no complete checkpoint now: it goes back to %s"
+            log.warning(message, self.path / str(named), newest)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards.
@@ -201,7 +216,7 @@ class RunDirectory:
             # A new checkpoint may soon have that name; the best of what is left is looked for after it.
             commit.unpoint(self.root, layout.LOWEST_VAL)
         for name in abandoned:
-            aside = commit.supersede(self.root, str(name))
+            aside = links.set_aside(self.root, str(name))
             log.warning("Abandoned checkpoint %s is kept as %s", self.path / str(name), aside)
 
     def prune(self, just_saved: str) -> tuple[str, ...]:
@@ -210,33 +225,38 @@ class RunDirectory:
             return ()
         try:
             records = [*self._records()]
-            protected = resume.protected_names(self.root) | {just_saved}
+            protected = links.protected_names(self.root) | {just_saved}
             if self._pointers_are_behind and (best := policy.best(records, self._keep.mode)):
                 protected.add(best.name)  # LOWEST_VAL is yet to name it
             removable = self._keep.removable(records, protected)
         except OSError as error:
             log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
             return ()
-        withdrawn = {record.name: trash for record in removable if (trash := _withdraw(self.root / record.name))}
+        withdrawn = {}
+        for record in removable:
+            trash = self._withdraw(record.name)
+            if trash is not None:
+                withdrawn[record.name] = trash
         if withdrawn:
             thread = threading.Thread(target=_discard, args=(withdrawn.values(),), name="prune", daemon=True)
             thread.start()
             self._removals = [t for t in self._removals if t.is_alive()] + [thread]
         return tuple(withdrawn)
 
+    def _withdraw(self, name: str) -> Path | None:
+        """Take a checkpoint's name away: its trash directory, None where it stays. Raises :class:`LeaseLost`."""
+        try:
+            self.check_lease()
+            return links.withdraw_unprotected(self.root, name)
+        except OSError as error:
+            log.warning("%s", os_problem(error, f"could not remove {name}", remedy="it is tried again after a save"))
+            return None
+
     def wait(self) -> None:
         """Return when no removal is under way."""
         for thread in self._removals:
             thread.join()
         self._removals = []
-
-
-def _withdraw(path: Path) -> Path | None:
-    try:
-        return commit.withdraw(path)
-    except OSError as error:
-        log.warning("%s", os_problem(error, f"could not remove {path.name}", remedy="it is tried again after a save"))
-        return None
 
 
 def _discard(paths: Iterable[Path]) -> None:

@@ -35,13 +35,28 @@ class Refused:
 
 
 def checkpoint_names(root: Path) -> list[layout.CheckpointName]:
-    """The directories of a run that are named like checkpoints, newest first; nothing inside them is read."""
+    """The directories of a run that are named like checkpoints, newest first; nothing inside them is read.
+
+    A link counts like the directory that it leads to, also where that is not there now: its checkpoint was moved to
+    another disk, say. Not so a link to another checkpoint of the same run, which is a second name for it.
+    """
     try:
         entries = list(os.scandir(root))
     except FileNotFoundError:
         return []
-    named = ((entry, layout.parse_checkpoint_name(entry.name)) for entry in entries)
-    return sorted((name for entry, name in named if name and entry.is_dir(follow_symlinks=False)), reverse=True)
+    names = []
+    for entry in entries:
+        name = layout.parse_checkpoint_name(entry.name)
+        if name is not None and (entry.is_dir(follow_symlinks=False) or is_moved(Path(entry.path))):
+            names.append(name)
+    return sorted(names, reverse=True)
+
+
+def is_moved(checkpoint: Path) -> bool:
+    """Whether this is a link to a checkpoint outside of its run directory, as moving it to another disk leaves it."""
+    if not checkpoint.is_symlink():
+        return False
+    return os.path.dirname(os.path.realpath(checkpoint)) != os.path.realpath(checkpoint.parent)
 
 
 def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator[policy.Record]:
@@ -81,43 +96,6 @@ def stamp(checkpoint: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def protected_names(root: Path) -> set[str]:
-    """The checkpoints that some link in the run directory points to: LATEST, LOWEST_VAL, pins, and the user's own, at
-    any depth outside of the checkpoints.
-
-    A pointer's text file counts like its link.
-    """
-    names, top = set(), root.resolve()
-    for link in _links(root):
-        target = Path(os.path.realpath(link))
-        names |= {p.name for p in (target, *target.parents) if p.parent == top}
-    for entry in os.scandir(root):
-        if entry.name.endswith(".txt") and (name := commit.pointed(root, entry.name[:-4])):
-            names.add(name)
-    return names
-
-
-def _links(directory: Path | str, at_top: bool = True) -> Iterator[str]:
-    """The symbolic links below a run's directory. What vanishes meanwhile is passed over below it, not at its top."""
-    try:
-        entries = [*os.scandir(directory)]
-    except OSError:
-        if at_top:
-            raise
-        return
-    for entry in entries:
-        if entry.is_symlink():
-            yield entry.path
-        elif entry.is_dir(follow_symlinks=False) and not (at_top and _is_ours(entry.name)):
-            yield from _links(entry.path, at_top=False)
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a directory of a run is made by the program, so that no link of a user's is in it."""
-    named = layout.parse_checkpoint_name(name) is not None or layout.is_superseded(name)
-    return named or layout.is_staging(name) or layout.is_trash(name)
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """Where to resume from. *by_name*: the user named one, so that no other will do."""
@@ -137,7 +115,7 @@ def candidates(root: Path, restore_from: str | None) -> Request:
     newest = [root / str(name) for name in names]
     if restore_from is None:
         return Request(newest, by_name=False)
-    continued = _published_under(newest, request_text(root, restore_from))
+    continued = _published_under(newest, root, restore_from)
     if continued is not None:
         note = f"restore_from {restore_from} was applied before {continued.name} was saved: going on from there"
         return Request(newest[newest.index(continued) :], by_name=False, note=note)
@@ -145,21 +123,55 @@ def candidates(root: Path, restore_from: str | None) -> Request:
 
 
 def request_text(root: Path, restore_from: str | None) -> str | None:
-    """How a checkpoint notes under which ``restore_from`` it was saved."""
-    if restore_from is None or restore_from in layout.POINTERS:
+    """How a checkpoint notes under which ``restore_from`` it was saved.
+
+    A pointer, or a checkpoint of this run, is noted by its name: the run directory may be moved or mounted elsewhere.
+    Any other path is noted absolute.
+    """
+    if restore_from is None or restore_from in layout.POINTERS or layout.parse_checkpoint_name(restore_from):
         return restore_from
-    own = root / restore_from
-    return str(own.resolve() if layout.parse_checkpoint_name(restore_from) else Path(restore_from).resolve())
+    path = Path(os.path.abspath(restore_from))
+    if layout.parse_checkpoint_name(path.name) and path.parent.resolve() == root.resolve():
+        return path.name
+    return str(path.resolve())
 
 
-def _published_under(newest: list[Path], request: str | None) -> Path | None:
+def _published_under(newest: list[Path], root: Path, restore_from: str) -> Path | None:
+    """The newest readable checkpoint, where it was saved under this ``restore_from``."""
     for path in newest:
         try:
             lineage = Summary.read(path).lineage
         except CheckpointUnusable:
             continue
-        return path if lineage.get("restore_from") == request else None
+        return path if _is_same_request(root, lineage.get("restore_from"), restore_from) else None
     return None
+
+
+def _is_same_request(root: Path, noted: object, restore_from: str) -> bool:
+    """Whether ``restore_from`` means what a checkpoint has *noted*, wherever the run directory was then.
+
+    Earlier versions noted the absolute path of a checkpoint of the run; a recipe may still give that path.
+    """
+    request = request_text(root, restore_from)
+    if noted == request:
+        return True
+    if not isinstance(noted, str) or request is None or Path(noted).name != Path(request).name:
+        return False
+    if layout.parse_checkpoint_name(Path(request).name) is None:
+        return False
+    if Path(noted).is_absolute() == Path(request).is_absolute():
+        return False
+    # One is a name in this run, the other a path: of the place where the run was before, or of another run.
+    own = root / Path(request).name
+    path = Path(noted) if Path(noted).is_absolute() else Path(request)
+    return not path.exists() or (own.exists() and _have_same_manifest(path, own))
+
+
+def _have_same_manifest(one: Path, other: Path) -> bool:
+    try:
+        return Summary.read(one).digest == Summary.read(other).digest
+    except CheckpointUnusable:
+        return False
 
 
 def named_checkpoint(root: Path, name: str) -> Path:
@@ -171,7 +183,8 @@ def named_checkpoint(root: Path, name: str) -> Path:
         found = root / name
     else:
         found = pointed_path(Path(name))
-    if found is None or not found.is_dir() or (name in layout.POINTERS and found.is_symlink()):
+    is_second_name = found is not None and found.is_symlink() and not is_moved(found)
+    if found is None or not found.is_dir() or (name in layout.POINTERS and is_second_name):
         there = ", ".join(str(n) for n in checkpoint_names(root)[:10]) or "no checkpoints"
         raise CheckpointUnusable(
             "the checkpoint to restore from is not there",

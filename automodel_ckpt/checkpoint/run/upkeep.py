@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from automodel_ckpt.on_disk import fsync_directory
-
-PIN = "pin-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +25,26 @@ class Removal:
 
 def pin(root: Path, name: str) -> None:
     """Keep a checkpoint whatever the policy says: a link beside it, as any link in the run directory protects."""
-    commit.point(root, PIN + name, name)
+    commit.point(root, layout.PIN + name, name)
 
 
 def unpin(root: Path, name: str) -> bool:
-    """Take a pin away; False where there was none."""
-    pinned = commit.pointed(root, PIN + name) is not None
-    commit.unpoint(root, PIN + name)
+    """Take a pin away, also of a checkpoint that is gone; False where there was none."""
+    pinned = commit.pointer_text(root, layout.PIN + name) is not None
+    commit.unpoint(root, layout.PIN + name)
     return pinned
 
 
-def pinned_names(root: Path) -> set[str]:
-    """The checkpoints with a pin of :func:`pin`."""
-    found = (entry.name.removesuffix(".txt") for entry in os.scandir(root) if entry.name.startswith(PIN))
-    return {name for pointer in found if (name := commit.pointed(root, pointer)) == pointer[len(PIN) :] and name}
+def pin_at(path: Path) -> tuple[Path, str] | None:
+    """(run directory, name) of a checkpoint that has a pin, from its path or the pin's; the checkpoint may be gone."""
+    name = path.name.removesuffix(".txt").removeprefix(layout.PIN)
+    is_pinned = commit.pointer_text(path.parent, layout.PIN + name) == name
+    return (path.parent, name) if is_pinned else None
 
 
 def superseded_names(root: Path) -> list[str]:
     """The checkpoints that were set aside when the run went back, and that no link protects."""
-    protected = resume.protected_names(root)
+    protected = links.protected_names(root)
     found = (entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
     return sorted(name for name in found if layout.is_superseded(name) and name not in protected)
 
@@ -58,7 +57,7 @@ def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, supersede
     """
     records = [*resume.records(root, metric_key)]
     whole = next((record.name for record in records if _is_whole(root / record.name)), None)
-    protected = resume.protected_names(root) | ({whole} if whole is not None else set())
+    protected = links.protected_names(root) | ({whole} if whole is not None else set())
     names = [record.name for record in keep.removable(records, protected)]
     names += superseded_names(root) if superseded else []
     return [Removal(name, size_on_disk(root / name)) for name in names]
@@ -72,19 +71,39 @@ def _is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def remove(root: Path, names: Collection[str]) -> None:
-    """Remove checkpoints. Raises :class:`OSError`; what was withdrawn by then is cleared at the next start."""
-    for trash in [commit.withdraw(root / name) for name in names]:
-        commit.discard(trash)
+def recover(root: Path) -> None:
+    """Clear what killed commands and runs left. Only for the holder of the directory's lease. Raises OSError."""
+    commit.recover(root)
+    links.mend(root)
+
+
+def remove(root: Path, names: Iterable[str], *, check_lease: Callable[[], None]) -> list[str]:
+    """Remove checkpoints, one after the other; returns which are gone. One that a link protects by now stays.
+
+    *check_lease* is called before each; what it raises is raised. Raises :class:`OSError`; what was withdrawn by then
+    is cleared by the next start or the next `ckpt prune`.
+    """
+    removed = []
+    for name in names:
+        check_lease()
+        trash = links.withdraw_unprotected(root, name)
+        if trash is not None:
+            commit.discard(trash)
+            removed.append(name)
+    return removed
 
 
 def drop_optimizer(root: Path, name: str) -> int:
-    """Keep a checkpoint's weights and small state only; returns the bytes freed (0: there was no optimizer state).
+    """Keep a checkpoint's weights and small state only; returns the bytes freed.
+
+    0 where there was no optimizer state, or where a link protects the checkpoint by now.
 
     The checkpoint without it is built beside it from hard links, sealed, and takes its place in one step; nothing is
     changed in place. Raises :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` where the file
     system cannot swap two directories.
     """
+    if name in links.protected_names(root):
+        return 0
     manifest = Manifest.read(root / name)
     slim = without_optimizer(manifest)
     dropped = manifest.files.keys() - slim.files.keys()
@@ -146,7 +165,7 @@ def size_on_disk(directory: Path) -> int:
 
 def run_of(checkpoint: Path) -> tuple[Path, str]:
     """(run directory, name) of a checkpoint's path. Raises :class:`CheckpointUnusable` for any other directory."""
-    if layout.parse_checkpoint_name(checkpoint.name) is None:
+    if not layout.is_checkpoint(checkpoint.name):
         raise CheckpointUnusable(
             "not a checkpoint of a run", where=str(checkpoint), value=checkpoint.name,
             remedy="name one like checkpoints/epoch_0_step_20, or a pointer to it",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
@@ -79,6 +81,43 @@ def test_restore_from_applies_again_when_the_newest_checkpoint_was_saved_without
     assert [path.name for path in rewinding.candidates] == ["epoch_0_step_10"] and rewinding.by_name
 
 
+def note_the_path(checkpoint: Path, path: str) -> None:
+    """Have the manifest say what earlier versions noted: the absolute path that ``restore_from`` meant."""
+    noted = Manifest.read(checkpoint)
+    lineage = {**noted.lineage, "restore_from": path}
+    (checkpoint / layout.MANIFEST).write_bytes(replace(noted, lineage=lineage).to_bytes())
+
+
+@pytest.mark.parametrize("version", ["now", "before"])
+def test_a_run_that_was_moved_goes_on_instead_of_rewinding_again(tmp_path: Path, version: str) -> None:
+    before, after, made = tmp_path / "before", tmp_path / "after", tiny.recipe()
+    tiny.save(before, made, step=10)
+    path = tiny.save(before, made, step=20, restore_from="epoch_0_step_10").path
+    assert Manifest.read(path).lineage["restore_from"] == "epoch_0_step_10"
+    if version == "before":
+        note_the_path(path, str(before / "epoch_0_step_10"))
+    for request in ("epoch_0_step_10", str(before / "epoch_0_step_10")):
+        assert not resume.candidates(before, request).by_name
+    before.rename(after)
+    for request in ("epoch_0_step_10", str(after / "epoch_0_step_10"), str(before / "epoch_0_step_10")):
+        assert resume.candidates(after, request).candidates[0].name == "epoch_0_step_20"
+    shutil.copytree(after, before)
+    assert not resume.candidates(after, "epoch_0_step_10").by_name
+
+
+def test_a_checkpoint_of_another_run_that_has_the_same_name_is_another_request(tmp_path: Path) -> None:
+    run, other, made = tmp_path / "run", tmp_path / "other", tiny.recipe()
+    tiny.save(other, made, step=10)
+    tiny.train(made, 1)
+    tiny.save(run, made, step=10)
+    tiny.save(run, made, step=20, restore_from=str(other / "epoch_0_step_10"))
+    assert not resume.candidates(run, str(other / "epoch_0_step_10")).by_name
+    assert resume.candidates(run, "epoch_0_step_10").by_name
+    tiny.save(run, made, step=30, restore_from="epoch_0_step_10")
+    assert not resume.candidates(run, str(run / "epoch_0_step_10")).by_name
+    assert resume.candidates(run, str(other / "epoch_0_step_10")).by_name
+
+
 def test_names_are_ordered_by_step_and_strangers_passed_over(tmp_path: Path) -> None:
     for name in ("epoch_0_step_9", "epoch_1_step_10", "epoch_0_step_10", "epoch_0_step_011", "epoch_0_step_5x", "x"):
         (tmp_path / name).mkdir()
@@ -96,7 +135,7 @@ def test_every_link_and_pointer_file_in_the_directory_protects(tmp_path: Path) -
     (tmp_path / "LOWEST_VAL.txt").write_text("epoch_0_step_3\n")
     (tmp_path / "elsewhere").symlink_to("/tmp")
     (tmp_path / "notes.txt").write_text("epoch_0_step_4 is the good one")
-    assert resume.protected_names(tmp_path) == {"epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_3"}
+    assert links.protected_names(tmp_path) == {"epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_3"}
 
 
 def test_a_record_that_is_known_is_read_again_only_where_another_checkpoint_has_its_name(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint import Manifest, commit, policy
-from automodel_ckpt.checkpoint.run import upkeep
+from automodel_ckpt.checkpoint.run import links, upkeep
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.cli.ckpt import main
@@ -59,7 +59,7 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:
     assert main(["pin", str(run / "epoch_0_step_10")]) == 0
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
     assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
-    assert upkeep.pinned_names(run) == {"epoch_0_step_10"}
+    assert links.pinned_names(run) == {"epoch_0_step_10"}
     assert main(["unpin", str(run / "epoch_0_step_10")]) == 0
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
     assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
