@@ -71,7 +71,7 @@ def messages(
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
     as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are, but for
     contents that are lists of text parts: a template that knows texts only gets their text; and the arguments of
-    ``tool_calls`` as texts of JSON, which a template that writes JSON itself gets as what they hold.
+    ``tool_calls`` as JSON text, which a template that needs objects gets as objects.
     What the assistant says in a message with ``"weight": 0`` is not learnt (with ``1``, or without a weight, it is).
     ShareGPT's messages, ``{"from", "value"}``, are read too, mostly in a field ``conversations``.
     *chat_template* is one, or the path of a file with one; without it the tokenizer's, or the training template that is
@@ -177,25 +177,32 @@ class ChatTemplate:
     def takes_null_content(self) -> bool:
         """Whether the template writes nothing for the content null of a message with calls; others write ``None``."""
         try:
-            shown = self._apply(_calling("{}", content=None), None, tokenize=False)
+            shown = self._apply(_calling({}, content=None), None, tokenize=False)
         except Unlearnable:
             return False
         return "None" not in str(shown)
 
     @cached_property
-    def quotes_arguments(self) -> bool:
-        """Whether the template writes a call's arguments as JSON, so that a text of JSON would become one in quotes."""
+    def needs_objects(self) -> bool:
+        """Whether a call's arguments have to be objects: the template fails for JSON text, or writes it in quotes."""
         try:
             shown = self._apply(_calling('{"probe": 1}', content=""), None, tokenize=False)
         except Unlearnable:
-            return False
+            return self._renders(_calling({"probe": 1}, content=""))
         return '{\\"probe' in str(shown)
 
+    def _renders(self, turns: list[dict[str, Any]]) -> bool:
+        try:
+            self._apply(turns, None, tokenize=False)
+        except Unlearnable:
+            return False
+        return True
+
     def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the arguments of calls read, where they are texts of JSON that would be quoted."""
+        """The messages with objects for those arguments of calls that are JSON text, where the template needs them."""
         if not any(isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn)):
             return turns
-        return [with_functions(turn, _with_arguments_read) for turn in turns] if self.quotes_arguments else turns
+        return [with_functions(turn, _with_arguments_read) for turn in turns] if self.needs_objects else turns
 
     def _refuse_lost_calls(self, turns: list[dict[str, Any]], tools: Any) -> None:
         """An assistant that only calls a tool would be learnt as one that says nothing."""
@@ -434,7 +441,7 @@ def conversations(
     return samples
 
 
-def _calling(arguments: str, content: str | None) -> list[dict[str, Any]]:
+def _calling(arguments: str | dict[str, Any], content: str | None) -> list[dict[str, Any]]:
     """A conversation that shows how a template writes calls."""
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
     calling = {"role": "assistant", "content": content, "tool_calls": [call]}

@@ -15,14 +15,13 @@ import csv
 import json
 import math
 import re
+from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-import numpy as np
 
 from automodel_ckpt.data.files import damaged, is_damage, kind_of, open_data
 from automodel_ckpt.errors import RecipeError
@@ -385,7 +384,8 @@ class RecordTable:
     def __init__(self, files: Sequence[Path]) -> None:
         check_tables(files)
         fields: dict[str, None] = {}
-        texts, ends, lines, file_ends = bytearray(), [0], [], []
+        texts, ends, lines = bytearray(), array("q", [0]), array("q")
+        file_ends: list[int] = []
         for file in files:
             fields.update(dict.fromkeys(header(file) or ()))
             for record in read_records(file):
@@ -396,7 +396,7 @@ class RecordTable:
             file_ends.append(len(lines))
         self.fields = list(fields)
         self._files, self._file_ends = list(files), file_ends
-        self._texts, self._ends, self._lines = texts, np.array(ends), np.array(lines)
+        self._texts, self._ends, self._lines = texts, ends, lines
 
     def __len__(self) -> int:
         return len(self._lines)

@@ -39,6 +39,12 @@ _BY_DIGEST = {
     "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": _Shipped("DeepSeek-V3", "deepseek_v3.jinja"),
     "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146": _Shipped("GPT-OSS", "gpt_oss.jinja"),
     "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": _Shipped("GLM-4.5", "glm_4_moe.jinja"),
+    "9aeb7eac68ad87bba7567e9d4597ff203e5609f1b427d9e823437d0142cc61bf": _Shipped("Gemma 4", "gemma_4.jinja"),
+    "43a92aacc2e169bb37055e4d8b0df31edfdc8657d8c387fcf98254cb246e626a": _Shipped("Nemotron 3", "nemotron_3.jinja"),
+    "3b74d76d8b903752e764cae114ae8ae2f24cd260466cf672570c745219573d28": _Shipped("Nemotron 3", "nemotron_3.jinja"),
+    "82753bef5cedc4932c1ed509b5c9a12be680fd86d1adb65bc3f7398d11c8eebc": _Shipped(
+        "Nemotron 3 Ultra", "nemotron_3.jinja", "is_ultra"
+    ),
 }
 """SHA-256 of a model's own template, without white space at its end -> what replaces it."""
 

@@ -130,6 +130,29 @@ EXPECTED: list[tuple[str, str, list[dict[str, Any]], str]] = [
         + "⟦<|channel|>final<|message|>!<|return|>⟧",
     ),
     (
+        "Gemma 4", "a call and thinking",
+        [SYSTEM, *CALLS[:3], assistant("It is 3.", reasoning_content="done"), user("Ok"), assistant("!")],
+        (
+            "<s><|turn>system\nBe brief.<turn|>\n<|turn>user\n1+2?<turn|>\n<|turn>model\n"
+            "⟦<|tool_call>call:add{a:1,b:[2]}<tool_call|>⟧<|tool_response>response:add{value:<|\"|>3<|\"|>}"
+            "<tool_response|><|turn>model\n⟦It is 3.<turn|>\n⟧<|turn>user\nOk<turn|>\n<|turn>model\n⟦!<turn|>\n⟧"
+        ),
+    ),
+    (
+        "Nemotron 3", "a call and thinking", [*CALLS[:4], user("Ok"), assistant("!", reasoning_content="hm")],
+        (
+            said("system", "") + said("user", "1+2?") + "<|im_start|>assistant\n⟦<think></think>\n<tool_call>\n"
+            "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2]\n</parameter>\n</function>\n"
+            "</tool_call>\n<|im_end|>\n⟧" + said("user", "<tool_response>\n3\n</tool_response>\n")
+            + "<|im_start|>assistant\n⟦<think></think>It is 3.<|im_end|>\n⟧" + said("user", "Ok")
+            + "<|im_start|>assistant\n⟦<think>\nhm\n</think>\n!<|im_end|>\n⟧"
+        ),
+    ),
+    (
+        "Nemotron 3 Ultra", "thinking", [user("Hi"), assistant("!", reasoning_content="hm")],
+        said("system", "") + said("user", "Hi") + "<|im_start|>assistant\n⟦<think>\nhm</think>!<|im_end|>\n⟧",
+    ),
+    (
         "GLM-4.5", "two turns", TALK,
         ("[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>⟦\n<think></think>\nHello<|user|>⟧\nBye"
         "<|assistant|>⟦\n<think></think>\nSee you<|user|>⟧"),
@@ -162,7 +185,16 @@ def test_a_training_template_marks_what_the_model_has_to_generate(
     text = texts[0]
     for start, end in reversed(marks[0]):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
-    assert text == expected
+    assert text.replace("⟧⟦", "").replace("⟦⟧", "") == expected
+
+
+@pytest.mark.parametrize("model", dict.fromkeys(each.model for each in training_templates._BY_DIGEST.values()))
+def test_arguments_of_calls_may_be_json_text(model: str) -> None:
+    tokenizer = train_tokenizer(400)
+    as_text = [assistant("", {}) if turn.get("tool_calls") else turn for turn in CALLS]
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": 1, "b": [2]})
+    template = ChatTemplate(tokenizer, shipped(model), {"date_string": "2026-01-02"}, False)
+    assert template.sample(as_text, None) == template.sample(CALLS, None)
 
 
 def test_gpt_oss_declares_its_tools_in_typescript() -> None:
