@@ -1,4 +1,5 @@
-# The commands of this repository; `make help` lists them. All use .venv, made on first need.
+# The commands of this repository; `make help` lists them. They use .venv, made on first need; the tests of the lowest
+# supported versions have environments of their own.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -7,20 +8,35 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+OLDEST := .venv-oldest
+QUICK := .venv-oldest-quick
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
 MUTANTS_ARGS ?=
+QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/training tests/unit/distributed
 
 # Every target here is a command, no file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
 	@echo "preparing $(VENV) (the first time this downloads torch and transformers)"
 	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(VENV)
+	@touch $@
+
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt tools/setup_venv.sh
+	@echo "preparing $(OLDEST) (downloads the lowest supported versions; torch of several GB where only its CUDA build is found)"
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(OLDEST) constraints-oldest.txt test,gguf,vision
+	@touch $@
+
+# torch is the one of constraints.txt: the oldest one would be most of the download.
+$(QUICK)/.ready: pyproject.toml constraints.txt constraints-oldest.txt tools/setup_venv.sh
+	@echo "preparing $(QUICK) (downloads the lowest supported versions of all but torch)"
+	@{ grep -v '^torch==' constraints-oldest.txt; grep '^torch==' constraints.txt; } > $(QUICK).txt
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(QUICK) $(QUICK).txt test,gguf,vision
 	@touch $@
 
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes
@@ -31,6 +47,12 @@ demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a
 
 test: $(STAMP)  ## every test, offline, within ten minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+
+test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q -n 3 --dist worksteal $(QUICK_TESTS)
 
 check: $(STAMP)  ## formatting, lint and strict types
 	@$(BIN)/ruff format --check .
@@ -85,4 +107,4 @@ clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our 
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) .clients runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* .clients runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Make or update the virtual environment that the Makefile uses: tools/setup_venv.sh [DIRECTORY]
+# Make or update a virtual environment that the Makefile uses: tools/setup_venv.sh [DIRECTORY [CONSTRAINTS [EXTRAS]]]
 #
-# Installs this repository (editable) with what its tests and checks need, in the versions of constraints.txt.
+# Installs this repository (editable) with what its tests and checks need, in the versions of constraints.txt or of the
+# given file.
 # On a machine without an NVIDIA GPU torch's CPU build is taken, a tenth of the size of the CUDA one.
 # PYTHON names the interpreter to build from; by default the first Python >= 3.11 that can make an environment.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
+constraints=${2:-constraints.txt}
+extras=${3:-test,check}
 cpu_index=https://download.pytorch.org/whl/cpu
 
 works() { "$1" -m pip --version >/dev/null 2>&1; }
@@ -24,7 +27,7 @@ make_venv() {
 }
 
 # A wheel of the constrained version that pip finds without an index (PIP_FIND_LINKS, pip.conf) needs no other source.
-has_local_torch() { "$venv/bin/python" -m pip install --quiet --dry-run --no-index --no-deps -c constraints.txt torch 2>/dev/null; }
+has_local_torch() { "$venv/bin/python" -m pip install --quiet --dry-run --no-index --no-deps -c "$constraints" torch 2>/dev/null; }
 
 reachable() {
     "$venv/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' "$1/torch/" 2>/dev/null
@@ -39,4 +42,4 @@ torch_source() {
 
 works "$venv/bin/python" || make_venv
 # shellcheck disable=SC2046  # no source means no argument
-"$venv/bin/python" -m pip install --quiet --quiet -c constraints.txt $(torch_source) -e '.[test,check]'
+"$venv/bin/python" -m pip install --quiet --quiet -c "$constraints" $(torch_source) -e ".[$extras]"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import importlib
 import logging
@@ -291,6 +292,8 @@ def _launch_config(meet: Rendezvous, num_ranks: int, max_restarts: int, board: B
         configs["read_timeout"] = READ_SECONDS
         if hosts_unknowingly(meet.rdzv_endpoint):
             configs["is_host"] = True
+    # torch 2.10 and 2.11 have no shutdown_timeout: their agent waits 30 seconds before it kills a rank.
+    optional = known_fields(api.LaunchConfig, {"shutdown_timeout": SHUTDOWN_SECONDS})
     return api.LaunchConfig(
         min_nodes=meet.min_nodes,
         max_nodes=meet.max_nodes,
@@ -304,9 +307,15 @@ def _launch_config(meet: Rendezvous, num_ranks: int, max_restarts: int, board: B
         monitor_interval=MONITOR_SECONDS,
         start_method="fork",
         signals_to_handle="SIGQUIT",
-        shutdown_timeout=SHUTDOWN_SECONDS,
         logs_specs=api.DefaultLogsSpecs(log_dir=str(board.directory / "agent")),
+        **optional,
     )
+
+
+def known_fields(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the *settings* that are fields of a dataclass; older versions of torch lack some."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
