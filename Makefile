@@ -14,7 +14,9 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
 MUTANTS_ARGS ?=
-QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/training tests/unit/distributed
+QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli
+# Their image processors need torchvision with the oldest transformers, and its wheels need torch with CUDA.
+QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py)
 
 # Every target here is a command, no file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
@@ -29,13 +31,13 @@ $(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt tools/setup_venv.sh
 	@echo "preparing $(OLDEST) (downloads the lowest supported versions; torch of several GB where only its CUDA build is found)"
-	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(OLDEST) constraints-oldest.txt test,gguf,vision
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(OLDEST) constraints-oldest.txt test,gguf,vision torchvision
 	@touch $@
 
 # torch is the one of constraints.txt: the oldest one would be most of the download.
 $(QUICK)/.ready: pyproject.toml constraints.txt constraints-oldest.txt tools/setup_venv.sh
 	@echo "preparing $(QUICK) (downloads the lowest supported versions of all but torch)"
-	@{ grep -v '^torch==' constraints-oldest.txt; grep '^torch==' constraints.txt; } > $(QUICK).txt
+	@{ grep -v '^torch' constraints-oldest.txt; grep '^torch==' constraints.txt; } > $(QUICK).txt
 	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(QUICK) $(QUICK).txt test,gguf,vision
 	@touch $@
 

@@ -499,6 +499,19 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- end
 
+    def acknowledge_stop(self, number: int) -> None:
+        """Log that a signal was received and what follows; called by a thread while the step in progress goes on.
+
+        The number is 0 if another rank received the signal.
+        """
+        name = signal.Signals(number).name if number else "a signal to another rank"
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+        saves = "saving" if self.checkpointer is not None else "nothing is saved, checkpoint.enabled is false"
+        code = self.stop_request.exit_code
+        then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
+        step = self.step_scheduler.stops_after
+        self.progress.write_above(f"{name}: stopping after step {step}: {then}; {again} to stop now without saving")
+
     def stop(self) -> NoReturn:
         """End for a signal: save the last completed step unless it is saved. Raises :class:`Stopped`."""
         scheduler = self.step_scheduler

@@ -93,8 +93,11 @@ class Steps(Lifecycle):
         if self.step_scheduler.is_finished():
             self.already_complete()
             return
+        if self.layout.rank == 0:
+            self.stop_request.on_request = self.acknowledge_stop
         while not self.step_scheduler.is_finished():
             self.run_epoch()
+        self.stop_request.on_request = None
         self.end()
 
     def run_epoch(self) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make or update a virtual environment that the Makefile uses: tools/setup_venv.sh [DIRECTORY [CONSTRAINTS [EXTRAS]]]
+# Make or update a virtual environment that the Makefile uses: tools/setup_venv.sh [DIRECTORY [CONSTRAINTS [EXTRAS [PACKAGE ...]]]]
 #
 # Installs this repository (editable) with what its tests and checks need, in the versions of constraints.txt or of the
 # given file.
@@ -42,4 +42,4 @@ torch_source() {
 
 works "$venv/bin/python" || make_venv
 # shellcheck disable=SC2046  # no source means no argument
-"$venv/bin/python" -m pip install --quiet --quiet -c "$constraints" $(torch_source) -e ".[$extras]"
+"$venv/bin/python" -m pip install --quiet --quiet -c "$constraints" $(torch_source) -e ".[$extras]" "${@:4}"

@@ -7,10 +7,13 @@ connection, an error that the ranks agreed on). The earliest primary record is t
     stop                      one byte per signal that the launcher was sent
     attempt_0/rank_1.pid      of every restart of its own: attempt_0, attempt_1, ...
     attempt_0/rank_1.json
+    attempt_0/rank_1.done   it ended with an exit code of its own
+    attempt_0/rank_1.gone   a peer saw that its process had ended without either; the time
 """
 
 from __future__ import annotations
 
+import dis
 import json
 import os
 import re
@@ -51,6 +54,9 @@ TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective oper
 NOT_CONNECTED = re.compile(r"connectFullMesh failed")
 """gloo's word for ranks that could not form a group, which happens now and then on a busy machine."""
 LOST_PEER_CLASSES = frozenset({"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"})
+BACKEND_TEXT = re.compile(r"\[[^\]]*gloo/[\w/]+\.(cc|h):\d+\]|NCCL error|ncclRemoteError")
+"""Where gloo and NCCL say in their own source an error was raised."""
+RAISE_STATEMENTS = frozenset({"RAISE_VARARGS", "RERAISE"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,9 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     primary = not lost_peer(error) if origin is None else origin == rank
     told = message.startswith("error: ") or code != EXIT_INTERNAL
     details = "" if told else without_hidden("".join(traceback.format_exception(error)))
-    connected, timed_out = not NOT_CONNECTED.search(str(error)), bool(TIMED_OUT.search(str(error)))
+    lost = lost_peer(error)
+    connected = not (lost and NOT_CONNECTED.search(str(error)))
+    timed_out = lost and bool(TIMED_OUT.search(str(error)))
     if code == EXIT_INTERNAL and not primary and connected and not timed_out and BROKEN.search(str(error)):
         return lost_connection(error, rank, "to another rank", where=f"rank {rank}")
     return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out)
@@ -112,14 +120,37 @@ def lost_machine(rank: int, seconds: float) -> FailureRecord:
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, says that the connection to another rank broke."""
+    """Whether an exception, or what caused it, was raised because the connection to another rank broke.
+
+    The text alone decides nothing: a database client or a web service reports "Connection reset by peer" too.
+    """
     while error is not None:
-        if any(base.__name__ in LOST_PEER_CLASSES for base in type(error).__mro__):
+        classes = [base for base in type(error).__mro__ if base.__name__ in LOST_PEER_CLASSES]
+        if any(base.__module__.partition(".")[0] == "torch" for base in classes):
             return True
-        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) and _is_raised_by_backend(error):
             return True
         error = error.__cause__
     return False
+
+
+def _is_raised_by_backend(error: BaseException) -> bool:
+    """Whether gloo, NCCL or torch.distributed raised a RuntimeError, by where its traceback ends.
+
+    Backends raise in C++, so the innermost Python frame ends in a call and not in a ``raise`` statement. That frame
+    is torch's or this package's; in another package's code the text must have the form of a backend's message too.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    if dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in RAISE_STATEMENTS:
+        return f"{module}.".startswith("torch.distributed.")
+    if module.partition(".")[0] in ("torch", "automodel_ckpt"):
+        return True
+    return bool(BACKEND_TEXT.search(str(error)))
 
 
 def death_of(rank: int, exitcode: int, when: float) -> FailureRecord:
@@ -129,7 +160,9 @@ def death_of(rank: int, exitcode: int, when: float) -> FailureRecord:
         hint = " (out of memory?)" if exitcode == -signal.SIGKILL else ""
         message = f"error: rank {rank} was killed by {name}{hint}"
     else:
-        message = f"error: rank {rank} ended with exit code {exitcode} and said nothing"
+        message = (
+            f"error: rank {rank} ended with exit code {exitcode} before the run was done, without an error message"
+        )
     return FailureRecord(when, rank, EXIT_INTERNAL, message, names_rank=True)
 
 
@@ -207,6 +240,37 @@ class Board:
         """{rank: process id} of those that started on this machine."""
         files = self._attempt(attempt).glob("rank_*.pid")
         return {int(file.stem.removeprefix("rank_")): int(file.read_text()) for file in files}
+
+    def note_done(self, attempt: int, rank: int) -> None:
+        """Note that a rank is about to end with an exit code of its own."""
+        self._write(attempt, f"rank_{rank}.done", "")
+
+    def note_gone(self, attempt: int) -> None:
+        """Note which ranks of this node ended without a failure record, and when that was first seen.
+
+        Such a rank was killed, or called ``os._exit``: the launcher reports it, since its peers only lose a connection.
+        """
+        known = {record.rank for record in self.records(attempt)} | self._ranks_with(attempt, "done")
+        known |= self._ranks_with(attempt, "gone")
+        for rank, process in self.processes(attempt).items():
+            if rank not in known and is_gone(process):
+                self._write(attempt, f"rank_{rank}.gone", str(time.time()))
+
+    def gone(self, attempt: int) -> list[FailureRecord]:
+        """The records of the ranks that :meth:`note_gone` found."""
+        directory = self._attempt(attempt)
+        when = {
+            rank: float((directory / f"rank_{rank}.gone").read_text()) for rank in self._ranks_with(attempt, "gone")
+        }
+        return [death_of(rank, 0, seconds) for rank, seconds in when.items()]
+
+    def is_done(self, attempt: int, rank: int) -> bool:
+        """Whether a rank has ended with an exit code of its own."""
+        return rank in self._ranks_with(attempt, "done")
+
+    def _ranks_with(self, attempt: int, suffix: str) -> set[int]:
+        files = self._attempt(attempt).glob(f"rank_*.{suffix}")
+        return {int(file.stem.removeprefix("rank_")) for file in files}
 
     def note_newcomers(self) -> None:
         """The ranks of the present attempt are going to be stopped because machines come, not for good."""

@@ -160,17 +160,23 @@ def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
     store = _serve_store() if serve else None
     # torchrun knows only success and failure, and a rank that saved for a signal did not fail.
     exit_stopped = EXIT_DONE if "TORCHELASTIC_RUN_ID" in os.environ and not serve else EXIT_STOPPED
+    claims: list[bool] = []
+
+    def claim() -> bool:
+        claims.append(claim_last_word())
+        return claims[-1]
+
     try:
         recipe_class = _imported(prepare)
     except AutomodelError as error:
-        if claim_last_word():
+        if claim():
             say(describe(error)[1])
         code = error.exit_code
     else:
-        code = joined_rank(loaded, recipe_class, claim_last_word, exit_stopped)
+        code = joined_rank(loaded, recipe_class, claim, exit_stopped)
     if store is not None:
-        if code != EXIT_DONE:
-            time.sleep(STORE_SECONDS)  # the other ranks ask it who speaks
+        if claims:  # other ranks ask this store which of them prints its failure
+            time.sleep(STORE_SECONDS)
         return code
     return exit_stopped if code == EXIT_STOPPED else code
 
@@ -257,6 +263,8 @@ def _elastic(
     except api.ChildFailedError as error:
         for rank, failure in error.failures.items():
             deaths.append(death_of(rank, failure.exitcode, float(failure.timestamp)))
+        seen = {death.rank for death in deaths}
+        deaths += [death for death in board.gone(board.attempt) if death.rank not in seen]
         _tell_other_machines(meet, board, deaths)
     except api.SignalException as error:
         deaths.append(FailureRecord(0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True))
@@ -408,10 +416,20 @@ class _Forwarder:
             stop_request().note(number)
         told = [self._tell(process, number) for process in self._ranks()]
         if again and not any(told):
-            sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
-            os._exit(128 + number)
+            self._leave(number)
         self._meetings.stop(number)
         stop_request().wake(number, frame)
+
+    def _leave(self, number: int) -> NoReturn:
+        """End for a second signal when no rank runs. Ranks that have saved and stopped keep their exit code."""
+        attempts = self.board.attempts()
+        records = self.board.records(attempts[-1]) if attempts else []
+        why = verdict(records)
+        if why is not None and why.code == EXIT_STOPPED and len(records) == len(self.board.processes(attempts[-1])):
+            sys.stderr.write(text_of(why, several_ranks=False) + "\n")
+            os._exit(EXIT_STOPPED)
+        sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
+        os._exit(128 + number)
 
     def _ranks(self) -> Iterator[int]:
         for attempt in self.board.attempts()[-1:]:

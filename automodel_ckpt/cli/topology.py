@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import uuid
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str,
     Raises :class:`RecipeError` where nothing tells it.
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
-    single = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or "1") == 1
+    single = slurm_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1) == 1
     if not (single or nodes or flags.master_addr or "MASTER_ADDR" in environment):
         raise RecipeError(
             "srun does not tell which machines the step has",
@@ -109,13 +110,16 @@ def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str,
             value="",
             remedy="give --master-addr HOST, the machine of task 0",
         )
-    job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
-    port = 20000 + (int(job) * 31 + int(step)) % 10000
-    has_its_own = environment.get("SLURM_GPUS_PER_TASK") == "1" and visible_gpus(environment) == 1
+    job = slurm_number(environment, "SLURM_JOB_ID", default=0)
+    step = slurm_number(environment, "SLURM_STEP_ID", default=0)
+    port = 20000 + (job * 31 + step) % 10000
+    gpus_per_task = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1", or with a type: "a100:1"
+    has_its_own = gpus_per_task == "1" and visible_gpus(environment) == 1
+    local_rank = 0 if has_its_own else slurm_number(environment, "SLURM_LOCALID", "SLURM_PROCID", default=0)
     ranks = {
-        "RANK": environment["SLURM_PROCID"],
+        "RANK": str(slurm_number(environment, "SLURM_PROCID", default=0)),
         "WORLD_SIZE": str(_slurm_tasks(environment)),
-        "LOCAL_RANK": "0" if has_its_own else environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": flags.master_addr or ("127.0.0.1" if single or not nodes else first_host(nodes)),
         "MASTER_PORT": str(flags.master_port or port),
     }
@@ -126,16 +130,37 @@ def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str,
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's compressed list: ``gpu[007-009,12],login`` is ``gpu007``."""
-    head, bracket, rest = nodes.partition("[")
-    if not bracket or "," in head:
-        return head.partition(",")[0]
-    ranges, _, tail = rest.partition("]")
-    return head + ranges.partition(",")[0].partition("-")[0] + tail.partition(",")[0]
+    """Return the first host of Slurm's compressed list: ``gpu[007-009,12],login`` begins with ``gpu007``."""
+    first_of_each_bracket = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes)
+    return first_of_each_bracket.partition(",")[0]
+
+
+def slurm_number(environment: Mapping[str, str], *names: str, default: int) -> int:
+    """Return the number in the first of these variables that is set, or *default*.
+
+    Slurm writes a number per node as a list with repetitions: ``2(x3),1`` is 2 on each of three nodes and 1 on another,
+    7 together. Raises :class:`RecipeError` for other text.
+    """
+    name = next((name for name in names if environment.get(name)), None)
+    if name is None:
+        return default
+    text = environment[name].strip()
+    total = 0
+    for entry in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
+        if match is None:
+            raise RecipeError(
+                "this variable of Slurm is not a number",
+                where=name,
+                value=text,
+                remedy="correct it, or unset SLURM_PROCID to run without srun's ranks",
+            )
+        total += int(match[1]) * int(match[2] or 1)
+    return total
 
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int:
-    return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1")
+    return slurm_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
 
 
 @dataclass(frozen=True)
@@ -231,16 +256,19 @@ def _node_rank(flags: LaunchFlags, nodes: tuple[int, int], environment: Mapping[
             value=flags.max_restarts,
             remedy="give --rdzv-endpoint HOST:PORT instead of --master-addr and --node-rank",
         )
-    given = "0" if most == 1 else environment.get("SLURM_NODEID")
-    rank = flags.node_rank if flags.node_rank is not None else given
-    if rank is None or int(rank) >= most:
+    rank = flags.node_rank
+    if rank is None and most == 1:
+        rank = 0
+    if rank is None and "SLURM_NODEID" in environment:
+        rank = slurm_number(environment, "SLURM_NODEID", default=0)
+    if rank is None or rank >= most:
         raise RecipeError(
             "this machine's number is missing or too large",
             where="--node-rank",
             value=rank,
             remedy=f"give each machine its own number from 0 to {most - 1}",
         )
-    return int(rank)
+    return rank
 
 
 def cores() -> int:

@@ -56,7 +56,7 @@ from automodel_ckpt.cli.wire import Wire
 from automodel_ckpt.distributed.lifeline import hold, hold_all, listen
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
 from automodel_ckpt.own_code import telling_own_failures
 from automodel_ckpt.training.progress import Progress
 
@@ -111,6 +111,7 @@ def run_rank(
     """
     recipe: Recipe | None = None
     stop, begun = stop_request(), False
+    stop.exit_code = exit_stopped
 
     def leave(number: int) -> None:
         on_failure(stopped_early(this_rank(), number))
@@ -128,11 +129,16 @@ def run_rank(
             recipe.run()
             recipe.close()
         _leave_process_groups()
+        stop.finished = True
         return EXIT_DONE
     except BaseException as error:
+        # A second signal must not change the exit code of a rank that has saved: srun sends one to all tasks as soon
+        # as the first has ended with 75, where Slurm's KillOnBadExit is set.
+        stop.finished = isinstance(error, Stopped)
         record = record_of(error, this_rank())
         if not begun and _was_stopped(stop, error, record):
             record = stopped_early(this_rank(), stop.requested)
+            stop.finished = True
         _end_line(recipe)
         on_failure(record)
         _close_quietly(recipe)
@@ -183,18 +189,25 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, board: Board, launc
 
     code = run_rank(loaded, recipe_class, on_failure)
     done.set()
+    board.note_done(attempt, rank)
     if kept and rank == 0:
         time.sleep(FAREWELL_SECONDS)  # the other machines ask its store why their connections broke
     return _ending(board, attempt, code, failures, wire)
 
 
 def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool], exit_stopped: int) -> int:
-    """A rank that somebody else started (torchrun, srun). It says itself why it failed, if ``claim`` lets it."""
+    """Run a rank that torchrun or srun started, and return its exit code.
+
+    A rank prints its own failure if ``claim`` returns True. All ranks of a run stop together after a save, so then
+    rank 0 prints the message without asking the others.
+    """
 
     def on_failure(record: FailureRecord) -> None:
         if not record.primary:
             time.sleep(ECHO_SECONDS)
-        if claim():
+        all_stop = record.code == EXIT_STOPPED and record.begun
+        speaks = this_rank() == 0 if all_stop else claim()
+        if speaks:
             say(text_of(record, several_ranks=world_size() > 1))
 
     return run_rank(loaded, recipe_class, on_failure, exit_stopped)
@@ -228,6 +241,7 @@ def _the_ranks_store() -> Any:
 def _ending(board: Board, attempt: int, code: int, failures: list[FailureRecord], wire: Wire | None) -> int:
     if failures and not failures[0].primary and code not in FINAL_CODES:
         time.sleep(ECHO_SECONDS)
+        board.note_gone(attempt)
         _listen(wire, board, attempt)
         cause = verdict(board.records(attempt))
         if cause is not None and cause.code in FINAL_CODES:
@@ -386,8 +400,11 @@ def _failed_peer(board: Board, attempt: int, rank: int) -> int | None:
     for record in board.records(attempt):
         if record.rank != rank and (record.code != EXIT_STOPPED or not record.begun):
             return record.rank
-    gone = (peer for peer, process in board.processes(attempt).items() if peer != rank and is_gone(process))
-    return next(gone, None)
+    for peer, process in board.processes(attempt).items():
+        if peer != rank and is_gone(process) and not board.is_done(attempt, peer):
+            board.note_gone(attempt)
+            return peer
+    return None
 
 
 def _close_quietly(recipe: Recipe | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ WAKE = signal.SIGURG
 """What a thread sends to have the main thread look up from a wait; other programs' SIGURG changes nothing."""
 UNHEARD_SECONDS = 2.0
 """So long the main thread has to hear of a signal before training, where nothing can be lost."""
+AGAIN_SECONDS = 0.02
+"""After so long the main thread is interrupted again, where an interruption was lost."""
 PEER_SECONDS = 1.0
 """How often a rank that waits for data asks whether another one was told to stop."""
 
@@ -45,17 +48,27 @@ class StopRequest:
     at_once: Callable[[int], None] | None = None
     """Called with a second signal's number before the process ends with 128 + number; must be quick."""
 
+    finished: bool = False
+    """Whether the work of this process is done: signals are ignored from then on, so that the exit code stays."""
+
     elsewhere: bool = False
     """Whether another rank was asked to stop."""
     interrupted: bool = False
     """Whether it was waiting for data when it was asked."""
     announce: Callable[[], None] | None = None
     """Called by a thread when the first signal has come; must be quick."""
+    on_request: Callable[[int], None] | None = None
+    """Called once by a thread as soon as this process knows of the request, with the signal's number (0: it was sent
+    to another rank), so that the user sees that it has arrived; must be quick."""
+    exit_code: int = 0
+    """What the process will exit with after it has saved."""
 
     def __init__(self) -> None:
         self._first_at = 0.0
         self._installed = False
         self._interrupts = False
+        self._is_acknowledged = False
+        self._catches_unraisable = False
         self._leave: Callable[[int], None] | None = None
 
     def install(self) -> None:
@@ -99,9 +112,9 @@ class StopRequest:
     def interrupt(self) -> None:
         """Another rank was asked to stop: end a wait of the main thread. To be called by another thread."""
         self.elsewhere = True
-        main = threading.main_thread().ident
-        if self._interrupts and main is not None:
-            signal.pthread_kill(main, WAKE)
+        self._acknowledge(self.requested)
+        if self._interrupts:
+            self._wake_main_thread()
 
     def follow(self) -> None:
         """Another rank was stopped before training and is gone: leave too, without waiting for it. To be called by
@@ -115,10 +128,38 @@ class StopRequest:
 
     def wake(self, number: int, frame: FrameType | None) -> None:
         """The handler of :data:`WAKE`."""
-        if self._interrupts and self.wanted:
+        if self._interrupts and self.wanted and not self.finished:
             self._interrupts = False
             self.interrupted = True
+            self._catch_unraisable()
             raise StoppedWaiting
+
+    def _catch_unraisable(self) -> None:
+        """Repeat the interruption where the interpreter swallows it.
+
+        A handler may run inside a ``__del__`` method or a callback of a weak reference, where Python prints any
+        exception and drops it: then nothing is printed, and the main thread is interrupted again a little later.
+        """
+        previous = sys.unraisablehook
+
+        def hook(unraisable: Any) -> None:
+            if not issubclass(unraisable.exc_type, StoppedWaiting):
+                previous(unraisable)
+                return
+            self._interrupts = True
+            again = threading.Timer(AGAIN_SECONDS, self._wake_main_thread)
+            again.daemon = True
+            again.start()
+
+        if not self._catches_unraisable:
+            self._catches_unraisable = True
+            signal.signal(WAKE, self.wake)
+            sys.unraisablehook = hook
+
+    def _wake_main_thread(self) -> None:
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, WAKE)
 
     def _watch(self, receiver: int) -> None:
         while True:
@@ -127,6 +168,8 @@ class StopRequest:
                     self._arrived(number)
 
     def _arrived(self, number: int) -> None:
+        if self.finished:
+            return
         is_first = not self._first_at
         self.note(number)
         if is_first:
@@ -142,7 +185,13 @@ class StopRequest:
     def _first_arrived(self, number: int) -> None:
         if self.announce is not None:
             self.announce()
+        self._acknowledge(number)
         self._leave_soon(number)
+
+    def _acknowledge(self, number: int) -> None:
+        if self.on_request is not None and not self._is_acknowledged:
+            self._is_acknowledged = True
+            self.on_request(number)
 
     def _leave_soon(self, number: int) -> None:
         if self._leave is not None:

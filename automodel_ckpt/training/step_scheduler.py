@@ -127,6 +127,7 @@ class StepScheduler:
         self._attempted_step = 0
         self._attempt_time = self._session_start
         self._step_start: float | None = None
+        self._is_in_step = False
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
         self._auto = AutoInterval(cadence.mtbf_seconds) if cadence.mtbf_seconds is not None else None
@@ -145,8 +146,14 @@ class StepScheduler:
         return self._elapsed_before + self._clock() - self._session_start
 
     def start_step(self) -> None:
-        """Start the clock of a step; optional, it sharpens :meth:`time_is_up`."""
+        """Start the clock of a step; optional, it sharpens :meth:`time_is_up` and :attr:`stops_after`."""
         self._step_start = self._clock()
+        self._is_in_step = True
+
+    @property
+    def stops_after(self) -> int:
+        """The step after which a run stops if a signal comes now: the one in progress, or the last completed one."""
+        return self.step + 1 if self._is_in_step else self.step
 
     def finish_step(
         self,
@@ -166,6 +173,7 @@ class StepScheduler:
         is a signal.
         """
         epoch_ended = epochs_done > self.epochs_done
+        self._is_in_step = False
         self.step += 1
         self.epoch = epoch
         self.epochs_done = epochs_done

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.cli.failure import Board
-from automodel_ckpt.cli.launch import _elastic, _stop_signals
+from automodel_ckpt.cli.launch import STORE_SECONDS, _elastic, _stop_signals
 from automodel_ckpt.cli.topology import rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import AutomodelError
@@ -160,7 +160,16 @@ def test_one_rank_runs_in_the_process_of_the_command(start: Start) -> None:
         ("save_fails_on_all", 4, f"error: rank 1: {DISK_FULL}\n"),
         ("save_fails_on_one", 4, f"error: {DISK_FULL}\n  rank:   1\n"),
         ("killed", 1, "error: rank 1 was killed by SIGKILL (out of memory?)\n"),
-        ("leaves_without_a_word", 1, "error: rank 1 ended with exit code 7 and said nothing\n"),
+        (
+            "leaves_without_a_word",
+            1,
+            "error: rank 1 ended with exit code 7 before the run was done, without an error message\n",
+        ),
+        (
+            "leaves_as_if_done",
+            1,
+            "error: rank 1 ended with exit code 0 before the run was done, without an error message\n",
+        ),
     ],
 )
 def test_the_first_failing_ranks_code_and_message_are_the_commands(
@@ -182,11 +191,12 @@ def test_a_segfault_is_told_last_after_the_interpreters_own_dump(start: Start) -
 
 
 def test_an_internal_error_shows_its_traceback_and_then_the_message_last(start: Start) -> None:
-    done = start("value_error_on_one").wait(30)
+    done = start("loses_its_own_connection").wait(30)
     assert done.code == 1
     assert done.err.startswith("Traceback")
-    assert done.err.endswith("\ninternal error: ValueError: boom\n  rank:   1\n")
-    assert done.err.count("boom") == 3, "the line of the code, the traceback's last line, the message"
+    text = "RuntimeError: tracking server: Connection reset by peer"
+    assert done.err.endswith(f"\ninternal error: {text}\n  rank:   1\n")
+    assert done.err.count(text) == 2, "the traceback's last line and the message"
 
 
 def test_a_rank_that_notices_nothing_is_ended_with_the_failing_one(start: Start) -> None:
@@ -508,6 +518,34 @@ def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
         (0, "rank 0 trained\n", ""),
         (0, "rank 1 trained\n", ""),
     ]
+
+
+def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_code(start: Start) -> None:
+    """Where Slurm's KillOnBadExit is set, srun sends SIGTERM to all tasks when the first one has ended with 75."""
+    commands = start.srun("closes_slowly")
+    commands[0].wait_for("training_0", "training_1")
+    for command in commands:
+        command.process.send_signal(signal.SIGUSR1)
+    commands[0].wait_for("closing_0", "closing_1")
+    time.sleep(1.1)  # a signal that comes sooner counts as the first one
+    for command in commands:
+        command.process.terminate()
+    commands[0].wait_for("closed_0", "closed_1")
+    closed = time.monotonic()
+    ended = [command.wait(30) for command in commands]
+    assert time.monotonic() - closed < STORE_SECONDS - 1
+    assert [command.code for command in ended] == [75, 75]
+    assert [command.err for command in ended] == ["stopped by SIGUSR1\n  remedy: run it again\n", ""]
+
+
+def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> None:
+    command = start("closes_slowly").wait_for("training_0", "training_1")
+    command.process.send_signal(signal.SIGUSR1)
+    command.wait_for("closing_0", "closing_1")
+    time.sleep(1.1)
+    command.process.terminate()
+    done = command.wait(30)
+    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  remedy: run it again\n")
 
 
 def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: Start) -> None:

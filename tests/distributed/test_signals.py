@@ -42,13 +42,17 @@ def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
     assert done.points == 10
 
 
-@pytest.mark.parametrize("is_async", ["false", "true"])
-def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str) -> None:
+@pytest.mark.parametrize(("is_async", "target"), [("false", "rank1"), ("true", "launcher")])
+def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, target: str) -> None:
     chain = signals.Chain(tmp_path, "run")
     with chain.start(is_async=is_async, save_consolidated="every") as trainer:
         wait_for(trainer, 0, "accumulation")
-        trainer.send("rank1", signal.SIGUSR1)
+        trainer.send(target, signal.SIGUSR1)
         assert trainer.wait(40) and trainer.code == 75, trainer.log
+    if target == "launcher":
+        (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
+        again = "send it again to stop now without saving"
+        assert notice == f"SIGUSR1: stopping after step 1: saving, then exit 75; {again}"
     (checkpoint,) = chain.root.glob("epoch_*")
     assert not (checkpoint / "model" / "consolidated").exists()
     assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log

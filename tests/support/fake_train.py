@@ -49,6 +49,9 @@ class FakeRecipe:
         getattr(self, self.config.case)()
 
     def close(self) -> None:
+        if self.config.case == "closes_slowly":
+            self.note("closing", "")
+            time.sleep(2)
         self.note("closed", "")
 
     def note(self, name: str, text: str) -> None:
@@ -68,8 +71,9 @@ class FakeRecipe:
         """What gloo raises on one rank now and then; the other one waits."""
         times = {"connects_late": 1, "never_connects": 99}.get(self.config.case, 0)
         if self.rank == 1 and len((self.notes / "started_1").read_text().splitlines()) <= times:
-            raise RuntimeError(
-                "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"
+            raise_in(
+                "torch.distributed.distributed_c10d",
+                RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"),
             )
 
     def connects_late(self) -> None:
@@ -86,6 +90,9 @@ class FakeRecipe:
             if number:
                 raise Stopped(f"stopped by {signal.Signals(number).name}", where="", value="", remedy="run it again")
             time.sleep(0.05)
+
+    def closes_slowly(self) -> None:
+        self.train_until_stopped()
 
     def deaf_until_stopped(self) -> None:
         """As long as rank 0 does not step, rank 1 waits in a collective, where no Python handler runs."""
@@ -131,6 +138,15 @@ class FakeRecipe:
             os._exit(7)
         self.step()
 
+    def leaves_as_if_done(self) -> None:
+        if self.rank == 1:
+            os._exit(0)
+        self.step()
+
+    def loses_its_own_connection(self) -> None:
+        """Rank 1 fails because of a server that has nothing to do with the ranks."""
+        self.only_on_rank_1(RuntimeError("tracking server: Connection reset by peer"))
+
     def die(self, number: int) -> None:
         if self.rank == 1:
             import resource
@@ -146,6 +162,11 @@ class FakeRecipe:
 
     def disk_full(self) -> SaveFailed:
         return SaveFailed("cannot write", where="shard", value="ENOSPC", remedy="make room")
+
+
+def raise_in(module: str, error: Exception) -> None:
+    """Raise an exception in a frame of the named module."""
+    exec(compile("raise error", module, "exec"), {"__name__": module, "error": error})
 
 
 def import_recipe() -> type[FakeRecipe]:

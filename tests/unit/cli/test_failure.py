@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from automodel_ckpt.cli.failure import (
     Board,
@@ -20,6 +24,9 @@ from automodel_ckpt.cli.failure import (
     verdict,
 )
 from automodel_ckpt.errors import RecipeError, SaveFailed
+from tests.support.fake_train import raise_in
+
+TORCH = "torch.distributed.distributed_c10d"
 
 
 def disk_full() -> SaveFailed:
@@ -30,6 +37,29 @@ def record(time: float, rank: int, *, primary: bool = True, code: int = 1) -> Fa
     return FailureRecord(time, rank, code, f"rank {rank}", primary)
 
 
+def raised(text: str, module: str) -> RuntimeError:
+    """A RuntimeError that a ``raise`` statement in a module raised."""
+    error = RuntimeError(text)
+    with contextlib.suppress(RuntimeError):
+        raise_in(module, error)
+    return error
+
+
+def called_in(module: str, text: str) -> RuntimeError:
+    """A RuntimeError that compiled code raised, which a module called: here the C function of a generator's throw."""
+    error = RuntimeError(text)
+    with contextlib.suppress(RuntimeError):
+        exec(compile("throw(error)", module, "exec"), {"__name__": module, "error": error, "throw": ended().throw})
+    return error
+
+
+def ended() -> Any:
+    """A generator that runs no code any more."""
+    numbers = (number for number in ())
+    numbers.close()
+    return numbers
+
+
 def test_the_earliest_primary_record_decides() -> None:
     first, later, echo = record(2, 1), record(3, 0), record(1, 2, primary=False)
     assert verdict([later, echo, first]) is first
@@ -38,7 +68,7 @@ def test_the_earliest_primary_record_decides() -> None:
 
 
 def test_a_broken_connection_is_an_echo_and_so_is_what_it_caused() -> None:
-    closed = RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1")
+    closed = raised("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1", TORCH)
     assert not record_of(closed, 0).primary
     wrapped = SaveFailed("cannot write", where="", value="", remedy="")
     wrapped.__cause__ = closed
@@ -53,10 +83,30 @@ def test_torchs_own_network_errors_are_echoes() -> None:
     assert lost_peer(dist.DistBackendError("aborted"))
     gone = record_of(dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), 1)
     assert gone.message.startswith("error: the connection to another rank broke") and not gone.details
-    assert lost_peer(RuntimeError("Read error: this is typically caused by a remote worker crashing."))
-    assert not lost_peer(RuntimeError("shape mismatch"))
-    assert not lost_peer(RuntimeError("this is typically caused by a remote worker hanging"))
+    assert lost_peer(raised("Read error: this is typically caused by a remote worker crashing.", TORCH))
+    assert not lost_peer(raised("shape mismatch", TORCH))
+    assert not lost_peer(raised("this is typically caused by a remote worker hanging", TORCH))
     assert not lost_peer(ValueError("Connection closed by peer"))
+
+
+@pytest.mark.parametrize("module", ["__main__", "my_package.data", "torch._utils", "requests.adapters"])
+@pytest.mark.parametrize(
+    "text", ["Connection reset by peer", "gloo/ NCCL Broken pipe", "Timed out waiting 5ms", "connectFullMesh failed"]
+)
+def test_an_exception_that_other_code_raises_is_no_lost_rank_whatever_its_text(module: str, text: str) -> None:
+    error = raised(f"tracking server: {text}", module)
+    found = record_of(error, 1)
+    assert not lost_peer(error)
+    assert (found.primary, found.connected, found.timed_out) == (True, True, False)
+    assert found.message == f"internal error: RuntimeError: tracking server: {text}"
+    assert found.details
+
+
+def test_only_a_backends_own_message_counts_where_other_code_calls_it() -> None:
+    backend = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+    assert lost_peer(called_in("my_package", backend))
+    assert lost_peer(called_in("automodel_ckpt.distributed.agree", "Connection closed by peer"))
+    assert not lost_peer(called_in("my_package", "Connection closed by peer"))
 
 
 def test_an_error_the_ranks_agreed_on_is_primary_where_it_began() -> None:
@@ -85,7 +135,10 @@ def test_only_an_internal_error_carries_its_traceback() -> None:
 def test_a_death_is_told_by_signal_or_exit_code() -> None:
     assert death_of(1, -signal.SIGKILL, 0).message == "error: rank 1 was killed by SIGKILL (out of memory?)"
     assert death_of(1, -signal.SIGSEGV, 0).message == "error: rank 1 was killed by SIGSEGV"
-    assert death_of(0, 7, 0).message == "error: rank 0 ended with exit code 7 and said nothing"
+    assert (
+        death_of(0, 7, 0).message
+        == "error: rank 0 ended with exit code 7 before the run was done, without an error message"
+    )
     assert death_of(0, -62, 0).message == "error: rank 0 was killed by signal 62"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,36 @@ def test_what_the_user_set_stays_under_srun() -> None:
     assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"], ranks["OMP_NUM_THREADS"]) == ("mine", "1", "2")
 
 
+def test_slurms_numbers_per_node_are_added_up() -> None:
+    for text, number in (("4", 4), ("2(x2)", 4), ("2(x3),1", 7), ("1,2(x2)", 5)):
+        assert num_joined(STEP | {"SLURM_NTASKS": text}, LaunchFlags()) == number
+    assert slurm_ranks(STEP | {"SLURM_NTASKS": "2(x2)"}, LaunchFlags())["WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("SLURM_NTASKS", "2(x2"), ("SLURM_NTASKS", "two"), ("SLURM_PROCID", "-1"), ("SLURM_NNODES", "1-2")],
+)
+def test_a_variable_of_slurm_that_is_no_number_is_named(name: str, text: str) -> None:
+    with pytest.raises(RecipeError, match=rf"not a number\n  where:  {name}\n  value:  {re.escape(text)}\n"):
+        slurm_ranks(STEP | {name: text}, LaunchFlags())
+
+
+def test_a_task_with_one_gpu_of_a_named_type_uses_that_one() -> None:
+    own = {"SLURM_GPUS_PER_TASK": "a100:1", "CUDA_VISIBLE_DEVICES": "0"}
+    assert slurm_ranks(STEP | own, LaunchFlags())["LOCAL_RANK"] == "0"
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("one", "one"), ("a,b", "a"), ("gpu[007-009,12],login", "gpu007"), ("a,gpu[1-2]", "a"), ("n[3,5].lab", "n3.lab")],
+    [
+        ("one", "one"),
+        ("a,b", "a"),
+        ("gpu[007-009,12],login", "gpu007"),
+        ("a,gpu[1-2]", "a"),
+        ("n[3,5].lab", "n3.lab"),
+        ("rack[0-1]n[07-10],x", "rack0n07"),
+    ],
 )
 def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first

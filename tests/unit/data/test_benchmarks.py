@@ -86,6 +86,6 @@ def test_long_ones_follow_the_truncation_policy(
 ) -> None:
     path = write(tmp_path / "squad.jsonl", SQUAD, SQUAD | {"context": "so long " * 80})
     with pytest.raises(RecipeError, match=r"squad\.jsonl:2"):
-        squad(tokenizer, path, seq_length=100)
-    assert len(squad(tokenizer, path, seq_length=100, truncation="right")) == 1
-    assert "0 of 1 samples were cut to seq_length 100, 1 more left out" in caplog.text
+        squad(tokenizer, path, seq_length=120)
+    assert len(squad(tokenizer, path, seq_length=120, truncation="right")) == 1
+    assert "0 of 1 samples were cut to seq_length 120, 1 more left out" in caplog.text

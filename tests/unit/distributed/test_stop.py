@@ -140,3 +140,68 @@ def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(m
     request.follow()
     time.sleep(0.2)
     assert numbers == [0], "once training has begun the step looks for it"
+
+
+def test_a_request_is_acknowledged_once_while_the_main_thread_is_busy() -> None:
+    done = run("""
+        import threading
+        stop.on_request = lambda number: print("acknowledged", number, flush=True)
+        lock = threading.Lock()
+        lock.acquire()
+        for signal_number in (signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), signal_number)
+            lock.acquire(timeout=0.2)
+        stop.interrupt()
+        print("main thread", flush=True)
+    """)
+    assert done.stdout == f"acknowledged {int(signal.SIGINT)}\nmain thread\n", done.stderr
+
+
+def test_signals_after_the_work_is_done_change_no_exit_code() -> None:
+    done = run("""
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1.2)
+        stop.finished = True
+        for signal_number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), signal_number)
+            time.sleep(0.2)
+        sys.exit(75)
+    """)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+def test_an_interruption_inside_a_finalizer_is_repeated_outside_and_prints_nothing() -> None:
+    done = run("""
+        import weakref
+        from automodel_ckpt.distributed.stop import StoppedWaiting
+
+        class Slow:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+                print("not reached")
+
+        class Referred:
+            pass
+
+        def callback(reference):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+        try:
+            with stop.interrupting():
+                Slow()
+                time.sleep(20)
+        except StoppedWaiting:
+            print("stopped")
+        stop.requested, stop._first_at = 0, 0.0
+        referred = Referred()
+        reference = weakref.ref(referred, callback)
+        try:
+            with stop.interrupting():
+                del referred
+                time.sleep(20)
+        except StoppedWaiting:
+            print("stopped again")
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\nstopped again\n", "")

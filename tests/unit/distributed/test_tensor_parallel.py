@@ -22,11 +22,15 @@ def on_meta(config: Any) -> nn.Module:
 
 
 def test_a_models_own_plan_names_every_matrix_and_the_embeddings() -> None:
-    plan = plan_for(on_meta(config_of("qwen3")), None, 2)
-    assert len(plan) == 2 * (7 + 2) + 2
+    model = on_meta(config_of("qwen3"))
+    plan = plan_for(model, None, 2)
+    matrices = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert len(matrices) == 2 * 7 + 1
+    assert matrices <= plan.keys()
     assert isinstance(plan["model.layers.1.self_attn.q_proj"], ColwiseParallel)
     assert isinstance(plan["model.layers.1.mlp.down_proj"], RowwiseParallel)
-    assert isinstance(plan["model.embed_tokens"], RowwiseParallel)
+    if "model.embed_tokens" in model.tp_plan:  # not in transformers 5.17
+        assert isinstance(plan["model.embed_tokens"], RowwiseParallel)
 
 
 def test_a_given_plan_takes_the_place_of_the_models_own() -> None:

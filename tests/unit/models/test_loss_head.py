@@ -75,7 +75,7 @@ def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 4 * 1000)
     weight = torch.randn(1000, 4, requires_grad=True)
     hidden = torch.randn(500, 4, requires_grad=True)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         linear_cross_entropy(hidden, weight, None, torch.zeros(500, dtype=torch.int64)).backward()
     sizes = [event.cpu_memory_usage for event in profile.events() or []]
     assert 0 < max(sizes) < 100_000  # the logits of all positions would be 2,000,000 bytes
