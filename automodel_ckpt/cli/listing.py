@@ -27,8 +27,9 @@ _RUN_DROPPED_FIRST = ("train loss", "size", "val loss", "checkpoints", "age", "l
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A directory of a run as ``ckpt ls`` shows it; *reason* says why it is no complete checkpoint, *verified* when
-    ``ckpt verify`` read it last (seconds since 1970), *damaged* that it found something."""
+    """A directory of a run as ``ckpt ls`` shows it. *reason* says why it is no complete checkpoint; *verified* is when
+    its files were compared last (seconds since 1970), *damaged* that damage was found then: such a checkpoint is not
+    complete until `ckpt verify` finds it intact."""
 
     name: str
     complete: bool
@@ -75,8 +76,10 @@ def ls(arguments: argparse.Namespace) -> int:
     """Run the command."""
     path = Path(arguments.path)
     run = run_directory(path)
-    runs = [*runs_below(path)] if run is None and path.is_dir() and not path.is_symlink() else []
-    if runs:
+    runs: list[Path] = []
+    if run != path and path.is_dir() and not path.is_symlink():
+        runs = [*runs_below(path)]
+    if runs and runs != [run]:
         return _print_runs([_run_row(path, each) for each in runs], arguments.json)
     rows = [*rows_of(run)] if run else [_alone(path)]
     if arguments.json:
@@ -101,7 +104,17 @@ def rows_of(run: Path) -> Iterator[Row]:
     found = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
     found += [run / str(name) for name in resume.checkpoint_names(run) if (run / str(name)).is_symlink()]
     rows = [row_of(path, pointers, notes) for path in found if _looks_like_checkpoint(path)]
+    rows += [_missing(name, pointers[name]) for name in pointers if not os.path.lexists(run / name)]
     yield from sorted(rows, key=lambda row: (row.step is None, row.step or 0, row.epoch or 0, row.name))
+
+
+def _missing(name: str, pointers: Sequence[str]) -> Row:
+    """The row of a checkpoint that only pointers or a pin name."""
+    from automodel_ckpt.checkpoint import layout
+
+    parsed = layout.parse_checkpoint_name(name)
+    step, epoch = (parsed.step, parsed.epoch) if parsed else (None, None)
+    return Row(name, False, step, epoch, pointers=tuple(pointers), reason="missing: there is no such checkpoint")
 
 
 def _pointers(run: Path) -> dict[str, list[str]]:
@@ -160,7 +173,7 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     note = notes.get(path.name)
     damaged = note is not None and not note.ok
     reasons = (
-        "damaged: `ckpt verify` says what" if damaged else "",
+        "damaged: `ckpt verify` lists what" if damaged else "",
         "superseded: the run went back and on from an earlier step" if layout.is_superseded(path.name) else "",
         "" if summary.has_optimizer else "weights only",
         moved_to,
@@ -168,8 +181,8 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     losses = {**summary.losses, **recall(path, summary.digest)}
     train_loss, val_loss = (_number(losses.get(key)) for key in ("train_loss", "val_loss"))
     return Row(
-        path.name, True, summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, summary.created, here,
-        next(filter(None, reasons), ""), verified=note.time if note else None, damaged=damaged,
+        path.name, not damaged, summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, summary.created,
+        here, next(filter(None, reasons), ""), verified=note.time if note else None, damaged=damaged,
     )  # fmt: skip
 
 
@@ -202,7 +215,7 @@ def _run_row(above: Path, run: Path) -> RunRow:
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    head, *lines = fitted([_TITLES, *map(_cells, rows)], range(1, 7), _DROPPED_FIRST)
+    head, *lines = fitted([_TITLES, *map(_cells, rows)], range(1, 7), _DROPPED_FIRST, wrap_last=True)
     print(coloured(head, "bold", sys.stdout))
     for row, line in zip(rows, lines, strict=True):
         bad = row.damaged or not (row.complete or row.foreign)
@@ -213,8 +226,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     from automodel_ckpt.checkpoint import layout
 
     notes = ", ".join((*row.pointers, *([row.reason] if row.reason else [])))
-    complete = "yes" if row.complete else "?" if row.foreign else "no"
-    verified = "damaged" if row.damaged else _age(row.verified)
+    complete = "damaged" if row.damaged else "yes" if row.complete else "?" if row.foreign else "no"
+    verified = _age(row.verified)
     name = layout.staged_name(row.name) or row.name
     return (
         printable(name), *_counts(row.step, row.epoch), *_losses(row.train_loss, row.val_loss), _size(row.nbytes),

@@ -42,8 +42,10 @@ def run_around(path: Path) -> Path | None:
     return run_directory(path.parent) if not path.is_dir() else None
 
 
-def runs_below(path: Path, depth: int = 2) -> Iterator[Path]:
+def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
     """The runs in a directory of runs, sorted, down to *depth* levels; hidden directories and links are left out."""
+    from automodel_ckpt.checkpoint.run import resume
+
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)[:_MOST_LOOKED_AT]
     except OSError:
@@ -51,8 +53,8 @@ def runs_below(path: Path, depth: int = 2) -> Iterator[Path]:
     for entry in entries:
         if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
             continue
-        if (run := run_directory(Path(entry.path))) is not None:
-            yield run
+        if resume.checkpoint_names(Path(entry.path)):
+            yield Path(entry.path)
         elif depth > 1:
             yield from runs_below(Path(entry.path), depth - 1)
 

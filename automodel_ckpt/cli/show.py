@@ -131,7 +131,7 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
         yield from section("environment", pairs(document["environment"]))
     else:
         yield ""
-        yield f"`ckpt show --tensors` lists each tensor and file, the recipe ({len(recipe)} values), the environment"
+        yield f"`ckpt show --tensors` lists all tensors, files, and the recipe ({len(recipe)} values)"
 
 
 def _tree_lines(tree: Mapping[str, Any], everything: bool) -> list[str]:

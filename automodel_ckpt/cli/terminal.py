@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -25,6 +26,8 @@ __all__ = [
 ]  # fmt: skip
 
 _JOINS = ("Mn", "Me")  # marks that take no column of their own
+# What is left of a line for a note, at least.
+_LEAST_NOTE = 24
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
@@ -126,15 +129,40 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     return ["  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def fitted(rows: Sequence[Sequence[str]], right: Collection[int], dropped_first: Sequence[str]) -> list[str]:
-    """As :func:`table`; on a terminal that is too narrow without the columns titled *dropped_first*, as many in this
-    order as it takes."""
+def fitted(
+    rows: Sequence[Sequence[str]], right: Collection[int], dropped_first: Sequence[str], *, wrap_last: bool = False
+) -> list[str]:
+    """Rows as lines with aligned columns, as :func:`table` makes them, that fit the terminal.
+
+    With *wrap_last*, the text of the last column continues on further lines where it has room for 24 characters.
+    Columns are dropped where the terminal is still too narrow: those titled *dropped_first*, in this order, as many as
+    it takes. What does not go to a terminal is not changed.
+    """
     lines, titles = table(rows, right), rows[0]
-    if not (dropped_first and sys.stdout.isatty()) or max(map(_width, lines)) <= shutil.get_terminal_size().columns:
+    width = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or max(map(_width, lines)) <= width:
+        return lines
+    if wrap_last:
+        before = table([row[:-1] for row in rows], right)
+        left = width - max(map(_width, before)) - 2
+        needed = min(_LEAST_NOTE, max(_width(row[-1]) for row in rows))
+        if left >= needed or not dropped_first:
+            return [_wrapped(line, row[-1], width, left) for line, row in zip(before, rows, strict=True)]
+    if not dropped_first:
         return lines
     gone = titles.index(dropped_first[0])
-    left = [[*row[:gone], *row[gone + 1 :]] for row in rows]
-    return fitted(left, [n - (n > gone) for n in right if n != gone], dropped_first[1:])
+    fewer = [[*row[:gone], *row[gone + 1 :]] for row in rows]
+    return fitted(fewer, [n - (n > gone) for n in right if n != gone], dropped_first[1:], wrap_last=wrap_last)
+
+
+def _wrapped(line: str, note: str, width: int, left: int) -> str:
+    """A line with a note in the *left* columns at the end of *width*; the rest of the note continues below it."""
+    if not note:
+        return line
+    left = max(left, _LEAST_NOTE)
+    first, *others = textwrap.wrap(note, left)
+    indent = max(0, width - left)
+    return "\n".join([f"{line}{' ' * (indent - _width(line))}{first}", *(" " * indent + other for other in others)])
 
 
 def _padded(cell: str, width: int, to_the_right: bool) -> str:

@@ -122,7 +122,7 @@ def _note(results: Sequence[tuple[Path, list[Problem]]]) -> None:
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.run.verified import remember
 
-    own = [(target, problems) for target, problems in results if layout.parse_checkpoint_name(target.name)]
+    own = [(target, problems) for target, problems in results if layout.is_checkpoint(target.name)]
     if own:
         remember(own[0][0].parent, {target.name: not problems for target, problems in own})
 

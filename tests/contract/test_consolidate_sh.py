@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_the_tool_gets_the_peers_arguments_and_the_directory_is_all_that_is_prin
     assert (done.returncode, done.stdout) == (0, f"{model}/consolidated\n"), done.stderr
     assert calls(stub)[0]["argv"] == [
         "--model-name", f"{model}/.hf_metadata", "--input-dir", str(model), "--output-dir", f"{model}/consolidated",
-        "--num-threads", "5", "--backend", "gloo",
+        "--num-threads", str(min(5, len(os.sched_getaffinity(0)))), "--backend", "gloo",
     ]  # fmt: skip
 
 
@@ -202,6 +203,16 @@ def test_more_workers_than_cpus_are_warned_about(tmp_path: Path, stub: dict[str,
                            ({"NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "1"}, True)):  # fmt: skip
         done = bash(model / "consolidate.sh", env={**stub, **change})
         assert done.returncode == 0 and ("exceeds" in done.stderr) is warned, done.stderr
+
+
+def test_the_default_number_of_threads_is_no_more_than_the_cpus(tmp_path: Path, stub: dict[str, str]) -> None:
+    model = model_directory(tmp_path / "model")
+    cpus = min(len(os.sched_getaffinity(0)), 2)
+    for change, threads in (({"SLURM_CPUS_PER_TASK": str(cpus)}, cpus), ({"SLURM_CPUS_PER_TASK": "1"}, 1)):
+        done = bash(model / "consolidate.sh", env={**stub, **change})
+        assert done.returncode == 0 and "exceeds" not in done.stderr, done.stderr
+        words: Any = calls(stub)[-1]["argv"]
+        assert words[words.index("--num-threads") + 1] == str(threads)
 
 
 def test_a_spooled_copy_says_that_it_lost_its_place(tmp_path: Path, stub: dict[str, str]) -> None:

@@ -20,8 +20,9 @@ _SCRIPT = r"""#!/usr/bin/env bash
 # Export this checkpoint's model as Hugging Face files, into consolidated/ beside this script.
 #   bash consolidate.sh          from anywhere, after a move or copy too; `source consolidate.sh` does the same
 #   sbatch --cpus-per-task=20 --wrap='NPROC_PER_NODE=4 NUM_THREADS=5 bash /path/to/consolidate.sh'
-# Environment: NPROC_PER_NODE (1) processes with NUM_THREADS (5) threads each; CAST_DTYPE (none; bf16, fp16, fp32 or
-# fp64); PYTHON, the interpreter; CONSOLIDATION_TOOL, the path of an offline_hf_consolidation.py.
+# Environment: NPROC_PER_NODE (1) processes with NUM_THREADS (5, or as many as the CPUs allow) threads each; CAST_DTYPE
+# (none; bf16, fp16, fp32 or fp64); PYTHON, the interpreter; CONSOLIDATION_TOOL, the path of an
+# offline_hf_consolidation.py.
 @IN_BASH@
 
 fail() {
@@ -57,10 +58,16 @@ if [ ! -d "$model_dir/.hf_metadata" ]; then
 fi
 
 num_procs=${NPROC_PER_NODE:-1}
-num_threads=${NUM_THREADS:-5}
 is_count "$num_procs" || fail "NPROC_PER_NODE is not a number of processes: $num_procs"
-is_count "$num_threads" || fail "NUM_THREADS is not a number of threads: $num_threads"
 cpus=$(cpu_allocation)
+num_threads=${NUM_THREADS-}
+if [ -z "$num_threads" ]; then
+  # By default no more than this job may use.
+  num_threads=5
+  if is_count "$cpus" && [ $((num_procs * num_threads)) -gt "$cpus" ]; then num_threads=$((cpus / num_procs)); fi
+  if [ "$num_threads" -lt 1 ]; then num_threads=1; fi
+fi
+is_count "$num_threads" || fail "NUM_THREADS is not a number of threads: $num_threads"
 if is_count "$cpus" && [ $((num_procs * num_threads)) -gt "$cpus" ]; then
   echo "consolidate.sh: warning: NPROC_PER_NODE * NUM_THREADS = $((num_procs * num_threads))" \
     "exceeds the $cpus CPUs of this allocation" >&2

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run import resume, verified
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.together import failing_together
 from automodel_ckpt.checkpoint.verify import Level, verify
@@ -55,6 +55,8 @@ class Chooser:
             )
             if self._ranks.rank == 0:
                 log.warning("Skipping checkpoint %s: %s", run.shown(path), refused[-1].reason())
+                if manifest is not None and path.parent == run.root:
+                    verified.remember(run.root, {path.name: False})
         if not refused:
             return None
         raise CheckpointUnusable(

@@ -1,6 +1,7 @@
-"""What ``ckpt verify`` found, noted in the run's directory, so that ``ckpt ls`` can tell when a checkpoint was read.
+"""What ``ckpt verify`` and the starts of a run found, noted in the run's directory for ``ckpt ls``.
 
-A note is of one manifest (its inode, time and size): a checkpoint that was copied or replaced has none.
+A note belongs to one manifest (its inode, time and size): a checkpoint keeps its note under another name, and one that
+was copied or replaced has none. Damage stays noted until a later comparison finds the checkpoint intact.
 """
 
 from __future__ import annotations
@@ -31,19 +32,38 @@ class Note:
 
 
 def recall(run: Path) -> dict[str, Note]:
-    """The notes that are still of the checkpoints that stand there, by name."""
+    """The notes on the checkpoints that are in *run* now, by their names now."""
+    return {name: note for name, (note, _) in _current(run).items()}
+
+
+def _current(run: Path) -> dict[str, tuple[Note, list[int]]]:
+    """The notes, with the stamp of the manifest that each belongs to."""
+    notes: dict[tuple[int, ...], Note] = {}
+    for entry in _read(run).values():
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            stamp = tuple(int(number) for number in entry["stamp"])
+            notes[stamp] = Note(float(entry["time"]), entry["ok"] is True)
     found = {}
-    for name, note in _read(run).items():
-        with contextlib.suppress(OSError, KeyError, TypeError, ValueError, OverflowError):
-            if os.path.basename(name) == name and note["stamp"] == [*resume.stamp(run / name)]:
-                found[name] = Note(float(note["time"]), note["ok"] is True)
+    for name in _directories(run):
+        with contextlib.suppress(OSError):
+            stamp = resume.stamp(run / name)
+            if stamp in notes:
+                found[name] = (notes[stamp], [*stamp])
     return found
+
+
+def _directories(run: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(run) if layout.is_checkpoint(entry.name))
+    except OSError:
+        return []
 
 
 def remember(run: Path, results: Mapping[str, bool]) -> None:
     """Note whether each checkpoint was in order; where nothing can be written, nothing is noted."""
-    standing = recall(run)
-    notes = {name: note for name, note in _read(run).items() if name in standing}
+    notes: dict[str, dict[str, Any]] = {
+        name: {"time": note.time, "ok": note.ok, "stamp": stamp} for name, (note, stamp) in _current(run).items()
+    }
     for name, ok in results.items():
         with contextlib.suppress(OSError):
             notes[name] = {"time": time.time(), "ok": ok, "stamp": [*resume.stamp(run / name)]}

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.files import durable
-from automodel_ckpt.checkpoint.run import late_validations
+from automodel_ckpt.checkpoint.run import late_validations, verified
 from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.verify import foreign_files, verify
@@ -263,6 +263,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
         resumed = tiny.load(tmp_path, tiny.recipe())
     assert resumed is not None and resumed.step == 20
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
+    assert not verified.recall(tmp_path)[path.name].ok  # which `ckpt ls` shows
 
 
 def test_of_a_file_that_is_all_wrong_a_few_tensors_are_named(tmp_path: Path) -> None:

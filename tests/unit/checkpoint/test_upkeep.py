@@ -154,7 +154,14 @@ def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
     assert all(isinstance(row["verified"], float) for row in found.values())
     assert [name for name, row in found.items() if row["damaged"]] == ["epoch_0_step_20"]
     assert main(["ls", str(run)]) == 0
-    assert "damaged: `ckpt verify` says what" in capsys.readouterr().out
+    assert "damaged: `ckpt verify` lists what" in capsys.readouterr().out
+    assert not found["epoch_0_step_20"]["complete"]
+    (run / "epoch_0_step_20").rename(run / "epoch_0_step_20.superseded-1")
+    assert listed()["epoch_0_step_20.superseded-1"]["damaged"]
+    (run / "epoch_0_step_20.superseded-1").rename(run / "epoch_0_step_20")
+    assert main(["verify", str(run / "epoch_0_step_10")]) == 0
+    capsys.readouterr()
+    assert listed()["epoch_0_step_20"]["damaged"]
     shutil.rmtree(run / "epoch_0_step_20")
     shutil.copytree(run / "epoch_0_step_10", run / "epoch_0_step_20")
     assert listed()["epoch_0_step_20"]["verified"] is None

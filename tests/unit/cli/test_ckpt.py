@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,45 @@ def test_a_narrow_terminal_gets_fewer_columns_and_a_pipe_all(
         assert max(map(len, text.splitlines())) <= columns or not is_terminal
     assert [len(head) for head in heads] == [9, 3, 9]
     assert heads[1] == ["checkpoint", "step", "val loss"]
+
+
+def test_a_long_note_continues_on_the_next_line_of_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    path = checkpoint_in(tmp_path, 20)
+    for number in range(1, 4):
+        shutil.copytree(path, tmp_path / f"epoch_0_step_20.superseded-{number}")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["ls", str(tmp_path)]) == 0
+    text = re.sub("\x1b[^m]*m", "", capsys.readouterr().out)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) > 5
+    assert {"checkpoint", "step", "val loss"} < {*re.split("  +", lines[0])}
+    words = " ".join(line[-26:].strip() for line in lines)
+    assert "superseded: the run went back and on from an earlier step" in words
+
+
+def test_ls_lists_all_runs_of_a_directory_that_has_checkpoints_too(tmp_path: Path, capsys: Capture) -> None:
+    checkpoint_in(tmp_path / "checkpoints", 20)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "epoch_0_step_20"
+    for other in ("a", "b/checkpoints"):
+        checkpoint_in(tmp_path / other, 30)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == ["a", "b/checkpoints", "checkpoints"]
+
+
+def test_ls_reports_a_pointer_without_its_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    shutil.rmtree(checkpoint_in(tmp_path, 30))
+    (tmp_path / "LATEST").unlink()
+    checkpoint_in(tmp_path, 20)
+    (tmp_path / "LATEST").unlink()
+    (tmp_path / "LATEST").symlink_to("epoch_0_step_30")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["epoch_0_step_20"]["complete"] and not rows["epoch_0_step_30"]["complete"]
+    assert rows["epoch_0_step_30"]["pointers"] == ["LATEST"] and "missing" in rows["epoch_0_step_30"]["reason"]
 
 
 def test_a_hostile_name_of_a_whole_checkpoint_cannot_steer_the_terminal_either(tmp_path: Path, capsys: Capture) -> None:
