@@ -38,11 +38,12 @@ PURPOSES = {
     "dataset": "dataset",
     "validation_dataset": "dataset",
     "optimizer": "optimizer",
+    "optimizer.groups": "optimizer",
     "loss_fn": "loss_fn",
     "dataloader.collate_fn": "collate_fn",
     "distributed.tp_plan": "tp_plan",
 }
-"""Key of a section that takes ``_target_`` -> its purpose in ``ALLOWED``."""
+"""Key of a section that takes ``_target_``, or of a list of them -> its purpose in ``ALLOWED``."""
 
 NESTED = {
     "tokenizer": "tokenizer",
@@ -265,8 +266,9 @@ def purpose_of(key: str, sections: Container[str]) -> str:
 
     *sections* are the top-level sections of ``RecipeConfig``; a custom recipe declares others.
     """
-    if key in PURPOSES:
-        return PURPOSES[key]
+    without_numbers = ".".join(part for part in key.split(".") if not part.isdecimal())
+    if without_numbers in PURPOSES:
+        return PURPOSES[without_numbers]
     return "" if key.partition(".")[0] in sections else CUSTOM
 
 

@@ -44,6 +44,15 @@ def _evaluated(section: Any) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 
+def _has_hints(section: type[Any]) -> bool:
+    """Whether the types of a section are known; a library's dataclass may name types that it imports while checking."""
+    try:
+        hints_of(section)
+    except Exception:
+        return False
+    return True
+
+
 def annotation_at(schema: type[Any], key: str) -> Any:
     """The type of the field at a dotted key: Any inside plug-ins, mappings and lists, None where no such key can be."""
     annotation: Any = schema
@@ -194,11 +203,12 @@ class Binder:
         target = target_type(alternatives)
         if "_target_" in node.value and (anything or target or find(alternatives, *_MAPPINGS)):
             return self._open_section(target or Target, node, key)
-        if section := section_type(alternatives):
+        section = section_type(alternatives)
+        if section and _has_hints(section):
             if getattr(section, "takes_any", False):
                 return self._open_section(section, node, key)
             return self.section(section, node, key)
-        if (kind := find(alternatives, *_MAPPINGS)) or anything:
+        if (kind := find(alternatives, *_MAPPINGS)) or anything or section:
             inner = (typing.get_args(kind) or (Any, Any))[1]
             values = {name: self.value(inner, child, join(key, name)) for name, child in node.value.items()}
             return INVALID if INVALID in values.values() else values

@@ -283,6 +283,7 @@ def _names(node: Node, trust: Trust, key: str = "", purpose: str | None = None) 
         yield key, target, purpose if purpose is not None else allowlist.purpose_of(key, _SECTIONS)
         trusted = trust.covers(resolve_reference(str(target.value)) or "")
         inner = {name: CUSTOM if trusted else allowlist.NESTED.get(name, "") for name in inner}
+        inner |= {name: purpose for name in inner if (purpose := allowlist.PURPOSES.get(join(key, name)))}
     for name, child in children:
         yield from _names(child, trust, join(key, name), inner[name])
 
@@ -303,10 +304,9 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
 
 def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, converted value) of every scalar of a recipe, arguments of plug-ins included."""
-    if isinstance(value, Target):
-        value = value.kwargs
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = held | held.pop("kwargs", {}) if getattr(value, "takes_any", False) else held
     if isinstance(value, dict | list | tuple):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _values(item, join(key, str(name)))

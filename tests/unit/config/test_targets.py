@@ -249,6 +249,26 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     assert "AUTOMODEL_CKPT_TRUST=" in text
 
 
+@pytest.mark.parametrize("base", [[], ["--optimizer._target_=torch.optim.SGD"]])
+def test_a_group_of_parameters_may_name_an_optimizer_and_nothing_else(recipe: Path, base: list[str]) -> None:
+    group = "{params: ['*'], _target_: %s, lr: 1}"
+    checked(recipe, *base, f"--optimizer.groups=[{group % 'torch.optim.Muon'}]", trust=("trusted_pkg",))
+    for target in ("transformers.modeling_utils.load_state_dict", "torch.nn.Linear"):
+        with pytest.raises(RecipeError, match=r"optimizer\.groups\.0: .* not on the list of what optimizer may name"):
+            checked(recipe, *base, f"--optimizer.groups=[{group % target}]")
+    remote = "{params: ['*'], _target_: torch.optim.Muon, trust_remote_code: 1}"
+    with pytest.raises(RecipeError, match=r"optimizer\.groups\.0\.trust_remote_code: this runs code"):
+        checked(recipe, *base, f"--optimizer.groups=[{remote}]")
+
+
+def test_a_mapping_for_a_parameter_whose_types_only_a_type_checker_knows_is_passed_on(recipe: Path) -> None:
+    config = "{_target_: transformers.DetrConfig, backbone_config: {model_type: resnet}}"
+    recipe.write_text(
+        f"model: {{_target_: transformers.AutoModel.from_config, config: {config}}}\n" + RECIPE.partition("model\n")[2]
+    )
+    assert checked(recipe).config.model.kwargs["config"].kwargs["backbone_config"] == {"model_type": "resnet"}
+
+
 def test_what_a_section_may_name_is_said_with_the_closest_names_first(recipe: Path) -> None:
     with pytest.raises(RecipeError, match=r"without trust: datasets\.load_dataset, datasets\.load_from_disk") as caught:
         checked(recipe, "--dataset._target_=datasets.load.load_dataset")
