@@ -1,33 +1,70 @@
-"""What a resumed run goes on with otherwise than its recipe says: an optimizer's options and rates are state."""
+"""What an optimizer and its schedule go on with after a resume: their saved options and rates, or the recipe's."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from automodel_ckpt.training.lr import current_rate, follow_schedule
+from automodel_ckpt.config.changes import Change, override_problem
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.lr import current_rate, fast_forward, follow_schedule
 from automodel_ckpt.training.step_scheduler import StepScheduler
 
 log = logging.getLogger("automodel_ckpt")
 
+OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
+"""The attributes of a recipe that are compared."""
+
+
+_APPLY = " (optimizer.on_resume: recipe applies it)"
+
 
 class RecipeOptions:
-    """The options and peak learning rates of an optimizer as the recipe has them: made before a checkpoint is loaded
-    into it and its *schedule* (None: a constant rate)."""
+    """The options of an optimizer and its *schedule* (None: a constant rate) as the recipe has them.
 
-    def __init__(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+    Made before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace those that were
+    saved. *overridden* are the keys of the recipe that the command line gives.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        *,
+        from_recipe: bool = False,
+        overridden: Collection[str] = (),
+    ) -> None:
         self._optimizer, self._schedule = optimizer, schedule
+        self._from_recipe, self._overridden = from_recipe, overridden
         self._rates: list[Any] = list(schedule.base_lrs) if schedule is not None else []
         self._options = self._now()
+        self._checkpoint = Path()
+        self._groups = [_options_of(group) for group in optimizer.param_groups]
 
-    def compare(self, scheduler: StepScheduler) -> None:
-        """After loading: say in the log what goes on as it was saved, and follow a schedule that the recipe changed."""
-        self._say_kept_options()
-        if self._schedule is not None:
+    def compare(self, scheduler: StepScheduler, saved: Collection[str], checkpoint: Path) -> None:
+        """After loading *checkpoint*: give the optimizer its options and its rate, and log what changes.
+
+        *saved* are the names of the attributes whose state the checkpoint has. Raises :class:`RecipeError` where the
+        command line gives an option and the optimizer keeps another one: the checkpoint's config.yaml need not show
+        it, since it holds the recipe of its run, not what an earlier resume kept.
+        """
+        self._checkpoint = checkpoint
+        if self._from_recipe:
+            self._take_options()
+        elif OPTIMIZER in saved:
+            self._log_kept_options(has_lost_schedule=self._schedule is None and SCHEDULE in saved)
+        if self._schedule is None:
+            if SCHEDULE in saved:
+                self._leave_out_schedule(scheduler)
+        elif SCHEDULE in saved:
             self._follow(self._schedule, scheduler)
+        else:
+            self._begin_schedule(self._schedule, scheduler)
 
     def _now(self) -> list[dict[str, list[float]]]:
         """The numbers among the options of each parameter group; the learning rate only where no schedule moves it."""
@@ -35,17 +72,69 @@ class RecipeOptions:
         return [{name: numbers for name, value in group.items() if name not in moved and (numbers := _numbers(value))}
                 for group in self._optimizer.param_groups]  # fmt: skip
 
-    def _say_kept_options(self) -> None:
+    def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
+        passed_over = ("lr", "initial_lr") if has_lost_schedule else ()
         for number, (new, kept) in enumerate(zip(self._options, self._now(), strict=False)):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
-            for name in (name for name in new if name in kept and new[name] != kept[name]):
-                log.warning("the optimizer's %s%s goes on as saved, %s; the recipe's %s is for new runs", name, where,
-                            _shown(kept[name]), _shown(new[name]))  # fmt: skip
+            changed = [name for name in new if name in kept and new[name] != kept[name] and name not in passed_over]
+            for name in changed:
+                self._check_override(name, kept[name], new[name])
+                message = "the optimizer's %s%s goes on as saved, %s; the recipe's %s is not applied" + _APPLY
+                log.warning(message, name, where, _shown(kept[name]), _shown(new[name]))
+
+    def _check_override(self, name: str, kept: list[Any], new: list[Any]) -> None:
+        """Raise :class:`RecipeError` where the command line gives the option *name*, and the resume ignores it."""
+        options = (key for key in self._overridden if key.partition(".")[0] == OPTIMIZER)
+        for key in options:
+            if key.rpartition(".")[2] == name:
+                change = Change(key, _shown(kept), _shown(new))
+                raise RecipeError.all_of([override_problem(key, change, self._checkpoint)])
+
+    def _take_options(self) -> None:
+        """Replace all options that were loaded; rates that a schedule moves are computed anew by it."""
+        for number, (group, options) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
+            where = f" of parameter group {number}" if len(self._groups) > 1 else ""
+            moved = () if self._schedule is None else ("lr", "initial_lr")
+            for name, value in options.items():
+                if name not in moved and group.get(name, value) != value:
+                    log.warning("the optimizer's %s%s is the recipe's from here on, %s; it was %s", name, where, value,
+                                group[name])  # fmt: skip
+                group[name] = value
+        if self._schedule is not None and self._rates != self._schedule.base_lrs:
+            log.warning("the peak learning rate is the recipe's from here on, %s; it was %s", self._rates,
+                        self._schedule.base_lrs)  # fmt: skip
+            self._schedule.base_lrs = list(self._rates)
+
+    def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
+        """The recipe has a constant rate, and the checkpoint has what its schedule had come to, 0.0 perhaps."""
+        saved = current_rate(self._optimizer)
+        self._restore_rates()
+        message = (
+            "the checkpoint's schedule is left out: the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+        )
+        log.warning(message, scheduler.step + 1, current_rate(self._optimizer), saved)
+
+    def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+        """The checkpoint has no state of a schedule: go on at its present step, not at its beginning."""
+        self._restore_rates()
+        fast_forward(schedule, scheduler.step)
+        message = "the checkpoint has no schedule: the recipe's goes on at step %d with the learning rate %.6g"
+        log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
+
+    def _restore_rates(self) -> None:
+        """The rates as they were built; a schedule changes them in place."""
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in ("lr", "initial_lr"):
+                if name in options:
+                    group[name] = options[name]
+                else:
+                    group.pop(name, None)
 
     def _follow(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
         if self._rates != schedule.base_lrs:
-            log.warning("the peak learning rate goes on as saved, %s; the recipe's %s is for new runs",
-                        schedule.base_lrs, self._rates)  # fmt: skip
+            self._check_override("lr", schedule.base_lrs, self._rates)
+            message = "the peak learning rate goes on as saved, %s; the recipe's %s is not applied" + _APPLY
+            log.warning(message, schedule.base_lrs, self._rates)
         saved = current_rate(self._optimizer)
         if isinstance(schedule, LambdaLR):
             follow_schedule(schedule)
@@ -57,6 +146,11 @@ class RecipeOptions:
             log.warning(message, why, scheduler.step + 1, now, saved)
 
 
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter group, without the parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def _numbers(value: Any) -> list[float]:
     """A number, or several, as a list; empty for anything else, and for switches."""
     values = value if isinstance(value, tuple | list) else [value]
@@ -64,5 +158,5 @@ def _numbers(value: Any) -> list[float]:
     return numbers if len(numbers) == len(values) else []
 
 
-def _shown(numbers: list[float]) -> str:
+def _shown(numbers: list[Any]) -> str:
     return str(numbers[0] if len(numbers) == 1 else numbers)

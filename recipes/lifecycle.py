@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.state.loading import shown
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.changes import changed_keys, recipe_of, saved_recipe
+from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume, recipe_of, saved_recipe
 from automodel_ckpt.config.nodes import DEFAULT
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -118,7 +118,9 @@ class Lifecycle:
         self.tracking: Tracking | None = None
         self._unknown_metrics: set[str] = set()
         self.origins: Mapping[str, str] = {}
-        """Where each value of the recipe comes from, by dotted key; filled in by the command ``ckpt-train``."""
+        """Where each value of the recipe comes from, by dotted key; set by the command ``ckpt-train``."""
+        self.overridden: Collection[str] = ()
+        """The dotted keys that the command line gives, set likewise."""
 
     # ---------------------------------------------------------------- begin
 
@@ -190,12 +192,15 @@ class Lifecycle:
     def _resume(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         self._say_what_is_left_out()
         checkpointer.check(state)
-        recipe_options = RecipeOptions(self.optimizer, self.lr_scheduler)
+        from_recipe = self.config.optimizer.on_resume == "recipe"
+        recipe_options = RecipeOptions(
+            self.optimizer, self.lr_scheduler, from_recipe=from_recipe, overridden=self.overridden
+        )
         self.resumed = checkpointer.load(state, before_loading=self._compare_recipes)
         self.place_logs(checkpointer.directory)
         if self.resumed is not None:
             self.progress.note_saved(self.resumed.step, time.time() - self.resumed.manifest.created)
-            recipe_options.compare(self.step_scheduler)
+            recipe_options.compare(self.step_scheduler, self.resumed.manifest.saved, self.resumed.path)
         self.make_sure_of_space(checkpointer, state)
         if not self.step_scheduler.is_finished():
             checkpointer.prepare(state)
@@ -204,14 +209,21 @@ class Lifecycle:
         self._make_missing_export(checkpointer)
 
     def _compare_recipes(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Report, on rank 0, which settings changed since *checkpoint* was saved."""
+        """Report, on rank 0, which settings changed since *checkpoint* was saved.
+
+        Raises :class:`RecipeError` for overrides on the command line that the resume would ignore.
+        """
         saved = saved_recipe(checkpoint / CONFIG)
         if not saved or not self.config_yaml:
             return  # imported from another program, or by a script without a recipe file
         given = {key for key, origin in self.origins.items() if origin != DEFAULT}
         changes = changed_keys(saved, recipe_of(self.config_yaml), given)
-        if changes:
-            log.warning("settings changed since %s was saved:%s", checkpoint.name, shown(list(map(str, changes))))
+        ignored = ignored_by_resume(changes, manifest.saved, self.config.optimizer.on_resume)
+        check_overrides(ignored, self.overridden, checkpoint)
+        lines = [f"{change} (not applied: the checkpoint has it)" if change in ignored else str(change)
+                 for change in changes]  # fmt: skip
+        if lines:
+            log.warning("settings changed since %s was saved:%s", checkpoint.name, shown(lines))
 
     def _refuse_hidden_methods(self) -> None:
         """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""

@@ -511,7 +511,10 @@ class Checkpointer:
             if before_loading is not None and self.is_leader:
                 before_loading(path, manifest)
             self._refuse_other_base(path)
-            items, loader = classify(state), Loader(path, manifest, self._ranks, self._allow_missing)
+            items, loader = classify(state), self._loader(path, manifest)
+            if manifest.left_out and not self._planner.save_optimizer and self.is_leader:
+                message = "checkpoint.save_optimizer is false, so %s has no %s: training goes on with fresh state"
+                log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
             if not loader.incompatibilities(items):  # else loading names the tensors that do not fit
                 self._check_same_model(path)
             loader.load(items)
@@ -519,12 +522,18 @@ class Checkpointer:
         self._planner.resumed_from = path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)
 
+    def _loader(self, path: Path, manifest: Manifest) -> Loader:
+        """With ``save_optimizer`` false, what the checkpoint was saved without may be missing: else the same command,
+        started again, could not go on."""
+        implied = frozenset[str]() if self._planner.save_optimizer else manifest.left_out
+        return Loader(path, manifest, self._ranks, self._allow_missing | implied)
+
     def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
         """What sends the run to a sibling directory; empty where it stays."""
         if self._on_incompatible != "sibling" or self._planner.restore_from is not None:
             return []
         with self._failing_together(f"comparing with {path.name}", CheckpointUnusable):
-            loader = Loader(path, manifest, self._ranks, self._allow_missing)
+            loader = self._loader(path, manifest)
             lines = loader.incompatibilities(classify(state))
             return lines or ([] if self._allow_changed_model else list(self._model_changes(path).function))
 

@@ -35,6 +35,8 @@ MAX_GROWTH = 16
 # Bytes that the parser allocates for each of these characters: a mapping, a list, half a text, an element.
 _PARSED_BYTES = {b"{": 192, b"[": 72, b'"': 30, b",": 24}
 MAX_INTEGER = 2**63 - 1
+# The scope of an attribute whose state is not in the checkpoint.
+NOT_SAVED = "not saved"
 MAX_DIMENSIONS = 64
 MAX_PLAIN_DEPTH = 8
 # Of a file that several ranks wrote (composed.py).
@@ -117,9 +119,7 @@ class Summary:
                 losses=_mapping(raw["losses"]),
                 validated=_flag(raw["validated"]),
                 lineage=_mapping(raw["lineage"]),
-                has_optimizer=any(
-                    r["kind"] == "optimizer" and r["scope"] != "not saved" for r in raw["state"].values()
-                ),
+                has_optimizer=any(r["kind"] == "optimizer" and r["scope"] != NOT_SAVED for r in raw["state"].values()),
                 digest=_text(raw["digest"]),
             )
 
@@ -231,6 +231,17 @@ class Manifest:
     def _holds(self, piece: Slice | Blob) -> bool:
         record = self.files.get(piece.file)
         return record is not None and piece.start >= 0 and 0 <= piece.nbytes <= record.size - piece.start
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The names, aliases included, of the attributes whose state is in the checkpoint."""
+        records = [(name, record) for name, record in self.state.items() if name not in self.left_out]
+        return frozenset(known for name, record in records for known in (name, *record.aliases))
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The names of the attributes that a save left out (``checkpoint.save_optimizer: false``)."""
+        return frozenset(name for name, record in self.state.items() if record.scope == NOT_SAVED)
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # Of the recipe, what a resume takes from the checkpoint whatever the recipe says.
 _KEPT = {"seed": "seed", "shuffle": "dataloader.shuffle"}
-_NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_")
+_NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_", "optimizer.on_resume")
 _SHOWN = 20
 
 
@@ -162,15 +162,21 @@ def _schedule(a: Side, b: Side, step: int) -> Iterator[str]:
 
 def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
     peak, others = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
-    if peak != others:
+    applies = b.recipe.get("optimizer.on_resume") == "recipe"
+    if applies and peak != others:
+        yield f"the peak learning rate becomes {others}, as optimizer.on_resume: recipe says; it was {peak}"
+    elif peak != others:
         yield f"the peak learning rate stays {peak}, as saved: the recipe's {others} is for new runs"
     for key in sorted(key for key in changed if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS):
         kept, new = (side.recipe.get(key, "default") for side in (a, b))
-        yield f"{key} stays {kept}, as saved: the recipe's {new} is for new runs"
+        if applies:
+            yield f"{key} becomes {new}, as optimizer.on_resume: recipe says; it was {kept}"
+        else:
+            yield f"{key} stays {kept}, as saved: the recipe's {new} is for new runs"
     planned = a.steps.get("planned_steps") != b.steps.get("planned_steps")
     if not planned and not any(key.startswith("lr_scheduler") for key in changed):
         return
-    was, will = _rate(a, peak, a.steps, step), _rate(b, peak, b.steps, step)
+    was, will = _rate(a, peak, a.steps, step), _rate(b, others if applies else peak, b.steps, step)
     if was is not None and will is not None:
         yield f"the learning rate of step {step + 1} is {will:.6g}, it would have been {was:.6g}"
     else:

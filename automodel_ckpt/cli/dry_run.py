@@ -10,7 +10,7 @@ from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.cli.saved import recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.changes import changed_keys
+from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.nodes import DEFAULT, leaves
@@ -18,6 +18,7 @@ from automodel_ckpt.distributed.sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.recipes.planning import Plan
 
 Rows = Iterator[tuple[str, str]]
@@ -131,7 +132,7 @@ def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json
         if manifest is not None and not problems:
             why = f"as checkpoint.restore_from says: {section.restore_from}" if request.by_name else "the newest usable"
             yield "resume", f"from {path.name}, {why} (sizes compared, digests at the start)"
-            yield from _differences(loaded, path, manifest.world_size, sizes)
+            yield from difference_rows(loaded, path, manifest, sizes)
             yield from model_rows(path, config_json, allowed=section.allow_changed_model)
             return
         yield "skip", f"{path.name}: {problems[0]}"
@@ -152,11 +153,18 @@ def model_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) ->
         yield "model config", line
 
 
-def _differences(loaded: LoadedRecipe, path: Path, world_size: int, sizes: Sizes | None) -> Rows:
+def difference_rows(loaded: LoadedRecipe, path: Path, manifest: Manifest, sizes: Sizes | None) -> Rows:
+    """What changed in the recipe. Raises :class:`RecipeError` where a resume would: for overrides without effect."""
     given = {key for key, origin in loaded.origins.items() if origin != DEFAULT}
-    changes = [str(change) for change in changed_keys(recipe_leaves(path), dict(leaves(loaded.tree)), given)]
-    if sizes and world_size != sizes.world:
-        changes.insert(0, f"ranks: {world_size} -> {sizes.world} (the same global batches; random numbers anew)")
+    changed = changed_keys(recipe_leaves(path), dict(leaves(loaded.tree)), given)
+    on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
+    ignored = ignored_by_resume(changed, manifest.saved, on_resume)
+    check_overrides(ignored, [override.key for override in loaded.overrides], path)
+    changes = [f"{change} (not applied)" if change in ignored else str(change) for change in changed]
+    if sizes and manifest.world_size != sizes.world:
+        changes.insert(
+            0, f"ranks: {manifest.world_size} -> {sizes.world} (the same global batches; random numbers anew)"
+        )
     for number, change in enumerate(changes[:_MOST_CHANGES]):
         yield ("" if number else "changed"), change
     if len(changes) > _MOST_CHANGES:

@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any, NoReturn, Protocol
@@ -76,10 +76,12 @@ PR_SET_PDEATHSIG = 1
 class Recipe(Protocol):
     """What the launcher asks of a recipe; its class is called as ``cls(config, config_yaml=text)``.
 
-    Then ``origins`` is set: where each value of the recipe comes from, by dotted key.
+    Then two attributes are set: ``origins``, where each value of the recipe comes from, by dotted key, and
+    ``overridden``, the keys that the command line gives.
     """
 
     origins: Mapping[str, str]
+    overridden: Collection[str]
 
     def setup(self) -> None: ...
     def run(self) -> None: ...
@@ -123,6 +125,7 @@ def run_rank(
         with stop.before_training(leave), telling_own_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
             recipe.origins = getattr(loaded, "origins", {})
+            recipe.overridden = frozenset(override.key for override in getattr(loaded, "overrides", ()))
             recipe.setup()
         begun = True
         with telling_own_failures(AutomodelError):

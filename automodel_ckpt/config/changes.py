@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.config.nodes import leaves, read_file, read_text
+from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"
+# A resumed run has its order of samples, its random numbers and its weights from the checkpoint.
+_IGNORED = ("seed", "dataloader.shuffle", "init_from", "model.new_tokens", "peft.init")
+_APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", "optimizer._target_")
 # Where a run is stored, and what it shows, is not what it computes.
 _NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")
 
@@ -51,6 +55,55 @@ def changed_keys(saved: Mapping[str, str], now: Mapping[str, str], given: Collec
         if known and not key.startswith(_NOT_COMPARED) and before.get(key) != after.get(key):
             changes.append(Change(key, before.get(key, NOT_SET), after.get(key, NOT_SET)))
     return changes
+
+
+def ignored_by_resume(changes: Iterable[Change], saved: Collection[str], on_resume: str) -> list[Change]:
+    """Those of *changes* that a resume does not apply, because it takes the value from the checkpoint.
+
+    *saved* are the attributes whose state the checkpoint has, *on_resume* is ``optimizer.on_resume``.
+    """
+    keeps_options = "optimizer" in saved and on_resume == "checkpoint"
+    ignored = []
+    for change in changes:
+        is_option = change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
+        if change.key.startswith(_IGNORED) or (is_option and keeps_options):
+            ignored.append(change)
+    return ignored
+
+
+def check_overrides(ignored: Iterable[Change], overridden: Collection[str], checkpoint: Path) -> None:
+    """Raise :class:`RecipeError` for changes that a resume would ignore although the command line asked for them.
+
+    *overridden* are the dotted keys that the command line gives.
+    """
+    problems = []
+    for change in ignored:
+        flag = next((key for key in overridden if _is_about(key, change.key)), None)
+        if flag is not None:
+            problems.append(override_problem(flag, change, checkpoint))
+    if problems:
+        raise RecipeError.all_of(problems)
+
+
+def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
+    """What is wrong with an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
+    new_run = f"start a new run from the weights (--init_from.path {checkpoint}, another --checkpoint.checkpoint_dir)"
+    ways = ["leave the override out", new_run]
+    if flag.partition(".")[0] == "optimizer":
+        ways.append("apply it with --optimizer.on_resume recipe")
+    if change.key.startswith("init_from"):
+        ways = ["leave the override out", "start a new run in another --checkpoint.checkpoint_dir"]
+    return Problem(
+        "this override would be ignored: the run is resumed, and the checkpoint has the value",
+        f"--{flag}",
+        f"{change.now}; {checkpoint.name} was saved with {change.saved}",
+        "; or ".join(ways),
+    )
+
+
+def _is_about(flag: str, key: str) -> bool:
+    """Whether an override of *flag* sets *key*, a part of it, or a section around it."""
+    return flag == key or flag.startswith(f"{key}.") or key.startswith(f"{flag}.")
 
 
 def _is_given(key: str, given: Collection[str]) -> bool:

@@ -438,6 +438,8 @@ class OptimizerConfig:
     """Parameters without weight decay: auto (norms and biases), none, or globs over their names."""
     groups: list[OptimizerGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
     """Parameters with options or an optimizer of their own, the first match first: [{params: ['*.bias'], lr: 1e-5}]."""
+    on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
+    """Options and peak rates of a resumed run: those of the checkpoint, or those of the recipe."""
 
 
 @dataclass
@@ -448,6 +450,8 @@ class OptimizerTarget(Target):
     """Parameters without weight decay: auto (norms and biases; none if a function makes it), none, or globs."""
     groups: list[OptionsGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
     """Parameters with options or an optimizer of their own."""
+    on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
+    """Options and peak rates of a resumed run: those of the checkpoint, or those of the recipe."""
 
 
 @dataclass

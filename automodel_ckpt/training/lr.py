@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,19 @@ def follow_schedule(schedule: LambdaLR) -> None:
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
+
+
+def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
+    """Set a fresh *schedule*, and the learning rates of its optimizer, to where they are after *num_steps* steps."""
+    if isinstance(schedule, LambdaLR):
+        schedule.last_epoch = num_steps
+        schedule._step_count = num_steps + 1
+        follow_schedule(schedule)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects a step of the optimizer before each of these
+        for _ in range(num_steps):
+            schedule.step()
 
 
 def _refuse_unused(name: str, settings: Mapping[str, Any]) -> None:

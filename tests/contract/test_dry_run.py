@@ -56,11 +56,11 @@ def test_memory_and_size_are_what_training_then_takes(
     assert foretold("about SIZE per rank", report) == pytest.approx(measured, rel=0.25)
     assert foretold("checkpoints: +SIZE each", report) == pytest.approx(lines[-1]["bytes"], rel=0.1)
     assert "steps:       2\n" in report
-    assert main(["--dry-run", "recipe.yaml", "--optimizer.lr", "3e-4", "--nproc-per-node", "2"]) == 0
+    assert main(["--dry-run", "recipe.yaml", "--clip_grad_norm", "0.5", "--nproc-per-node", "2"]) == 0
     again = capsys.readouterr().out
     assert "resume:      from epoch_0_step_2, the newest usable" in again
     assert "changed:     ranks: 1 -> 2" in again
-    assert re.search(r"optimizer\.lr: \S+ -> 0.0003", again)
+    assert re.search(r"clip_grad_norm: \S+ -> 0\.5", again)
     assert main(["--dry-run", "recipe.yaml", "--nproc-per-node", "2", "--distributed.cp_size", "2"]) == 0
     of_half_rows, of_rows = (foretold("activations SIZE", text) for text in (capsys.readouterr().out, again))
     assert of_half_rows == pytest.approx(of_rows / 2, rel=0.2)

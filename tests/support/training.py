@@ -103,6 +103,7 @@ def build(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe]
     check_targets(loaded, Trust(["tests"]))
     recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
     recipe.origins = loaded.origins
+    recipe.overridden = frozenset(override.key for override in line.overrides)
     return recipe
 
 

@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
@@ -269,7 +269,7 @@ class Planner:
         if item.kind == "object":
             return objects.plan(item, snapshot.objects[item.name])
         saved = item.kind == "module" or self.save_optimizer
-        return StateRecord(item.kind, item.scope if saved else "not saved", item.path, aliases=item.aliases)
+        return StateRecord(item.kind, item.scope if saved else NOT_SAVED, item.path, aliases=item.aliases)
 
     # ---------------------------------------------------------------- what the leader adds
 

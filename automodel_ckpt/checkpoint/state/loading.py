@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
-from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, Forms, Place, Room, forms_in, hand_over, places
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
@@ -84,7 +84,7 @@ class Loader:
         return matched
 
     def _matched(self, items: list[Item]) -> tuple[dict[str, tuple[str, StateRecord]], list[str]]:
-        saved = {name: r for name, r in self._manifest.state.items() if r.scope != "not saved"}
+        saved = {name: r for name, r in self._manifest.state.items() if r.scope != NOT_SAVED}
         by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
         matched: dict[str, tuple[str, StateRecord]] = {}
         lines, taken = list[str](), set[str]()

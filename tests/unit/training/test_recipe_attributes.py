@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.config.schema import CheckpointConfig, OptimizerConfig, RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.lifecycle import Lifecycle
@@ -21,7 +22,7 @@ class Recipe(Lifecycle):
 
 
 def recipe(**checkpoint: Any) -> Recipe:
-    config = SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint))
+    config = SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint), optimizer=OptimizerConfig())
     return Recipe(cast(RecipeConfig, config), config_yaml="")
 
 
@@ -54,9 +55,10 @@ def test_options_of_the_optimizer_that_go_on_as_saved_are_said(caplog: pytest.Lo
     options = RecipeOptions(optimizer, None)
     optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
     with caplog.at_level("WARNING", "automodel_ckpt"):
-        options.compare(StepScheduler(Cadence(max_steps=1), planned_steps=1))
+        options.compare(StepScheduler(Cadence(max_steps=1), planned_steps=1), {"optimizer"}, Path("x"))
     assert [record.getMessage() for record in caplog.records] == [
-        f"the optimizer's {name} goes on as saved, {kept}; the recipe's {new} is for new runs"
+        f"the optimizer's {name} goes on as saved, {kept}; the recipe's {new} is not applied"
+        " (optimizer.on_resume: recipe applies it)"
         for name, kept, new in (("lr", 0.2, 0.1), ("betas", [0.9, 0.999], [0.8, 0.99]), ("weight_decay", 0.01, 0.5))
     ]
 
@@ -67,7 +69,7 @@ def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
     (tmp_path / "config.yaml").write_text("seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n")
     resumed = recipe()
     resumed.config_yaml = "seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n"
-    resumed._compare_recipes(tmp_path, cast(Any, None))
+    resumed._compare_recipes(tmp_path, cast(Manifest, SimpleNamespace(saved={"optimizer"})))
     (record,) = caplog.records
     assert record.getMessage().splitlines()[1:] == [
         "    clip_grad_norm: 1.0 -> 0.5",
@@ -95,11 +97,82 @@ def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_
     scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
     scheduler.step, scheduler.planned_before = 4, 10
     with caplog.at_level("WARNING", "automodel_ckpt"):
-        options.compare(scheduler)
+        options.compare(scheduler, {"optimizer", "lr_scheduler"}, Path("x"))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - 4 / 20))
     peak, changed = (record.getMessage() for record in caplog.records)
-    assert peak == "the peak learning rate goes on as saved, [0.1]; the recipe's [0.3] is for new runs"
+    assert peak.startswith("the peak learning rate goes on as saved, [0.1]; the recipe's [0.3] is not applied")
     assert changed == (
         "the schedule changed (the run was planned for 10 steps, now for 20): the learning rate of step 5 is 0.08, "
         "it would have been 0.06"
     )
+
+
+def at_step(step: int) -> StepScheduler:
+    scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
+    scheduler.step = scheduler.planned_before = step
+    return scheduler
+
+
+def steps_of(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, num: int) -> list[float]:
+    rates = []
+    for _ in range(num):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["lambda", "steps"])
+def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run_would_be(kind: str) -> None:
+    def made() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer, schedule = falling(0.3, num_steps=20)
+        if kind == "steps":
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+        return optimizer, schedule
+
+    expected = steps_of(*made(), 10)
+    optimizer, schedule = made()
+    options = RecipeOptions(optimizer, schedule)
+    saved = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
+    optimizer.load_state_dict(saved.state_dict())
+    options.compare(at_step(6), {"optimizer"}, Path("x"))
+    assert steps_of(optimizer, schedule, 4) == pytest.approx(expected[6:])
+
+
+def test_without_the_schedule_of_the_checkpoint_the_rate_is_the_recipes() -> None:
+    saved, schedule = falling(0.1, num_steps=4)
+    steps_of(saved, schedule, 4)
+    assert saved.param_groups[0]["lr"] == 0.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    options = RecipeOptions(optimizer, None)
+    optimizer.load_state_dict(saved.state_dict())
+    options.compare(at_step(4), {"optimizer", "lr_scheduler"}, Path("x"))
+    assert optimizer.param_groups[0]["lr"] == 0.3 and "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_saved_ones() -> None:
+    saved, saved_schedule = falling(0.1, num_steps=20)
+    steps_of(saved, saved_schedule, 5)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.3, weight_decay=0.5, nesterov=True, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+    options = RecipeOptions(optimizer, schedule, from_recipe=True, overridden=["optimizer.weight_decay"])
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
+    (group,) = optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.3 * 0.75) and schedule.base_lrs == [0.3]
+    assert (group["weight_decay"], group["nesterov"], group["momentum"]) == (0.5, True, 0.9)
+
+
+@pytest.mark.parametrize(("key", "has_schedule"), [("optimizer.lr", False), ("optimizer.groups.0.lr", True)])
+def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(key: str, has_schedule: bool) -> None:
+    saved, saved_schedule = falling(0.1, num_steps=20)
+    optimizer, schedule = falling(0.3, num_steps=20)
+    options = RecipeOptions(optimizer, schedule if has_schedule else None, overridden=[key])
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    names = {"optimizer", "lr_scheduler"} if has_schedule else {"optimizer"}
+    with pytest.raises(RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"):
+        options.compare(at_step(0), names, Path("here"))

@@ -1,0 +1,73 @@
+"""A real run that is resumed under another recipe: what applies, what is rejected, and what may be missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.cli import dry_run
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.training.lr import build_schedule
+from tests.support import training
+
+
+def resumed(recipe_file: Path, *overrides: str) -> FinetuneRecipe:
+    """The recipe, set up and closed again without a step."""
+    recipe = training.build(recipe_file, *overrides)
+    try:
+        recipe.setup()
+    finally:
+        recipe.close()
+    return recipe
+
+
+def described_rates(num_steps: int) -> list[float]:
+    """The learning rates of the recipe's schedule, step by step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    schedule = build_schedule(optimizer, "cosine", total_steps=12, warmup_steps=2)
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, here = training.write_recipe(tmp_path), ("--checkpoint.checkpoint_dir", str(tmp_path / "run"))
+    here += ("--lr_scheduler.decay_steps", "12", "--checkpoint.save_consolidated", "false")
+    training.train(recipe, *here, "--step_scheduler.max_steps", "3")
+    newest = tmp_path / "run/epoch_0_step_3"
+
+    with pytest.raises(RecipeError) as rejected:
+        resumed(recipe, *here, "--optimizer.lr", "0.5", "--seed", "8")
+    assert "--optimizer.lr\n" in str(rejected.value) and "--seed\n" in str(rejected.value)
+    loaded = load_recipe(recipe, parse([*here, "--seed", "8"]).overrides)
+    with pytest.raises(RecipeError, match="--seed"):
+        list(dry_run.difference_rows(loaded, newest, Manifest.read(newest), None))
+    with pytest.raises(CheckpointUnusable, match=r"rms_norm_eps: 1e-06 in the checkpoint, 0\.01 here"):
+        resumed(recipe, *here, "--model.from_config.rms_norm_eps", "0.01")
+    applied = resumed(recipe, *here, "--optimizer.lr", "0.5", "--optimizer.on_resume", "recipe")
+    assert applied.optimizer.param_groups[0]["lr"] == pytest.approx(50 * described_rates(4)[3])
+    assert "optimizer.lr: 0.01 -> 0.5\n" in caplog.text + "\n"
+
+    constant = resumed(
+        recipe, *here[:2], "--lr_scheduler", "null", "--checkpoint.allow_missing_state", "[lr_scheduler]"
+    )
+    assert constant.optimizer.param_groups[0]["lr"] == 1e-2
+
+    without = (*here, "--checkpoint.save_optimizer", "false")
+    training.train(recipe, *without, "--step_scheduler.max_steps", "4")
+    training.train(recipe, *without, "--step_scheduler.max_steps", "6")
+    assert "save_optimizer is false, so epoch_0_step_4 has no lr_scheduler, optimizer" in caplog.text
+    lines = map(json.loads, (tmp_path / "run/training.jsonl").read_text().splitlines())
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx(described_rates(6))
