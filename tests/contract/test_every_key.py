@@ -587,6 +587,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "optimizer.weight_decay": Observed(updated, "0.5"),
     "optimizer.no_decay": Observed(updated, "none", ("--optimizer.weight_decay=0.5",)),
     "optimizer.groups": Observed(updated, "[{params: [bias], lr: 0.5}]"),
+    "optimizer.on_resume": Proven(
+        "tests/unit/training/test_resume_settings.py::test_a_resume_applies_rejects_or_reports_what_its_recipe_changed",
+        "recipe",
+    ),
     "optimizer.groups.0.params": Observed(updated, "[weight]", GROUP, before="[bias]"),
     "optimizer.groups.0.lr": Observed(updated, "0.1", GROUP),
     "optimizer.groups.0.betas": Observed(updated, "[0.5, 0.5]", GROUP),
