@@ -30,9 +30,10 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 # Calls whose removal changes what a person reads and nothing else.
 _SPEECH = {"log", "print", "warnings"}
-# Calls that release what the end of the process releases too, and keywords that only matter at that end.
+# Calls that release what the end of the process releases too.
 _RELEASES = {"close", "join", "shutdown", "stop"}
-_AT_EXIT = {"daemon"}
+# Keywords that change speed, the text of a repr, or the end of a process, but no result.
+_NO_RESULT = {"copy", "daemon", "repr"}
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,20 @@ class _Finder(ast.NodeVisitor):
                 self.visit(statement)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg not in _AT_EXIT:
+        if node.arg not in _NO_RESULT:
             self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
         for statement in node.body:
             self.visit(statement)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
+        is_declaration = isinstance(node.value, ast.Call) and _root_name(node.value.func) == "field"
+        if node.value is not None and not is_declaration:
             self.visit(node.value)
 
     def visit_Expr(self, node: ast.Expr) -> None:
