@@ -31,6 +31,7 @@ from automodel_ckpt.data.turns import (
     Unlearnable,
     as_rendered,
     calls_of,
+    is_empty,
     is_learnt,
     plain,
     turns_of,
@@ -166,29 +167,18 @@ class ChatTemplate:
         return "probe" in shown and not re.search(r"['\"]type['\"]", shown)
 
     def _as_taken(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a text for each list of parts or null content, where the template knows texts only."""
-        if any(turn.get("content", "") is None for turn in turns) and not self.takes_null_content:
-            turns = [turn | {"content": ""} if turn.get("content", "") is None else turn for turn in turns]
+        """The messages with a text for each list of parts, where the template knows texts only."""
         if not any(isinstance(turn.get("content"), list) for turn in turns) or self.takes_parts:
             return turns
         return [turn | {"content": _text_of(turn["content"])} if "content" in turn else turn for turn in turns]
 
     @cached_property
-    def takes_null_content(self) -> bool:
-        """Whether the template writes nothing for the content null of a message with calls; others write ``None``."""
-        try:
-            shown = self._apply(_calling({}, content=None), None, tokenize=False)
-        except Unlearnable:
-            return False
-        return "None" not in str(shown)
-
-    @cached_property
     def needs_objects(self) -> bool:
         """Whether a call's arguments have to be objects: the template fails for JSON text, or writes it in quotes."""
         try:
-            shown = self._apply(_calling('{"probe": 1}', content=""), None, tokenize=False)
+            shown = self._apply(_calling('{"probe": 1}'), None, tokenize=False)
         except Unlearnable:
-            return self._renders(_calling({"probe": 1}, content=""))
+            return self._renders(_calling({"probe": 1}))
         return '{\\"probe' in str(shown)
 
     def _renders(self, turns: list[dict[str, Any]]) -> bool:
@@ -434,18 +424,19 @@ def conversations(
     samples = []
     for row, (values, offered) in enumerate(zip(zip(*columns, strict=True), tools, strict=True)):
         try:
-            samples.append(template.sample(turns(*values), offered))
+            conversation = turns(*values)
+            sample = template.sample(conversation, offered)
         except Unlearnable as error:
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+        samples.append(sample._replace(is_empty=any(map(is_empty, conversation))))
     return samples
 
 
-def _calling(arguments: str | dict[str, Any], content: str | None) -> list[dict[str, Any]]:
+def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
     """A conversation that shows how a template writes calls."""
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-    calling = {"role": "assistant", "content": content, "tool_calls": [call]}
-    return [{"role": "user", "content": "probe"}, calling]
+    return [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:

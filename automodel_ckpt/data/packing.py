@@ -74,11 +74,14 @@ class PackedDataset:
         self.identity = getattr(dataset, "identity", None)
         self.size = size
         lengths = _lengths(dataset)
-        if len(lengths) and lengths.max() > size:
+        num_too_long = int((lengths > size).sum())
+        if num_too_long:
+            percentile = np.percentile(lengths, 99, method="higher")
             raise RecipeError(
                 "a sample is longer than a pack",
                 where="packed_sequence.size",
-                value=f"sample {lengths.argmax()} has {lengths.max()} tokens, size {size}",
+                value=f"{num_too_long} of {len(lengths)} samples; size {size}, the longest, sample {lengths.argmax()}, "
+                f"has {lengths.max()} tokens, the 99th percentile is {percentile}",
                 remedy=f"make it at least {lengths.max()}, or the dataset's seq_length at most {size}",
             )
         self.packs = best_fit_decreasing(lengths, size)

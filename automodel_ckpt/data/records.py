@@ -135,9 +135,9 @@ class _Lines:
 
 
 def _decoded(raw: bytes, path: Path, line: int) -> str:
-    """Text of UTF-8 bytes, without a byte order mark; *line* is the number of their first line."""
+    """Text of UTF-8 bytes; *line* is the number of their first line. A byte order mark begins a file only."""
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         line += raw.count(b"\n", 0, error.start)
         start_of_line = raw.rfind(b"\n", 0, error.start) + 1
@@ -159,7 +159,7 @@ def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
 def _read_json_lines(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     lines = _Lines(path, file, start)
     for text in lines:
-        source = text.strip()
+        source = text.strip().removeprefix("\ufeff")  # within a file where several were joined
         if not source:
             continue
         try:

@@ -1,7 +1,7 @@
 """Chat templates for training, for models whose own template does not show which tokens the assistant generates.
 
 Such a template drops the thinking of earlier turns, or ends the last turn in another way than those before, so that the
-assistant's tokens cannot be found by rendering parts of a conversation. The files in ``templates/`` write the same
+assistant's tokens cannot be found by rendering parts of a conversation. The files in ``chat_templates/`` write the same
 tokens and mark with ``{% generation %}`` what the model has to generate: all after the header of the assistant's
 message, up to and including the token that ends its turn. Where the model's own template drops thinking, the Qwen
 ones keep it in every turn.
@@ -22,7 +22,7 @@ from automodel_ckpt.errors import RecipeError
 
 @dataclass(frozen=True)
 class _Shipped:
-    """The *file* in ``templates/`` that replaces a template of *model*, with the variable that is true in it."""
+    """The *file* in ``chat_templates/`` that replaces a template of *model*, with the variable that is true in it."""
 
     model: str
     file: str
@@ -76,5 +76,5 @@ def model_of(template: str) -> str | None:
 
 @cache
 def _text_of(shipped: _Shipped) -> str:
-    text = (resources.files(__package__) / "templates" / shipped.file).read_text(encoding="utf-8")
+    text = (resources.files(__package__) / "chat_templates" / shipped.file).read_text(encoding="utf-8")
     return text if shipped.variable is None else f"{{%- set {shipped.variable} = true %}}{text}"

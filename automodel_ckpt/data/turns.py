@@ -111,10 +111,10 @@ def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
 
 
 def _without_absent(turn: Any) -> Any:
-    """A message without its null keys, which mean the same as absent ones; a null content stays."""
+    """A message without its null keys. They mean the same as absent ones; transformers drops them, too."""
     if not isinstance(turn, dict):
         return turn
-    return {key: value for key, value in turn.items() if value is not None or key == "content"}
+    return {key: value for key, value in turn.items() if value is not None}
 
 
 def _in_roles(turn: Any) -> Any:
@@ -134,13 +134,12 @@ def _in_roles(turn: Any) -> Any:
 
 
 def _require_content(turn: dict[str, Any]) -> None:
-    content = turn.get("content")
-    others = turn.keys() - {"role", "name", "content", _WEIGHT}
-    if content is None and not others:  # templates write nothing for it, or the word None, to be learned
+    if turn.keys() <= {"role", "name", _WEIGHT}:  # templates write nothing for it, or the word None, to be learned
         raise Unlearnable(
             "a message has no content", repr(turn)[:80], "give it a content, or tool_calls, or leave it out"
         )
-    if not isinstance(content, str | list | None) and turn["role"] in ("system", "user", "assistant"):
+    content = turn.get("content", "")
+    if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
         remedy = 'give it a text, or a list of parts as {"type": "text", "text": "..."}'
         raise Unlearnable("a message's content is neither a text nor a list of parts", repr(content)[:80], remedy)
 

@@ -361,3 +361,25 @@ def test_pairs_of_messages_that_do_not_fit_are_refused(
     path = write(tmp_path, {"prompt": prompt, "completion": completion})
     with pytest.raises(RecipeError, match=what):
         prompt_completion(tokenizer, path, **({"chat_template": PLAIN} | options))
+
+
+def test_empty_answers_are_counted_and_null_means_absent(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}<s>{{ m.keys() | sort | join(',') }} {{ m.content }}</s>{% endfor %}"
+    answers = [{"role": "assistant", "content": text, "tool_calls": None, "name": None} for text in ("four", " ", "")]
+    path = write(tmp_path, *({"messages": [TALK[1], answer]} for answer in answers))
+    dataset = messages(tokenizer, path, chat_template=template + "{% if add_generation_prompt %}<s>{% endif %}")
+    assert tokenizer.decode(dataset[0]["input_ids"]) == "<s>content,role 2 + 2</s><s>content,role four</s>"
+    assert "2 of 3 samples have an empty completion" in caplog.text
+
+
+def test_a_null_in_a_call_or_a_tool_stays_null(tokenizer: Any, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "day": "2024-01-01", "n": 2**70}}}
+    tool = {"type": "function", "function": {"name": "f", "default": None}}
+    talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for row in ({"messages": talk, "tools": [tool]}, {"messages": json.dumps(talk), "tools": json.dumps([tool])}):
+        sample = messages(tokenizer, write(tmp_path, row, {"messages": TALK, "tools": None}), chat_template=PLAIN)[0]
+        text = tokenizer.decode(sample["input_ids"])
+        assert '"default": null' in text
+        assert f'"arguments": {{"a": null, "day": "2024-01-01", "n": {2**70}}}' in text

@@ -259,9 +259,12 @@ def test_files_that_a_directory_of_another_kind_leaves_out_are_named(
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"one\r\n" + mark + b"two\r\n")
     source = Source(str(tmp_path / "a.txt"))
-    assert source.values("text") == texts_of(source.stream()) == ["one", "two"]
+    assert source.values("text") == texts_of(source.stream()) == ["one", "\ufefftwo"], "it is one only at the beginning"
+    (tmp_path / "a.jsonl").write_bytes((mark + b'{"text": "one"}\n') * 2)
+    assert Source(str(tmp_path / "a.jsonl")).values("text") == ["one", "one"], "of two files that were joined"
 
 
 def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
