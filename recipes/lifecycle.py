@@ -248,9 +248,12 @@ class Lifecycle:
         """Let the logs end with the step resumed from; without its validation where that is made up for."""
         if scheduler.validation_is_missing:
             self.validation_log.truncate_after(scheduler.step - 1)
-        if not scheduler.is_finished():
-            for jsonl in (self.training_log, self.validation_log):
+        for jsonl in (self.training_log, self.validation_log):
+            if scheduler.is_finished():
+                jsonl.drop_torn_line()
+            else:
                 jsonl.truncate_after(scheduler.step)
+        if not scheduler.is_finished():
             self._log_resume()
         self._follow_logs()
 

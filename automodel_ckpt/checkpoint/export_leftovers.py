@@ -7,15 +7,13 @@ be as large as the model. They belong to no checkpoint, so a checkpoint that hol
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files.ownership import is_abandoned
 
 Log = Callable[[str], None]
 
@@ -55,20 +53,6 @@ def clear_leftovers(target: Path, log: Log) -> None:
         if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(target):
             os.rename(path, target)
             log(f"restored {target}: an earlier export was interrupted while replacing it")
-        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and _is_free(path):
+        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and is_abandoned(path):
             log(f"removing {path}, left by an interrupted export")
             commit.discard(path)
-
-
-def _is_free(directory: Path) -> bool:
-    """Whether no live export has locked the directory. Where the file system has no locks, none can be live here."""
-    try:
-        with contextlib.ExitStack() as stack:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -84,8 +85,30 @@ class JsonlLog:
 
         Raises :class:`SaveFailed` where that cannot be.
         """
-        try:
+        with self._failing():
             return self._cut_back(step)
+
+    def drop_torn_line(self) -> bool:
+        """Remove what a killed run left of a line at the end of the file; whether there was anything.
+
+        Raises :class:`SaveFailed` where that cannot be.
+        """
+        with self._failing():
+            self.close()
+            if not os.path.lexists(self.path):
+                return False
+            with os.fdopen(open_regular(self.path), "rb") as file:
+                lines, newline, torn = file.read().rpartition(b"\n")
+            if torn:
+                self._before_writing()
+                replace_file(self.path, lines + newline)
+            return bool(torn)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise :class:`SaveFailed` in place of an OSError."""
+        try:
+            yield
         except OSError as error:
             error.filename = error.filename or str(self.path)
             remedy = "remove what stands there or free space, then run the same command"

@@ -137,13 +137,20 @@ def test_a_better_validation_asks_for_a_save_when_told_to(tmp_path: Path) -> Non
     assert len(improving) > 1
 
 
-def test_a_finished_run_says_so_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_touches_nothing_but_a_torn_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def times() -> dict[Path, int]:
+        found = (tmp_path / "run").rglob("*")
+        return {path: path.stat().st_mtime_ns for path in found if path.name != "training.jsonl"}
+
     run(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    before, logged = times(), (tmp_path / "run/training.jsonl").read_bytes()
+    (tmp_path / "run/training.jsonl").write_bytes(logged + b'{"step": 13, "lo')
     capfd.readouterr()
     run(tmp_path)
     assert "already complete at step 12" in capfd.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert times() == before and (tmp_path / "run/training.jsonl").read_bytes() == logged
 
 
 def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(

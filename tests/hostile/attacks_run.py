@@ -96,6 +96,7 @@ def _leftovers(add: Add) -> None:
     unique = "0123456789abcdef" * 2
     names: dict[str, str | bytes] = {
         "staging": f".{NAME}.staging-{unique}", "trash": f".trash-{unique}", "pointer": f".LATEST.{unique}",
+        "pin": f".pin-{NAME}.{unique}", "followed": f".link-{unique}",
         "superseded": f"{NAME}.superseded-1", "strange": "epoch_0_step_7\x1b[2J", "new_line": "epoch_0_step_7\nx",
         "bytes": b"epoch_0_step_\xff\xfe",
     }  # fmt: skip

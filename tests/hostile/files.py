@@ -35,6 +35,7 @@ _RUN = {
     "LATEST": "pointer_LATEST", "LOWEST_VAL": "pointer_LOWEST_VAL", "LATEST.txt": "pointer_text",
     "LOWEST_VAL.txt": "pointer_text", "pin-*": "pointer_pin",
     "epoch_*.superseded-*": "leftover", ".epoch_*.staging-*": "leftover", ".trash-*": "leftover",
+    ".LATEST.*": "leftover", ".pin-*": "leftover", ".link-*": "leftover",
     "training.jsonl": "log_values", "late_validations.json": "late_validation_values",
     ".verified.json": "verified_values", ".trackers.json": "tracker_values",
     **{name: "own_file_text" for name in READ_BY if name not in (
@@ -73,7 +74,10 @@ def documented(text: str) -> set[str]:
     table = text.split("## Run directory")[1].split("Anything else")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name.rstrip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    example = {"epoch_E_step_S": "epoch_0_step_20", "-U": f"-{'0' * 32}", "-N": "-1", "pin-NAME": "pin-epoch_0_step_20"}
+    example = {
+        "epoch_E_step_S": "epoch_0_step_20", "pin-NAME": "pin-epoch_0_step_20", "-N": "-1",
+        "-U": f"-{'0' * 32}", ".U": f".{'0' * 32}",
+    }  # fmt: skip
     for placeholder, value in example.items():
         names = {name.replace(placeholder, value) for name in names}
     return names - {"epoch_0_step_20"}

@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory, open_hf, read_json
 from automodel_ckpt.checkpoint.sources.opening import open_source
@@ -93,7 +93,7 @@ def export_gguf(
     warnings = (*opened.notes, *_warnings(keys))
     for text in warnings:
         log(f"warning: {text}")
-    with _staged(target) as path:
+    with _staged(target, log) as path:
         _write(library, path, opened.root, keys, model, tensors)
     nbytes = target.stat().st_size
     seconds = time.monotonic() - started
@@ -208,24 +208,37 @@ def _warnings(keys: list[KeyValue]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _staged(target: Path) -> Iterator[Path]:
+def _staged(target: Path, log: Log) -> Iterator[Path]:
     """The path of a file beside *target* that takes its name when the block ends, and is removed when it raises.
 
-    An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
+    What killed exports to *target* left is removed first. An OSError in the block or in publishing becomes
+    :class:`SaveFailed` with path and errno.
     """
-    path = target.with_name(layout.staging_name(target.name, uuid.uuid4().hex))
+    path = None
     try:
-        os.stat(target.parent)
-        yield path
-        fsync_file(path)
-        os.replace(path, target)
+        _clear_leftovers(target, log)
+        path = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
+        path.touch(exist_ok=False)
+        with owned(path):
+            yield path
+            fsync_file(path)
+            os.replace(path, target)
         fsync_directory(target.parent)
     except OSError as error:
         error.filename = error.filename or str(target)
         remedy = "free space or choose another --output"
         raise SaveFailed.all_of([os_problem(error, "the GGUF file could not be written", remedy=remedy)]) from error
     finally:
-        path.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _clear_leftovers(target: Path, log: Log) -> None:
+    for entry in os.scandir(target.parent):
+        is_left = layout.staged_name(entry.name) == target.name and entry.is_file(follow_symlinks=False)
+        if is_left and is_abandoned(Path(entry.path)):
+            log(f"removing {entry.path}, left by an interrupted export")
+            os.unlink(entry.path)
 
 
 def _write(

@@ -8,15 +8,14 @@ in the log; a process killed in it leaves the old export under a name from which
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 from automodel_ckpt.on_disk import fsync_directory
 
@@ -64,12 +63,13 @@ def staged(target: Path, log: Log) -> Iterator[Path]:
 
     An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
     """
-    staging = target.with_name(layout.staging_name(target.name, uuid.uuid4().hex))
+    staging = None
     try:
         commit.make_run_directory(target.parent)
         clear_leftovers(target, log)
+        staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
         os.mkdir(staging)
-        with _locked(staging):
+        with owned(staging):
             yield staging
             check_target(target)
             _publish(staging, target, log)
@@ -77,19 +77,8 @@ def staged(target: Path, log: Log) -> Iterator[Path]:
         raise SaveFailed.all_of([os_problem(error, "the export could not be written", remedy=_REMEDY)]) from error
     finally:
         # After a swap the staging name holds the export that was replaced.
-        commit.discard(staging)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Held while a staging directory is in use, so that another export does not take it for a leftover."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+        if staging is not None:
+            commit.discard(staging)
 
 
 def _publish(staging: Path, target: Path, log: Log) -> None:
@@ -103,7 +92,7 @@ def _publish(staging: Path, target: Path, log: Log) -> None:
 
 
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
-    aside = target.with_name(f".{target.name}.previous-{uuid.uuid4().hex}")
+    aside = target.with_name(f".{target.name}.previous-{owner_digits(target.parent)}")
     log(f"this filesystem cannot swap directories: for a moment {target} is missing")
     os.rename(target, aside)
     try:

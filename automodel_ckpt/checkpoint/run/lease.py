@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -32,6 +31,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.checkpoint.files.ownership import (
+    file_system_identity,
+    is_gone,
+    kernel_boot_id,
+    lock,
+    pid_namespace,
+)
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
@@ -42,7 +48,6 @@ CACHED_WATCH_SECONDS = 90.0
 SETTLE_SECONDS = 2.0
 """After a takeover: time for another run that watched the same dead holder to show itself."""
 _RECORD_BYTES = 2048
-_NO_LOCKS_HERE = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 _NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 
@@ -90,7 +95,7 @@ class Holder:
         """
         if self.boot_id != kernel_boot_id():
             return False
-        return (self.device, self.file_system_id) == _file_system_identity(descriptor)
+        return (self.device, self.file_system_id) == file_system_identity(descriptor)
 
     def is_known_to_be_dead(self) -> bool:
         """Whether the holder's process has ended, for certain.
@@ -98,15 +103,9 @@ class Holder:
         False where that cannot be determined: on another node, in another container, or when another process has got
         the number since.
         """
-        if self.boot_id != kernel_boot_id() or not self.pid_namespace or self.pid_namespace != _pid_namespace():
+        if self.boot_id != kernel_boot_id() or not self.pid_namespace or self.pid_namespace != pid_namespace():
             return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError):
-            return False
-        return False
+        return is_gone(self.pid)
 
 
 class Lease:
@@ -216,7 +215,7 @@ class Lease:
                 os.close(descriptor)
 
     def _record(self, descriptor: int) -> Holder:
-        device, file_system_id = _file_system_identity(descriptor)
+        device, file_system_id = file_system_identity(descriptor)
         return Holder(
             host=socket.gethostname(),
             boot_id=kernel_boot_id() or socket.gethostname(),
@@ -224,7 +223,7 @@ class Lease:
             command=" ".join(sys.argv)[:500],
             beat=self._beats,
             token=self._token,
-            pid_namespace=_pid_namespace(),
+            pid_namespace=pid_namespace(),
             device=device,
             file_system_id=file_system_id,
         )
@@ -272,7 +271,7 @@ class Lease:
             except FileNotFoundError:
                 return None
             try:
-                is_locked = _lock(descriptor)
+                is_locked = lock(descriptor)
                 # The holder may have released it, and another run made a new one, between opening and locking.
                 is_current = _is_at(self._path, descriptor)
             except BlockingIOError:
@@ -295,7 +294,7 @@ class Lease:
         descriptor = _open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         placed = False
         try:
-            _lock(descriptor)
+            lock(descriptor)
             os.pwrite(descriptor, self._record(descriptor).to_bytes(), 0)
             if replace:
                 os.rename(temporary, self._path)
@@ -333,27 +332,6 @@ def release_all() -> None:
     """Release every lease of a process that ends in the middle of starting, when no other object owns it yet."""
     for lease in list(_held):
         lease.release()
-
-
-def kernel_boot_id() -> str | None:
-    """The kernel's name for its current boot, equal in all containers of a node; None where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or None
-    except OSError:
-        return None
-
-
-def _pid_namespace() -> str:
-    """The kernel's name for the process numbers that this process sees; empty where there is none."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _file_system_identity(descriptor: int) -> tuple[int, int]:
-    """Two numbers that differ between any two mounted file systems of a kernel: device and file system id."""
-    return os.fstat(descriptor).st_dev, os.fstatvfs(descriptor).f_fsid
 
 
 def _watch_seconds(root: Path) -> float:
@@ -398,19 +376,6 @@ def _read(path: Path) -> Holder | None:
 
 def _open(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock an open file. False where the file system has no locks; BlockingIOError where another run has the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EACCES:
-            raise BlockingIOError(error.errno, error.strerror) from None
-        if error.errno not in _NO_LOCKS_HERE:
-            raise
-        return False
-    return True
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

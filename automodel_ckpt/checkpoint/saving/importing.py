@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.inside import is_hollow, read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run import resume, upkeep
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
@@ -127,9 +127,12 @@ def run_import(planned: Import) -> Path:
     run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
     try:
         run.hold()
+        upkeep.recover(run.root)
     except OSError as error:
+        run.release()
         raise as_failure(error, "importing", run.root) from error
     try:
+        _refuse_overtaking(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
     finally:
         run.release()

@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.export import input as export_input
 from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
+from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
@@ -477,7 +478,7 @@ def test_what_killed_exports_left_is_cleared_and_what_is_in_use_is_not(tmp_path:
     (left / "model-00001-of-00001.safetensors").write_bytes(b"half")
     used.mkdir()
     os.rename(output, output.parent / f".consolidated.previous-{'c' * 32}")
-    with export_publish._locked(used):
+    with owned(used):
         consolidate(tmp_path / "c", log=lambda _: None)
         assert used.exists() and not left.exists()
     assert len(loaded(output)) == 1

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.gguf_llama import name_faults, read_llama, rotary_order
 from automodel_ckpt.checkpoint.export.gguf_tokenizer import tokenizer_keys
+from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.llamas import LLAMA_3_ROPE, llama_checkpoint
@@ -84,6 +85,23 @@ def test_other_sources_and_a_cast_give_the_same_file(tmp_path: Path, capsys: Cap
     one, other = (gguf.GGUFReader(tmp_path / name) for name in "ab")
     assert [(t.name, t.data.tobytes()) for t in one.tensors] == [(t.name, t.data.tobytes()) for t in other.tensors]
     assert whole.is_dir() and sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "hf"]
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_and_what_is_in_use_stays(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
+    target = tmp_path / "out" / "m.gguf"
+    target.parent.mkdir()
+    killed, used = (target.with_name(f".m.gguf.staging-{digit * 32}") for digit in "ab")
+    other = target.with_name(f".n.gguf.staging-{'a' * 32}")
+    for path in (killed, used, other):
+        path.write_bytes(b"half")
+    with owned(used):
+        assert main(["export", str(tmp_path / "c"), "--to", "gguf", "-o", str(target)]) == 0
+    assert "left by an interrupted export" in capsys.readouterr().err
+    assert {path.name for path in target.parent.iterdir()} == {"m.gguf", used.name, other.name}
 
 
 def test_a_damaged_shard_yields_no_file(tmp_path: Path, capsys: Capture) -> None:

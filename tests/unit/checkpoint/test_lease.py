@@ -202,7 +202,7 @@ def at_the_first_lock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None
             action()
         real(descriptor, operation)
 
-    monkeypatch.setattr(lease.fcntl, "flock", lock)
+    monkeypatch.setattr(fcntl, "flock", lock)
 
 
 def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
@@ -257,7 +257,7 @@ def test_where_there_are_no_locks_the_beat_alone_decides(tmp_path: Path, monkeyp
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "no locks")
 
-    monkeypatch.setattr(lease.fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     Lease(tmp_path, watch_seconds=0.3).release()
     alive = Lease(tmp_path, beat_seconds=0.05)
     with pytest.raises(RecipeError, match="another run is alive"):

@@ -206,8 +206,10 @@ def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(tmp_pa
     source = hugging_face(tmp_path / "source", weights())
     assert main(["import", str(source), str(tmp_path / "run"), "--step", "30"]) == 3
     assert "weights alone would become the newest" in capsys.readouterr().err
+    killed = tmp_path / "run" / f".epoch_0_step_0.staging-{'0' * 32}"
+    killed.mkdir()  # an import that was killed
     imported(capsys, source, tmp_path / "run")
-    assert os.readlink(tmp_path / "run" / "LATEST") == "epoch_0_step_20"
+    assert os.readlink(tmp_path / "run" / "LATEST") == "epoch_0_step_20" and not killed.exists()
 
 
 def test_a_negative_step_is_refused(tmp_path: Path, capsys: Capture) -> None:

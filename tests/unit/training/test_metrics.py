@@ -52,6 +52,18 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
     assert steps(path) == [1, 2]
 
 
+@pytest.mark.parametrize("tail", [b"", b'{"step": 9, "lo', b"\0\0\0\0"])
+def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "training.jsonl"
+    assert not JsonlLog(path).drop_torn_line()
+    filled(path, 2).close()
+    whole, inode = path.read_bytes(), path.stat().st_ino
+    with open(path, "ab") as file:
+        file.write(tail)
+    assert JsonlLog(path).drop_torn_line() is bool(tail)
+    assert path.read_bytes() == whole and (path.stat().st_ino == inode) is not bool(tail)
+
+
 def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "training.jsonl"
     filled(path, 2).close()
