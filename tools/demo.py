@@ -7,6 +7,7 @@ should be.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -279,6 +280,14 @@ def prepare() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def activation() -> str:
+    """The script that activates this environment, quoted for a shell; relative if it is below the current directory."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    with contextlib.suppress(ValueError):
+        script = script.relative_to(Path.cwd())
+    return shlex.quote(str(script))
+
+
 def main() -> None:
     start = time.monotonic()
     say(f"Every line that starts with $ is a command that you can run yourself, in {ROOT}.")
@@ -291,6 +300,7 @@ def main() -> None:
     export_and_generate()
     heading(f"Done in {time.monotonic() - start:.0f} seconds")
     say("A run that was killed and resumed gave the same losses and the same weights as one that was left alone.")
+    say(f"To use ckpt-train and ckpt in this shell: source {activation()}")
     say(f"Look around in {RUNS}/. Then: your own recipe from {RECIPE}, `ckpt-train --help`, README.md.")
 
 

@@ -4,6 +4,7 @@ does not hold."""
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ def test_the_demo_runs_to_its_end(
     assert "all 30 steps agree in epoch, loss, grad_norm" in said
     assert "the exported weights are the same bytes" in said
     assert "transformers loaded the export" in said
+    assert re.search(r"in this shell: source \S+/bin/activate\n", said)
 
 
 @pytest.mark.timeout(300)

@@ -124,14 +124,70 @@ def modules_found_by(python: Path) -> list[str]:
     return found
 
 
-def test_the_installed_wheel_finds_its_recipes_and_both_commands_answer(built: Built, tmp_path: Path) -> None:
-    bin_directory = make_venv(tmp_path / "venv")
-    pip_install(bin_directory, built.wheel)
-    target, *files = modules_found_by(bin_directory / "python")
+PYTHON = """#!/bin/bash
+# python3 as the README's lines see it: an environment made with it finds the packages of the tests' environment.
+test "$1 $2" = "-m venv" && {python} -m venv --without-pip "$3" && {{
+  echo {libraries} > "$3"/lib/{version}/site-packages/libraries.pth
+  printf '#!/bin/bash\\nexec {python} -m pip --python "%s/bin/python" "$@"\\n' "$3" > "$3"/bin/pip
+  chmod +x "$3"/bin/pip
+}}
+"""
+LOGIN = """#!/bin/bash
+# hf as the README's lines see it: it would ask for a token.
+exec {hf} "$@" --help
+"""
+IN_AN_EMPTY_DIRECTORY = """
+cd "$EMPTY" && test -z "$(ls -A)"
+cp "$RECIPE" RECIPE.yaml
+ckpt-train RECIPE.yaml --print-config
+ckpt --help
+echo "$VIRTUAL_ENV"
+"""
+
+
+def install_lines() -> list[str]:
+    """The commands of the README's section on installing."""
+    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("## Train\n")[0]
+    return [line.strip() for line in section.splitlines() if line.startswith("    ")]
+
+
+def shims(directory: Path) -> Path:
+    """Programs that the README's lines call, as they have to be where there is no network."""
+    directory.mkdir()
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    libraries = sysconfig.get_path("purelib")
+    python = PYTHON.format(python=sys.executable, libraries=libraries, version=version)
+    for name, text in (("python3", python), ("hf", LOGIN.format(hf=Path(sys.executable).with_name("hf")))):
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    return directory
+
+
+def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(built: Built, tmp_path: Path) -> None:
+    lines = install_lines()
+    assert len(lines) == 4
+    (tmp_path / "home").mkdir()
+    (tmp_path / "empty").mkdir()
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1"}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")},
+        **offline,
+        "HOME": str(tmp_path / "home"),
+        "PATH": f"{shims(tmp_path / 'shims')}:/usr/bin:/bin",
+        "EMPTY": str(tmp_path / "empty"),
+        "RECIPE": str(built.source / "examples" / "llm_finetune" / "tiny_llama_python_docs.yaml"),
+    }
+    script = "\n".join(["set -e", *lines, IN_AN_EMPTY_DIRECTORY])
+    shell = ["bash", "-c", script]
+    done = subprocess.run(shell, cwd=built.source, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "usage: hf auth login" in done.stdout.replace("Usage", "usage")
+    assert "max_steps: 60" in done.stdout
+    assert "usage: ckpt " in done.stdout
+    environment_made = Path(done.stdout.splitlines()[-1])
+    target, *files = modules_found_by(environment_made / "bin" / "python")
     assert target == "automodel_ckpt.recipes.llm_finetune:LLMFinetune"
-    assert all(Path(file).is_relative_to(tmp_path / "venv") for file in files)
-    assert "usage: ckpt-train" in run(bin_directory / "ckpt-train", "--help", cwd=tmp_path)
-    assert "usage: ckpt " in run(bin_directory / "ckpt", "--help", cwd=tmp_path)
+    assert all(Path(file).is_relative_to(tmp_path / "home") for file in files)
 
 
 def test_an_editable_install_finds_the_recipes_through_the_link(built: Built, tmp_path: Path) -> None:
