@@ -23,11 +23,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
         "import", help="another program's checkpoint as one of ours",
-        description="Take the weights of a plain DCP directory, Hugging Face files, safetensors shards or a checkpoint "
-        "of NeMo AutoModel into a run directory, as a complete checkpoint that a recipe can start from. Nothing in the "
-        "source is executed or changed; what is left out is named.",
+        description="Take the weights of a plain DCP directory, Hugging Face files, a safetensors file or shards, or a "
+        "checkpoint of NeMo AutoModel into a run directory, as a complete checkpoint that a recipe can start from. "
+        "Nothing in the source is executed or changed; what is left out is named.",
     )  # fmt: skip
-    command.add_argument("source", metavar="SOURCE", help="the other program's directory")
+    command.add_argument("source", metavar="SOURCE", help="the other program's directory, or a .safetensors file")
     command.add_argument("run", nargs="?", default="checkpoints", metavar="RUN", help="default: checkpoints")
     command.add_argument("--step", type=int, default=0, metavar="S", help="of the checkpoint's name (default: 0)")
     command.add_argument("--epoch", type=int, default=0, metavar="E", help="of the checkpoint's name (default: 0)")

@@ -173,7 +173,7 @@ MISTAKES = {
         ("--model.attn_implementation=flash_attention_2",), r"FlashAttention[\s\S]*attn_implementation to sdpa"
     ),
     "a file to begin with": Mistake(
-        ("--init_from={path: '@/a.safetensors'}",), "a file, not a directory", {"a.safetensors": ""}, EXIT_UNUSABLE
+        ("--init_from={path: '@/a.safetensors'}",), "not a usable safetensors", {"a.safetensors": ""}, EXIT_UNUSABLE
     ),
     "weights to begin with": Mistake(("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE),
 }  # fmt: skip

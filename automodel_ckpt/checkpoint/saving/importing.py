@@ -37,6 +37,7 @@ from automodel_ckpt.checkpoint.sources.foreign import DCP, HF, SHARDS, kinds_in,
 from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.unsupported import unsupported_directory
 from automodel_ckpt.checkpoint.sources.weights import Tensors, open_weights
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.wording import others_text, values_text
@@ -53,6 +54,7 @@ _MAX_SIDE_BYTES = 128 << 20
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RECIPE_BYTES = 1 << 20
 _WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA, layout.EXPORT_MANIFEST)
+SINGLE = "a safetensors file"
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 _REMEDY = "name a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
@@ -94,7 +96,8 @@ def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import
     Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` where there are no weights of a known
     form, or not in order.
     """
-    source = Path(os.path.realpath(source.expanduser()))
+    source = source.expanduser()
+    source = Path(os.path.realpath(source.parent), source.name) if source.is_file() else Path(os.path.realpath(source))
     try:
         return _prepared(source, run, layout.CheckpointName(step=step, epoch=epoch))
     except OSError as error:
@@ -103,17 +106,21 @@ def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import
 
 
 def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
-    directory, kind = _located(source)
-    weights = open_weights(directory).modules[MODEL]
+    if source.is_file():
+        directory, kind, weights = source.parent, SINGLE, open_weights(source).modules[MODEL]
+    else:
+        directory, kind = _located(source)
+        weights = open_weights(directory).modules[MODEL]
     _refuse_hollow(weights)
     _refuse_taken(run / str(name))
     _refuse_overtaking(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
-    side = _side_files(source, directory)
+    place = directory if kind == SINGLE else source
+    side = _side_files(place, directory)
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
-        source, kind, weights, plan, side, dict(_recipe(source)), losses_in(source), run, name,
+        source, kind, weights, plan, side, dict(_recipe(place)), losses_in(place), run, name,
         tuple(_left_out(source, directory, kind, weights)),
     )  # fmt: skip
 
@@ -144,7 +151,9 @@ def run_import(planned: Import) -> Path:
 def _located(source: Path) -> tuple[Path, str]:
     """The directory of the weights, and its kind in words. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
-        raise _unusable("there is no such directory to import", source, "not a directory")
+        raise _unusable("there is nothing to import", source, "no file or directory has this name")
+    if unsupported := unsupported_directory(source):
+        raise unsupported.error(source)
     if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(source.parent / layout.MANIFEST):
         raise CheckpointUnusable(
             "this is a checkpoint of ours: there is nothing to import", where=str(source), value=layout.MANIFEST,
@@ -248,7 +257,7 @@ def _recipe(source: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Iterator[str]:
-    for name, other in kinds_in(source).items():
+    for name, other in kinds_in(source).items() if source.is_dir() else ():
         if (source / name).resolve() != directory.resolve():
             yield f"{name}: {other}"
     if kind == DCP:

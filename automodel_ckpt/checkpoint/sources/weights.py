@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
 from automodel_ckpt.checkpoint.sources.hugging_face import is_hf_directory
-from automodel_ckpt.checkpoint.sources.opening import MODEL, open_source
+from automodel_ckpt.checkpoint.sources.opening import MODEL, SHARDING_INFO, open_source
+from automodel_ckpt.checkpoint.sources.unsupported import file_format, unsupported_directory
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
@@ -45,6 +46,8 @@ class Weights:
     modules: Mapping[str, Tensors]
     checkpoint: Path | None = None
     export: ExportManifest | None = None
+    files: frozenset[str] = frozenset()
+    """Of Hugging Face files, the names of those that were opened."""
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, where there is one: :class:`CheckpointUnusable`."""
@@ -53,7 +56,7 @@ class Weights:
             manifest = Manifest.read(self.checkpoint)
             problems = verify(self.checkpoint, manifest, level, rank=rank, num_ranks=num_ranks)
         elif self.export is not None:
-            used = {*_file_names(self.export.directory), layout.HF_INDEX}
+            used = {*self.files, layout.HF_INDEX}
             problems = self.export.problems(only=used, level=level, rank=rank, num_ranks=num_ranks)
         if problems:
             raise CheckpointUnusable.all_of(problems)
@@ -61,19 +64,50 @@ class Weights:
 
 def open_weights(path: str | os.PathLike[str]) -> Weights:
     """The weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one, a
-    module's directory in one, bare shards, or a directory of Hugging Face files.
+    module's directory in one, bare shards, a directory of Hugging Face files, or a single .safetensors file.
 
     Reads manifests and headers only. Raises :class:`CheckpointUnusable` where there are none, or not in order.
     """
-    found = _resolved(Path(path).expanduser())
+    if (whole := Path(path).expanduser()).is_file() and not _is_pointer(whole):
+        return open_file(whole)
+    found = _resolved(whole)
     if os.path.lexists(found / layout.MANIFEST):
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
     if is_hf_directory(found, follow_links=True):
         export = find_export_manifest(found, follow_links=True)
-        return Weights(found, {MODEL: _hugging_face(found, export)}, export=export)
+        names = _file_names(found, export)
+        return Weights(found, {MODEL: _hugging_face(found, names, export)}, export=export, files=frozenset(names))
+    if unsupported := unsupported_directory(found):
+        raise unsupported.error(found)
     return Weights(found, {MODEL: _opened(found)})
+
+
+def open_file(path: Path) -> Weights:
+    """The weights in a single .safetensors file, which is a whole model's.
+
+    Raises :class:`CheckpointUnusable` for a file of another format, by its name, and for a part of a model.
+    """
+    try:
+        if unsupported := file_format(path):
+            raise unsupported.error(path)
+    except OSError as error:
+        raise _unusable("the file cannot be read", path, error.strerror) from error
+    directory = Path(os.path.realpath(path.parent))
+    export = find_export_manifest(directory, follow_links=True)
+    if (directory / layout.HF_INDEX).is_file() and len(names := _file_names(directory, export)) > 1:
+        raise _unusable("this file is a part of a model", path, f"one of {len(names)}: name the directory")
+    if SHARDING_INFO in read_header(_real(path)).metadata:
+        raise _unusable("this file is a rank's shard of a model", path, "name the directory of the shards")
+    if path.name == layout.ADAPTER_MODEL:
+        raise _unusable("this file is an adapter, not a model", path, "name its directory")
+    names = [path.name]
+    return Weights(path, {MODEL: _hugging_face(directory, names, export)}, export=export, files=frozenset(names))
+
+
+def _is_pointer(path: Path) -> bool:
+    return path.name.removesuffix(".txt") in layout.POINTERS
 
 
 def _resolved(path: Path) -> Path:
@@ -114,11 +148,11 @@ def _opened(directory: Path) -> Tensors:
     return Tensors(source.root, source.tensors, source.tied)
 
 
-def _hugging_face(directory: Path, export: ExportManifest | None) -> Tensors:
-    """The tensors of the files that the index names, or of all, with the digests of the *export* that they are. Links
-    are followed: the Hub's cache is made of them."""
+def _hugging_face(directory: Path, names: Iterable[str], export: ExportManifest | None) -> Tensors:
+    """The tensors of the files *names*, with the digests of the *export* that they belong to. Links are followed: the
+    Hub's cache is made of them."""
     tensors: dict[str, Tensor] = {}
-    for name in _file_names(directory, export):
+    for name in names:
         real = _real(directory / name)
         if not real.is_file():
             raise _unusable("a file of weights is missing", directory / name, "the index names it")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,6 +24,7 @@ from automodel_ckpt.checkpoint.saving import importing
 from automodel_ckpt.checkpoint.sources.weights import open_weights
 from automodel_ckpt.checkpoint.verify import verify_deep
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
 from tests.support.shards import bits, checkpoint_in
 
@@ -189,7 +192,7 @@ def config_link(path: Path) -> Path:
     ("make", "said"),
     [
         (lambda path: checkpoint_in(path, 20), "checkpoint of ours"), (adapter, "init_from.path"), (pickled, "pickle"),
-        (lambda path: path, "no such directory"), (taken, "already"), (config_link, "symbolic link leads out"),
+        (lambda path: path, "nothing to import"), (taken, "already"), (config_link, "symbolic link leads out"),
         (lambda path: path.mkdir() or path, "it is empty"),
     ],
 )  # fmt: skip
@@ -198,6 +201,97 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(
 ) -> None:
     assert said in refused(capsys, make(tmp_path / "source"), tmp_path / "run")
     assert not any(path.name.startswith(".epoch") for path in (tmp_path / "run").glob("*"))
+
+
+def megatron(path: Path) -> Path:
+    path.mkdir()
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    for name in (".metadata", "__0_0.distcp"):
+        (path / name).write_bytes(b"x")
+    torch.save({"args": 1}, path / "common.pt")
+    return path
+
+
+def megatron_run(path: Path) -> Path:
+    path.mkdir()
+    megatron(path / "iter_0000010")
+    (path / "latest_checkpointed_iteration.txt").write_text("10")
+    return path
+
+
+def megatron_ranks(path: Path) -> Path:
+    (path / "mp_rank_00_000").mkdir(parents=True)
+    torch.save({}, path / "mp_rank_00_000" / "model_optim_rng.pt")
+    return path
+
+
+def nemo_2(path: Path) -> Path:
+    (path / "context").mkdir(parents=True)
+    megatron(path / "weights")
+    return path
+
+
+@pytest.mark.parametrize("make", [megatron, megatron_run, megatron_ranks, nemo_2])
+def test_checkpoints_of_megatron_are_named_and_refused(
+    tmp_path: Path, capsys: Capture, make: Callable[[Path], Path]
+) -> None:
+    source = make(tmp_path / "source")
+    text = refused(capsys, source, tmp_path / "run")
+    assert "Megatron" in text and "convert it" in text and not (tmp_path / "run").exists()
+    with pytest.raises(CheckpointUnusable, match="Megatron"):
+        open_weights(source)
+
+
+def torch_file(path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, path)
+
+
+def old_torch_file(path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+
+
+def nemo_file(path: Path) -> None:
+    (path.parent / "model_config.yaml").write_text("x: 1")
+    with tarfile.open(path, "w") as archive:
+        archive.add(path.parent / "model_config.yaml", "model_config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "said"),
+    [
+        ("m.pt", torch_file, "archive of torch.save"), ("pytorch_model.bin", torch_file, "can run code"),
+        ("epoch=3.ckpt", torch_file, "archive of torch.save"), ("m.pth", old_torch_file, "a pickle"),
+        ("m.nemo", nemo_file, ".nemo"), ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "llama.cpp"),
+        ("m.npz", lambda path: np.savez(path, w=np.ones(2)), "NumPy"),
+        ("m.h5", lambda path: path.write_text("x"), "unknown"),
+        ("empty.pt", lambda path: path.write_bytes(b""), "unknown"),
+        ("m.safetensors", lambda path: path.write_bytes(b"\x05"), "too few for a header"),
+    ],
+)  # fmt: skip
+def test_a_single_file_is_refused_by_the_name_of_its_format(
+    tmp_path: Path, capsys: Capture, name: str, write: Callable[[Path], object], said: str
+) -> None:
+    write(tmp_path / name)
+    assert said in refused(capsys, tmp_path / name, tmp_path / "run")
+    with pytest.raises(CheckpointUnusable) as raised:
+        open_weights(tmp_path / name)
+    assert said in str(raised.value)
+
+
+def test_a_single_safetensors_file_is_imported_with_what_is_beside_it(tmp_path: Path, capsys: Capture) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(weights(), source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    document = imported(capsys, source / "model.safetensors", tmp_path / "run")
+    assert document["kind"] == "a safetensors file" and document["has_config"]
+    found = stored(tmp_path / "run" / "epoch_0_step_0")
+    assert found.keys() == weights().keys() and all(bits(found[n]).tobytes() == bits(t).tobytes()
+                                                    for n, t in weights().items())  # fmt: skip
+    hugging_face(tmp_path / "parts", weights())
+    assert "a part of a model" in refused(capsys, tmp_path / "parts" / "a.safetensors", tmp_path / "run2")
+    shard = AUTOMODEL / "safetensors" / "epoch_0_step_1" / "model"
+    assert "a rank's shard" in refused(capsys, next(shard.glob("*.safetensors")), tmp_path / "run2")
 
 
 def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(tmp_path: Path, capsys: Capture) -> None:
