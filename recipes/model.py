@@ -23,6 +23,7 @@ from automodel_ckpt.distributed.parallelize import (
     reshard,
 )
 from automodel_ckpt.distributed.sizes import choose_strategy
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
 from automodel_ckpt.models.build import (
     base_directory,
@@ -85,10 +86,17 @@ class ModelBuilding(Steps):
     def router_settings(self, model: nn.Module) -> RouterSettings | None:
         """The settings of the router's loss; None for a model without one, or where ``model.router_aux_loss`` is false.
 
-        Raises :class:`RecipeError` for pipeline stages.
+        Raises :class:`RecipeError` for pipeline stages, and for ``micro_batch`` with a model that has no such loss.
         """
         settings, section = router_settings(model), self.config.model
         if settings is None:
+            if isinstance(section, ModelConfig) and section.router_aux_loss == "micro_batch":
+                raise RecipeError(
+                    "router_aux_loss has no effect: this model computes no router logits",
+                    where="model.router_aux_loss",
+                    value=section.router_aux_loss,
+                    remedy="set output_router_logits: true in the model's config, or remove the key",
+                )
             return None
         if isinstance(section, ModelConfig) and not section.router_aux_loss:
             self.forward_options = {**self.forward_options, "output_router_logits": False}

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -18,6 +18,7 @@ from automodel_ckpt.cli.topology import num_joined
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
@@ -79,9 +80,12 @@ def run(line: CommandLine) -> int:
 def _run_recipe(line: CommandLine) -> int:
     _refuse_no_directory()
     path = _recipe_path(line)
-    loaded = load_recipe(path, line.overrides, problems=line.problems)
+    check = None if "print_config" in line.modes else _early_check(line)
+    loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
     refuse_stray_modes(line)
     if "print_config" in line.modes:
+        if loaded.problems:
+            raise RecipeError.all_of(loaded.problems)
         print(loaded.explain(), end="")
         return EXIT_DONE
     raise_file_limit()
@@ -104,6 +108,18 @@ def _run_recipe(line: CommandLine) -> int:
     from automodel_ckpt.cli.launch import launch
 
     return launch(loaded, line.flags, lambda: targets.prepare(loaded, trust))
+
+
+def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
+    """What can be checked in a recipe's tree without torch, besides its schema: to be reported with the rest."""
+
+    def check(root: Node) -> list[Problem]:
+        from automodel_ckpt.cli.data_files import missing_data_files
+        from automodel_ckpt.config.targets import Trust, untrusted_names
+
+        return [*untrusted_names(root, Trust(line.flags.trust)), *missing_data_files(root)]
+
+    return check
 
 
 def _refuse_no_directory() -> None:

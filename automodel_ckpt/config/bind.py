@@ -144,7 +144,7 @@ class Binder:
         is_plug_in = section is None and target_type(alternatives) is not None
         if type(None) in alternatives and (section or is_plug_in):
             on = "give it a _target_" if is_plug_in else "write {} for its defaults"
-            self._note(f"{key} has no content", node, "", f"{on}, or null to leave it out")
+            self.note(f"{key} has no content", node, "", f"{on}, or null to leave it out")
             return False
         if section:
             node.value = {}
@@ -182,7 +182,7 @@ class Binder:
         node = section.value.get(field.name)
         if node is None:
             if default == MISSING or getattr(default, "_target_", "") == MISSING:
-                self._note(f"{full_key} is missing", section, "", f"add {full_key}: {describe(members(annotation))}")
+                self.note(f"{full_key} is missing", section, "", f"add {full_key}: {describe(members(annotation))}")
                 return INVALID
             node = section.value[field.name] = default_node(field, annotation)
         elif isinstance(default, list | tuple):
@@ -245,7 +245,7 @@ class Binder:
             text = resolve(node.value)
             return typed("null" if text is None else text, alternatives, quoted=node.quoted and text is not None)
         except ReferenceFailed as error:
-            self._note(f"{key}: {error}", node, node, error.remedy)
+            self.note(f"{key}: {error}", node, node, error.remedy)
         except ValueError:
             remedy = ""
             if node.is_null and str in alternatives:
@@ -257,7 +257,7 @@ class Binder:
         try:
             return cls(**values)
         except ValueError as error:  # a custom recipe's section may check itself in __post_init__
-            self._note(f"{key}: {error}", node, "", "correct the section")
+            self.note(f"{key}: {error}", node, "", "correct the section")
             return INVALID
 
     def _relate(self, relation: Relation, values: dict[str, Any], section: Node, key: str) -> None:
@@ -269,7 +269,7 @@ class Binder:
         given = [node for node in nodes.values() if node is not None and node.origin != DEFAULT]
         value = ", ".join(f"{name}: {node}" for name, node in nodes.items())
         what = f"{key}: {relation.says}" if key else relation.says
-        self._note(what, given[0] if given else section, value, relation.remedy)
+        self.note(what, given[0] if given else section, value, relation.remedy)
 
     def _check_effect(
         self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str
@@ -283,7 +283,7 @@ class Binder:
         for name in condition.keys:
             node = section.at(name)
             if node is not None and is_changed(cls, values, name):
-                self._note(f"{join(key, name)} has no effect: {condition.says}", node, node, condition.remedy)
+                self.note(f"{join(key, name)} has no effect: {condition.says}", node, node, condition.remedy)
 
     def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
@@ -292,16 +292,17 @@ class Binder:
         elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
         meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
         remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists every key"
-        self._note(f"unknown key {join(key, name)}", node, node, remedy)
+        self.note(f"unknown key {join(key, name)}", node, node, remedy)
 
     def _refuse(self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = "") -> Any:
         meant = closest(str(node.value), listed)
         if meant:
             remedy = f"did you mean {meant}?"
-        self._note(f"{key} must be {expected}", node, node, remedy or "change it, or remove the key for its default")
+        self.note(f"{key} must be {expected}", node, node, remedy or "change it, or remove the key for its default")
         return INVALID
 
-    def _note(self, what: str, node: Node, value: object, remedy: str) -> None:
+    def note(self, what: str, node: Node, value: object, remedy: str) -> None:
+        """Add a problem, without showing what a reference to the environment resolved to."""
         hidden = isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
         shown = f"{value} (resolved, not shown)" if hidden else str(value)
         self.problems.append(Problem(what, node.origin, shown, remedy))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.config.bind import Binder, closest, join
+from automodel_ckpt.config.builders import builder_problems, needs_import
 from automodel_ckpt.config.nodes import Node, is_stream, lines, read_file
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
@@ -30,6 +31,9 @@ class LoadedRecipe:
     path: Path
     tree: Node
     overrides: tuple[Override, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    """Mistakes in the arguments of plug-ins that were found already, to be reported with those that show when the other
+    plug-ins are imported (:func:`targets.check_targets`)."""
 
     @property
     def directory(self) -> Path:
@@ -58,11 +62,13 @@ def load_recipe(
     *,
     schema: type[RecipeConfig] | None = None,
     problems: Sequence[Problem] = (),
+    check: Callable[[Node], Iterable[Problem]] | None = None,
 ) -> LoadedRecipe:
     """Read, override and check a recipe; no torch is imported and no code of the recipe runs.
 
     Without a ``schema`` the top-level sections of a custom recipe are left to :func:`targets.prepare`, which knows its
-    dataclass. ``problems`` found before are reported together with those found here.
+    dataclass. ``problems`` found before are reported together with those found here, and with what ``check`` finds in
+    the recipe's tree.
 
     Raises:
         RecipeError: with all problems of file and overrides.
@@ -79,25 +85,37 @@ def load_recipe(
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")
-    if found:
-        raise RecipeError.all_of(found)
+    of_plugins = [*builder_problems(root, binder.schema), *(check(root) if check is not None else ())]
+    if found or (of_plugins and not needs_import(root)):
+        raise RecipeError.all_of(distinct([*found, *of_plugins]))
     settle(root, config, with_arguments=False)
-    return LoadedRecipe(config, path, root, tuple(overrides))
+    return LoadedRecipe(config, path, root, tuple(overrides), tuple(of_plugins))
+
+
+def distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems without those that say the same of the same place."""
+    return list({(problem.where, problem.what): problem for problem in reversed(list(problems))}.values())[::-1]
 
 
 def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
-    """Whether the recipe is code of somebody else; a misspelt registered name is noted."""
+    """Whether the recipe is the user's own code; a misspelled registered name is noted.
+
+    The sections of a recipe that is not known are checked as those of the registered recipe that was probably meant,
+    or of this package's, so that a misspelled name hides no other mistake.
+    """
     node = root.at("recipe")
     if node is None or not isinstance(node.value, str) or is_reference(node.value) or node.is_null:
         return False
     names = registered()
-    if is_name(node.value) and node.value not in names:
-        meant = closest(node.value, names)
+    name = node.value
+    if is_name(name) and name not in names:
+        meant = closest(name, names)
         remedy = (
             f"did you mean {meant}?" if meant else f"known: {', '.join(names)}; or package.module.Class, file.py:Class"
         )
-        problems.append(Problem("no recipe has this name", node.origin, node.value, remedy))
-    return not names.get(node.value, "").startswith("automodel_ckpt.")
+        problems.append(Problem("no recipe has this name", node.origin, name, remedy))
+        name = meant or "llm_finetune"
+    return not names.get(name, "").startswith("automodel_ckpt.")
 
 
 def _missing_file(path: Path) -> Problem:

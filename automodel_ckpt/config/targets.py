@@ -23,9 +23,10 @@ from typing import Any
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.allowlist import CUSTOM
 from automodel_ckpt.config.bind import INVALID, REMOTE_CODE, Binder, closest, join
-from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.builders import missing_argument, unknown_argument
+from automodel_ckpt.config.load import LoadedRecipe, distinct, load_recipe
 from automodel_ckpt.config.nodes import Node
-from automodel_ckpt.config.references import is_reference
+from automodel_ckpt.config.references import ReferenceFailed, is_reference
 from automodel_ckpt.config.references import resolve as resolve_reference
 from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import OptionsGroup, RecipeConfig, Target, own_keys
@@ -252,23 +253,31 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> None:
     checker = _Checker(loaded, trust)
     for key, target, supplied in _targets(loaded.config):
         checker.check(key, target, supplied, allowlist.purpose_of(key, _SECTIONS))
-    if checker.problems:
-        raise RecipeError.all_of(checker.problems)
+    if problems := distinct([*loaded.problems, *checker.problems]):
+        raise RecipeError.all_of(problems)
     settle(loaded.tree, loaded.config, with_arguments=True)
 
 
 def _check_names(loaded: LoadedRecipe, trust: Trust) -> None:
     """Check everything that is known before code is imported. Raises :class:`RecipeError`."""
+    problems = untrusted_names(loaded.tree, trust)
+    if REMOTE_CODE not in trust.names:
+        problems += _remote_code(loaded)
+    if problems:
+        raise RecipeError.all_of(distinct([*loaded.problems, *problems]))
+
+
+def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
+    """The ``_target_`` names in a recipe's tree that may not be used; nothing is imported."""
     problems: list[Problem] = []
-    for key, node, purpose in _names(loaded.tree, trust):
+    for key, node, purpose in _names(tree, trust):
         try:
             check_name(resolve_reference(str(node.value)) or "", trust, purpose)
         except Refused as error:
             problems.append(_problem(key, error, node))
-    if REMOTE_CODE not in trust.names:
-        problems += _remote_code(loaded)
-    if problems:
-        raise RecipeError.all_of(problems)
+        except ReferenceFailed:  # the schema's check reports it
+            continue
+    return problems
 
 
 def _names(node: Node, trust: Trust, key: str = "", purpose: str | None = None) -> Iterator[tuple[str, Node, str]]:
@@ -373,9 +382,7 @@ class _Checker:
             if isinstance(group, OptionsGroup):
                 self._options(target, group, parameters, hints, takes_any, join(key, "groups", str(number)))
         for name in [name for name, needed in parameters.items() if needed and name not in given]:
-            where = self.tree.at(key)
-            what = f"{join(key, name)} is missing: {target._target_} cannot be called without it"
-            self.problems.append(Problem(what, where.origin if where else "", "", f"add {join(key, name)}"))
+            self.problems.append(missing_argument(key, target._target_, name, self.tree.at(key)))
 
     def _options(
         self, target: Target, group: OptionsGroup, parameters: dict[str, bool], hints: dict[str, Any],
@@ -416,10 +423,7 @@ class _Checker:
             self.check(inner_key, plug_in, supplied, inner)
 
     def _unknown(self, target: Target, key: str, name: str, node: Node, parameters: dict[str, bool]) -> None:
-        meant = closest(name, parameters)
-        takes = ", ".join(parameters) or "no keywords"
-        remedy = f"did you mean {join(key, meant)}?" if meant else f"{target._target_} takes {takes}"
-        self.problems.append(Problem(f"unknown key {join(key, name)}", node.origin, str(node), remedy))
+        self.problems.append(unknown_argument(key, target._target_, name, node, parameters))
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -59,8 +59,8 @@ def messages(
     tools_field: str = "tools",
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
-    learn: str = "all",
-    truncation: str = "error",
+    learn: Literal["all", "last"] = "all",
+    truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ def hellaswag(
     path: str | list[str] = "Rowan/hellaswag",
     seq_length: int = 512,
     split: str = "train",
-    truncation: str = "error",
+    truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,

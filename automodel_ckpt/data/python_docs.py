@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -82,7 +82,7 @@ def docstring_pairs(
     tokenizer: PreTrainedTokenizerBase,
     seq_length: int = 256,
     split: str = "train",
-    truncation: str = "right",
+    truncation: Literal["error", "right"] = "right",
     max_samples: int | None = None,
 ) -> TokenizedDataset:
     """Prompt: the signature of a function or class of the standard library. Completion, with labels: its docstring.

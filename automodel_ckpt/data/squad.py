@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +20,7 @@ def squad(
     seq_length: int = 1024,
     split: str = "train",
     no_answer: str | None = None,
-    truncation: str = "error",
+    truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +30,7 @@ def text(
     path: str | list[str],
     seq_length: int = 1024,
     field: str = "text",
-    truncation: str = "error",
+    truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
@@ -64,7 +64,7 @@ def prompt_completion(
     completion_field: str = "completion",
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
-    truncation: str = "error",
+    truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from automodel_ckpt.data.chat import CHOICES, ChatTemplate, read_template
 from automodel_ckpt.data.encode import require_choice
@@ -48,8 +48,8 @@ def conversations(
     images_field: str = "images",
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
-    learn: str = "all",
-    truncation: str = "error",
+    learn: Literal["all", "last"] = "all",
+    truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",

@@ -36,6 +36,9 @@ raise SystemExit(code)
 """
 
 
+MISTAKES = ["recipe.yaml", "--seeed=1", "--dataset.seq_length=1", "--optimizer={_target_: torch.optim.SGD, lr: x}"]
+
+
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -187,6 +190,47 @@ def test_all_mistakes_of_file_and_command_line_are_reported_at_once(
     assert error.count("where: ") == len(pieces)
 
 
+def test_a_misspelled_recipe_name_and_mistakes_in_the_data_hide_nothing(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text("""\
+recipe: llm_finetun
+optimiser: {lr: 1}
+model: {from_config: {model_type: llama}}
+dataset:
+  _target_: automodel_ckpt.data.text.prompt_completion
+  pth: x.jsonl
+  seq_length: 1_0
+  truncation: rigth
+  max_samples: 0
+validation_dataset: {_target_: automodel_ckpt.data.chat.messages, path: [no.jsonl], seq_length: 1}
+optimizer: {_target_: torch.optim.SGD, lr: fast, no_decay: none}
+loss_fn: {_target_: os.system}
+""")
+    error = say(capsys, str(recipe), "--step_scheduler.max_steps=x")
+    pieces = [
+        "no recipe has this name\n  where:  recipe.yaml:1", "unknown key optimiser", "max_steps must be",
+        "unknown key dataset.pth\n  where:  recipe.yaml:6\n  value:  x.jsonl\n  remedy: did you mean dataset.path?",
+        "dataset.seq_length must be a whole number", "dataset.truncation must be error, right", "max_samples must be 1",
+        "dataset.path is missing", "validation_dataset.seq_length must be 2 or more", "optimizer.lr must be a number",
+        "loss_fn: os.system is not trusted",
+        "validation_dataset.path: a data file cannot be read\n  where:  recipe.yaml:10\n  value:  no.jsonl",
+    ]  # fmt: skip
+    assert [piece for piece in pieces if piece not in error] == []
+    assert error.count("where: ") == len(pieces)
+
+
+def test_a_data_file_that_is_missing_is_reported_with_mistakes_in_code_that_has_to_be_imported(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--dataset={_target_: automodel_ckpt.data.text.text, path: no.jsonl}"]
+    words += ["--model={_target_: transformers.AutoModelForCausalLM.from_config, confg: x}"]
+    error = say(capsys, str(recipe), *words)
+    assert "dataset.path: a data file cannot be read\n  where:  --dataset\n  value:  no.jsonl" in error
+    assert error.count("where: ") > 1 and "model.confg" in error
+    assert main([str(recipe), *words, "--print-config"]) == EXIT_DONE, "files may be on another machine"
+
+
 def test_a_missing_recipe_is_named_with_its_neighbours(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = say(capsys, "recipes.yaml")
     assert "there is no such recipe file" in error
@@ -261,13 +305,13 @@ def test_a_mistake_in_a_plug_in_ends_with_the_same_message_before_anything_is_bu
     assert not Path("checkpoints").exists()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["recipe.yaml", "--print-config"], ["recipe.yaml", "--seeed=1"]])
+@pytest.mark.parametrize("words", [["--help"], ["recipe.yaml", "--print-config"], MISTAKES])
 def test_help_config_and_mistakes_need_no_torch_and_less_than_a_second(recipe: Path, words: list[str]) -> None:
     start = seconds_of_children()
     done = subprocess.run([sys.executable, "-c", QUIET, *words], capture_output=True, text=True, check=False)
     assert seconds_of_children() - start < 1
     assert "loaded=[]" in done.stderr
-    assert done.returncode == (EXIT_USAGE if "--seeed=1" in words else EXIT_DONE)
+    assert done.returncode == (EXIT_USAGE if words == MISTAKES else EXIT_DONE)
 
 
 def test_only_one_rank_of_a_machine_reports(

@@ -499,6 +499,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.freeze": Observed(model, "['*embed_tokens*']"),
     "model.activation_checkpointing": Observed(model, "true"),
     "model.vocab_size": Observed(model, "40"),
+    "model.router_aux_loss": Proven(
+        "tests/distributed/test_router_loss.py::test_it_can_be_left_out_or_computed_for_each_micro_batch_and_no_pipeline_drops_it",
+        "micro_batch",
+    ),
     "model.new_tokens": Proven(START + "test_a_larger_tokenizer_gets_room_and_the_export_says_so", "init"),
     "model.allow_missing": Observed(
         model,
@@ -825,6 +829,11 @@ def test_an_export_of_a_model_that_has_none_is_rejected(directory: Path, key: st
     it.recipe.model_config = it.recipe.check_model_config()
     with pytest.raises(RecipeError, match=f"there is nothing to export[\\s\\S]*checkpoint.{key}"):
         it.recipe.check_export(it.recipe.build_assets())
+
+
+def test_a_loss_of_the_router_for_a_model_without_one_is_rejected(directory: Path) -> None:
+    with pytest.raises(RecipeError, match="no router logits"):
+        built(opened(directory, ["--model.router_aux_loss=micro_batch"]))
 
 
 def test_a_run_without_checkpoints_names_the_keys_that_have_no_effect(directory: Path) -> None:

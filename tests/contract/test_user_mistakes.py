@@ -83,9 +83,9 @@ MISTAKES = {
     "a table of uneven rows": texts("a.csv", "text,b\n1,2\n3,4,5\n", r"more values than[\s\S]*a.csv:3[\s\S]*3 val"),
     "no parquet": texts("a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"),
     "a kind of file": texts("a.dat", "x", r"kind of a data file is not known[\s\S]*\*\.jsonl"),
-    "no samples": texts("a.jsonl", '{"text": "a"}\n', "max_samples must be at least 1", "--dataset.max_samples=0"),
+    "no samples": texts("a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0"),
     "no samples streamed": texts(
-        "a.jsonl", '{"text": "a"}\n', "max_samples must be at least 1", "--dataset.max_samples=0", STREAMED
+        "a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0", STREAMED
     ),
     "a template in another encoding": Mistake(
         ("--dataset={_target_: automodel_ckpt.data.chat.messages, path: '@/a.jsonl', chat_template: '@/t'}",),
@@ -97,7 +97,7 @@ MISTAKES = {
     "no image there": images(
         "a.jsonl", r"image cannot be read[\s\S]*a.jsonl:\d[\s\S]*No such file", a__jsonl=IMAGE * 8
     ),
-    "fewer than no images": Mistake(("--dataset.max_samples=-3",), "max_samples must be at least 1", {}, 2, DIGITS),
+    "fewer than no images": Mistake(("--dataset.max_samples=-3",), "max_samples must be 1 or more", {}, 2, DIGITS),
     "weights of no kind": pretrained(r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}),
     "weights cut short": pretrained(r"weights is damaged[\s\S]*base\n", **{"pytorch_model.bin": ""}),
     "a model of no type": pretrained("configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}),
@@ -191,15 +191,17 @@ def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
         recipe.write_text(RECIPE)
     places = (f"--checkpoint.checkpoint_dir={directory}/checkpoints", "--step_scheduler.max_steps=1")
     words = [word.replace("@", str(directory)) for word in (*places, *mistake.overrides)]
-    made = build(recipe, *words, recipe_class=VLMFinetune if recipe == DIGITS else Recipe)
+    made = None
     try:
+        made = build(recipe, *words, recipe_class=VLMFinetune if recipe == DIGITS else Recipe)
         made.setup()
         made.run()
     except BaseException as error:
         code, message = describe(error)
         return code, message if code > 1 else "".join(traceback.format_exception(error))
     finally:
-        made.close()
+        if made is not None:
+            made.close()
     return 0, "nothing was said"
 
 

@@ -216,7 +216,7 @@ def test_an_empty_section_that_the_command_line_fills_is_that_section(tmp_path: 
 @pytest.mark.parametrize("layout", ["null", "adapter", "shards"])
 def test_with_adapters_every_value_of_save_consolidated_is_accepted(tmp_path: Path, value: str, layout: str) -> None:
     words = ["--checkpoint.save_consolidated", value, "--checkpoint.model_layout", layout, "--checkpoint.export_best",
-             "--validation_dataset._target_=automodel_ckpt.data.text.text"]  # fmt: skip
+             "--validation_dataset._target_=automodel_ckpt.data.text.TextDataset"]  # fmt: skip
     loaded = load(tmp_path, "peft: {}\n", *words)
     assert loaded.config.checkpoint.export_best
     assert str(loaded.config.checkpoint.save_consolidated).lower() in (value, "none" if value == "null" else value)
