@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -248,12 +249,11 @@ class Lifecycle:
         """Let the logs end with the step resumed from; without its validation where that is made up for."""
         if scheduler.validation_is_missing:
             self.validation_log.truncate_after(scheduler.step - 1)
+        is_finished = scheduler.is_finished()
         for jsonl in (self.training_log, self.validation_log):
-            if scheduler.is_finished():
-                jsonl.drop_torn_line()
-            else:
-                jsonl.truncate_after(scheduler.step)
-        if not scheduler.is_finished():
+            # A finished run may have gone back to an earlier checkpoint: the lines of its later ones stay.
+            jsonl.truncate_after(math.inf if is_finished else scheduler.step)
+        if not is_finished:
             self._log_resume()
         self._follow_logs()
 

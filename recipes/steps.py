@@ -98,13 +98,18 @@ class Steps(Lifecycle):
         while not self.step_scheduler.is_finished():
             self.run_epoch()
         self.stop_request.on_request = None
-        self.end()
+        if self.last_step is None and self.resumed is not None:
+            self.already_complete()  # no full batch was left of the last epoch
+        else:
+            self.end()
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the run is over."""
         for batch in self.batches(self.dataloader):
             if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
                 self.step_scheduler.end_early()
+                if self.step_scheduler.unsaved:
+                    self.validate_and_save(validate=self.validation_batches is not None, save=True, last=True)
                 return
             control = self.agree_on(batch)
             if control.save_failed:

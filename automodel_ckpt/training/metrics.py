@@ -11,7 +11,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ from automodel_ckpt.on_disk import replace_file
 
 log = logging.getLogger("automodel_ckpt")
 
+_SHOWN_LINES, _SHOWN_BYTES = 5, 200
 PAUSE_SECONDS = 0.1
 """Of steps that take less, several share a write and a look at the memory: each costs more with cold caches."""
 
@@ -80,29 +81,15 @@ class JsonlLog:
             count = self._open().write(self._unwritten)
             self._unwritten = self._unwritten[count:]
 
-    def truncate_after(self, step: int) -> int:
-        """Drop the records of later steps and a torn last line, by an atomic rewrite; returns how many went.
+    def truncate_after(self, step: float) -> int:
+        """Drop the records of later steps and repair the rest, by an atomic rewrite; returns how many lines went.
 
-        Raises :class:`SaveFailed` where that cannot be.
+        Of two records of one step the later one stays, a damaged line goes, and a record without a step stays. All
+        three are logged, with their text; a torn last line, which is what a kill leaves, goes without a message.
+        Raises :class:`SaveFailed` where the file cannot be rewritten.
         """
         with self._failing():
             return self._cut_back(step)
-
-    def drop_torn_line(self) -> bool:
-        """Remove what a killed run left of a line at the end of the file; whether there was anything.
-
-        Raises :class:`SaveFailed` where that cannot be.
-        """
-        with self._failing():
-            self.close()
-            if not os.path.lexists(self.path):
-                return False
-            with os.fdopen(open_regular(self.path), "rb") as file:
-                lines, newline, torn = file.read().rpartition(b"\n")
-            if torn:
-                self._before_writing()
-                replace_file(self.path, lines + newline)
-            return bool(torn)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -116,20 +103,17 @@ class JsonlLog:
                 [os_problem(error, "a log of the run cannot be cut back", remedy=remedy)]
             ) from error
 
-    def _cut_back(self, step: int) -> int:
+    def _cut_back(self, step: float) -> int:
         self.close()
         if not os.path.lexists(self.path):
             return 0
-        kept, num_dropped = [], 0
-        for line, record in _lines(self.path):
-            if record is not None and _step_of(record) <= step:
-                kept.append(line)
-            else:
-                num_dropped += 1
-        if num_dropped:
+        content = _Content(_lines(self.path), step)
+        if content.num_dropped:
             self._before_writing()
-            replace_file(self.path, b"".join(kept))
-        return num_dropped
+            replace_file(self.path, b"".join(content.kept))
+        for message, lines in content.reports():
+            log.warning("%s: %s:%s", self.path, message, _shown(lines))
+        return content.num_dropped
 
     def close(self) -> None:
         with self._lock:
@@ -148,6 +132,59 @@ class JsonlLog:
         return self._file
 
 
+class _Content:
+    """The *lines* of a log, sorted by what becomes of them in a run that goes on after *step*."""
+
+    def __init__(self, lines: Iterable[tuple[bytes, dict[str, Any] | None]], step: float) -> None:
+        self.kept: list[bytes] = []
+        self.num_dropped = 0
+        self._damaged: list[bytes] = []
+        self._duplicates: list[bytes] = []
+        self._without_step: list[bytes] = []
+        places: dict[object, int] = {}
+        for line, record in lines:
+            if record is None or not _is_step(record.get("step", 0)):
+                self.num_dropped += 1
+                self._damaged += [line] if line.endswith(b"\n") else []
+            elif record.get("step", 0) > step:
+                self.num_dropped += 1
+            else:
+                self._keep(line, record, places)
+
+    def _keep(self, line: bytes, record: dict[str, Any], places: dict[object, int]) -> None:
+        """Keep a line, in the place of an earlier one about the same; *places* are those of the lines kept so far."""
+        if "step" not in record:
+            self._without_step.append(line)
+        # A run may be resumed several times from one step: only equal events are the same event.
+        same = line if "event" in record or "step" not in record else (record["step"], frozenset(record))
+        if same in places:
+            self.num_dropped += 1
+            self._duplicates.append(self.kept[places[same]])
+            self.kept[places[same]] = b""
+        places[same] = len(self.kept)
+        self.kept.append(line)
+
+    def reports(self) -> Iterator[tuple[str, list[bytes]]]:
+        """What a user has to know, each with the lines that it is about."""
+        if self._damaged:
+            yield "removed lines that are damaged (the steps they were about have no record now)", self._damaged
+        if self._duplicates:
+            yield "removed lines about steps that a later line is about too", self._duplicates
+        if self._without_step:
+            yield "lines that are not of this run were found and left as they are", self._without_step
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _shown(lines: list[bytes]) -> str:
+    """The first of some lines, shortened and printable, each on a line of its own."""
+    texts = [line[:_SHOWN_BYTES].decode(errors="replace").rstrip() for line in lines[:_SHOWN_LINES]]
+    texts += [f"... and {len(lines) - _SHOWN_LINES} more"] if len(lines) > _SHOWN_LINES else []
+    return "".join(f"\n    {''.join(c if c.isprintable() else '?' for c in text)}" for text in texts)
+
+
 def _line_of(record: dict[str, Any]) -> bytes:
     return json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
 
@@ -162,12 +199,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         except (ValueError, RecursionError):
             record = None
         yield line, record if isinstance(record, dict) and line.endswith(b"\n") else None
-
-
-def _step_of(record: dict[str, Any]) -> float:
-    """0 where there is none; what is no number is of no step that has been."""
-    step = record.get("step", 0)
-    return step if isinstance(step, (int, float)) else math.inf
 
 
 def _finite(value: Any) -> Any:

@@ -55,13 +55,35 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
 @pytest.mark.parametrize("tail", [b"", b'{"step": 9, "lo', b"\0\0\0\0"])
 def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "training.jsonl"
-    assert not JsonlLog(path).drop_torn_line()
+    assert JsonlLog(path).truncate_after(math.inf) == 0
     filled(path, 2).close()
     whole, inode = path.read_bytes(), path.stat().st_ino
     with open(path, "ab") as file:
         file.write(tail)
-    assert JsonlLog(path).drop_torn_line() is bool(tail)
+    assert JsonlLog(path).truncate_after(math.inf) == bool(tail)
     assert path.read_bytes() == whole and (path.stat().st_ino == inode) is not bool(tail)
+
+
+def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "training.jsonl"
+    lines = [
+        '{"step": 1, "loss": 1.0}', '{"step": 2, "loss": 2.0}', '{"event": "save", "step": 2}',
+        '{"step": 3, "lo\x01ss": 1', '{"step": 2, "loss": 2.5}', '{"event": "save", "step": 2}', '{"note": "mine"}',
+        '{"step": "4"}', '{"step": 4, "loss": 4.0}', '{"step": 5, "loss": 5.0}', '{"step": 6, "loss"',
+    ]  # fmt: skip
+    path.write_text("\n".join(lines))
+    assert JsonlLog(path).truncate_after(4) == 6
+    assert path.read_text().splitlines() == [lines[0], lines[4], lines[5], lines[6], lines[8]]
+    reports = [record.getMessage().splitlines() for record in caplog.records]
+    assert [report[1:] for report in reports] == [
+        ['    {"step": 3, "lo?ss": 1', '    {"step": "4"}'],
+        ['    {"step": 2, "loss": 2.0}', '    {"event": "save", "step": 2}'],
+        ['    {"note": "mine"}'],
+    ]
+    assert "damaged" in reports[0][0] and "a later line" in reports[1][0] and "left as they are" in reports[2][0]
+    assert JsonlLog(path).truncate_after(4) == 0
 
 
 def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
