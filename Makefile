@@ -90,8 +90,8 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 
-hostile: $(STAMP)  ## every attack on every reader of a checkpoint: about ten minutes
-	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal tests/hostile
+hostile: $(STAMP)  ## every attack on every reader of a checkpoint, and every callable as `_target_`: half an hour
+	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --timeout 1800 tests/hostile
 
 reference: $(STAMP)  ## write docs/reference from the code
 	@$(BIN)/python -m tools.make_reference
