@@ -11,7 +11,7 @@ from automodel_ckpt.checkpoint import layout
 
 from .attacks import SPECIALS, _special
 from .attacks_export import TEXTS, _of
-from .readers import CHECKS, EXPORTS, LISTS, MERGES, RESUMES
+from .readers import CHECKS, EXPORTS, GGUF, LISTS, MERGES, RESUMES
 from .victim import BASE, Attacked
 
 Add = Callable[..., None]
@@ -100,6 +100,32 @@ def _laid_out(case: Attacked, data: bytes, file: str = "", text: Callable[[], by
         case.replace(f"model/{file}", text())
 
 
+def _llamas(add: Add) -> None:
+    for name, data in TEXTS.items():
+        for file in ("config.json", *COPIED[:2], COPIED[3]):
+            change = partial(lambda case, path, data: case.replace(path, data()), path=f"{_SIDE}/{file}", data=data)
+            add("gguf_text", f"{name}_{file}", change, GGUF, form="llama")
+    values = _values() | {"many": 2**31 - 1, "number": 5, "empty": [], "mappings": [{}], "surrogates": ["\ud800"]}
+    for name, value in values.items():
+        for key in ("num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim", "rope_parameters",
+                    "architectures"):  # fmt: skip
+            change = partial(_changed, path=f"{_SIDE}/config.json", change=partial(_set, key=key, value=value))
+            refusing = GGUF if key == "num_hidden_layers" else frozenset()
+            add("gguf_config", f"{key}_{name}", change, GGUF, refusing, form="llama")
+        for key in ("added_tokens", "model", "pre_tokenizer", "post_processor", "normalizer"):
+            change = partial(_changed, path=f"{_SIDE}/tokenizer.json", change=partial(_set, key=key, value=value))
+            add("gguf_tokenizer", f"{key}_{name}", change, GGUF, form="llama")
+        for key in ("merges", "vocab", "dropout", "type"):
+            inner = partial(lambda document, key, value: document["model"].update({key: value}), key=key, value=value)
+            change = partial(_changed, path=f"{_SIDE}/tokenizer.json", change=inner)
+            add("gguf_tokenizer", f"model_{key}_{name}", change, GGUF, form="llama")
+        for key in ("bos_token", "eos_token", "chat_template"):
+            change = partial(
+                _changed, path=f"{_SIDE}/tokenizer_config.json", change=partial(_set, key=key, value=value)
+            )
+            add("gguf_tokenizer", f"settings_{key}_{name}", change, GGUF, form="llama")
+
+
 def _hugging_face(add: Add) -> None:
     readers = RESUMES | CHECKS | EXPORTS | LISTS
     for name, data in TEXTS.items():
@@ -128,6 +154,7 @@ def entries(add: Add) -> None:
     """Enter these attacks into the table."""
     _adapters(add)
     _hugging_face(add)
+    _llamas(add)
 
 
 __all__ = ["entries"]

@@ -121,6 +121,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "show_LATEST": lambda run: ckpt.main(["show", str(run / "LATEST")]),
     "consolidate": lambda run: ckpt.main(["consolidate", _newest(run)]),
     "tool": _tool,
+    "gguf": lambda run: ckpt.main(["export", _newest(run), "--to", "gguf", "-o", str(run / "model.gguf")]),
     "prune": lambda run: ckpt.main(["prune", str(run), "--keep-last", "1", "--keep-best", "1", "--dry-run"]),
     "drop_optimizer": _drop_optimizer,
     "merge": _merge,
@@ -143,14 +144,18 @@ OF_EXPORTS = frozenset({"show_export", "import_export"})
 VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
+# It needs a Llama with a tokenizer.
+GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.
 MERGES = frozenset({"merge"})
-ALL = frozenset(READERS) - IMPORTS - OF_EXPORTS - VALUES - LOGS - MERGES
+ALL = frozenset(READERS) - IMPORTS - OF_EXPORTS - VALUES - LOGS - MERGES - GGUF
 OTHER = "other"
 
 
 def form_for(name: str) -> str:
     """The form of an untouched checkpoint that a reader takes."""
+    if name in GGUF:
+        return "llama"
     return "adapter" if name in MERGES else "shards"
 
 

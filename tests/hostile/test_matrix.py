@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from . import attacks, bombs, files, sandbox, victim
-from .readers import CHECKS, EXPORTS, IMPORTS, LOGS, MERGES, OF_EXPORTS, READERS, RESUMES, form_for, prepare
+from .readers import CHECKS, EXPORTS, GGUF, IMPORTS, LOGS, MERGES, OF_EXPORTS, READERS, RESUMES, form_for, prepare
 from .victim import Attacked
 
 attacks.entries()
@@ -23,7 +23,9 @@ attacks.entries()
 # readers, by turns with another of its attacks.
 EVERY = [(attack, reader) for attack in attacks.ATTACKS for reader in sorted(attack.readers)]
 # 4: an export's place is taken by what no export made, or a log's.
-CLEAN = dict.fromkeys(READERS, (0, 2, 3)) | dict.fromkeys(EXPORTS | IMPORTS | OF_EXPORTS | MERGES | LOGS, (0, 2, 3, 4))
+CLEAN = dict.fromkeys(READERS, (0, 2, 3)) | dict.fromkeys(
+    EXPORTS | IMPORTS | OF_EXPORTS | MERGES | GGUF | LOGS, (0, 2, 3, 4)
+)
 
 
 def _by_turns() -> list[tuple[attacks.Attack, str]]:

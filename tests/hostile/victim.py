@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from tests.support import tiny
+from tests.support.llamas import llama_checkpoint
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 NAME, BASE = "epoch_0_step_20", "base"
@@ -75,11 +76,14 @@ class _Assets:
 
 @functools.cache
 def pristine(form: str = "shards") -> Path:
-    """The untouched checkpoint, made once per process: in shards, with an export; as Hugging Face files (``hf``); or an
-    ``adapter``, with its base in the run directory."""
+    """The untouched checkpoint, made once per process: in shards, with an export; as Hugging Face files (``hf``); an
+    ``adapter``, with its base in the run directory; or a ``llama`` with a tokenizer."""
     holder = Path(tempfile.mkdtemp(prefix="automodel-ckpt-hostile-"))
     if form == "adapter":
         return _adapter(holder)
+    if form == "llama":
+        llama_checkpoint(holder / NAME)
+        return holder / NAME
     made = recipe()
     tiny.train(made)
     layouts = {"model_layout": "hf"} if form == "hf" else {}

@@ -31,6 +31,7 @@ from automodel_ckpt.checkpoint.export.output import Output, create_output
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile, Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
@@ -39,7 +40,7 @@ from automodel_ckpt.checkpoint.sources.hugging_face import read_json
 from automodel_ckpt.checkpoint.sources.model_files import base_files, is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
-from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -146,11 +147,17 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
         yield Adapter(directory, tensors, config)
 
 
-def tensors_of_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, which may be a link into the Hub's cache."""
+def tensors_of_file(path: Path, export: ExportManifest | None = None) -> dict[str, Tensor]:
+    """The tensors of one file, which may be a link into the Hub's cache, with the digests of the *export* that it
+    belongs to."""
     real = os.path.realpath(path)
+    if export is not None:
+        export.check_header(path.name)
     found = read_header(real).tensors.items()
-    return {key: whole_tensor(key, dtype, shape, real, start) for key, (dtype, shape, start, _) in found}
+    tensors = {key: whole_tensor(key, dtype, shape, real, start) for key, (dtype, shape, start, _) in found}
+    if export is None:
+        return tensors
+    return {key: export.with_digests(path.name, tensor) for key, tensor in tensors.items()}
 
 
 def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -164,10 +171,11 @@ def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
             "the base is not in safetensors files", where="--base", value=str(directory),
             remedy="merge with peft in your own code (merge_and_unload): its digest is of these files",
         )  # fmt: skip
+    export = find_export_manifest(directory, follow_links=True)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     for number, name in enumerate(names, start=1):
-        found = tensors_of_file(directory / name)
+        found = tensors_of_file(directory / name, export)
         tensors |= found
         numbers |= dict.fromkeys(found, number)
     return tensors, numbers
@@ -201,7 +209,7 @@ class MergedModel:
         """The tensor *name* in files, as *dtype*."""
         change, stored = self.changes.get(name), self._stored(name)
         if change is None:
-            return cast(whole(Path("/"), stored), stored.dtype, dtype)
+            return cast(whole_checked(Path("/"), stored), stored.dtype, dtype)
         value, held = self._changed(name, change)
         return cast(value, held, dtype)
 
@@ -256,7 +264,7 @@ class MergedModel:
         (name, change), stored = entry, self._stored(file_name)
         start = self._adapter.tensors[change.whole] if change.whole else stored
         if not change.factors:
-            return whole(Path("/"), start), start.dtype
+            return whole_checked(Path("/"), start), start.dtype
         if start.dtype not in ORDINARY_FLOATS:
             self._refuse(f"a layer of the base is stored as {start.dtype}, which nothing can be added to", name)
         width = "F64" if start.dtype == "F64" else "F32"
@@ -269,7 +277,7 @@ class MergedModel:
 
     @staticmethod
     def _wide(tensor: Tensor, width: str) -> Array:
-        return cast(whole(Path("/"), tensor), tensor.dtype, width)
+        return cast(whole_checked(Path("/"), tensor), tensor.dtype, width)
 
     def _refuse(self, what: str, name: str) -> NoReturn:
         remedy = "load base and adapter with peft in your own code, and call merge_and_unload"

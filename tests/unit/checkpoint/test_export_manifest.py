@@ -13,6 +13,7 @@ import torch
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.merge import _base_tensors
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.layout import RankLayout
@@ -145,6 +146,14 @@ def test_a_damaged_base_model_is_not_trained_on(export: Path) -> None:
     damage(export, "n")
     with pytest.raises(CheckpointUnusable, match="not what was written"):
         verify_base(str(export), "digest", OneRank(), None)
+
+
+def test_a_damaged_base_is_not_merged(export: Path) -> None:
+    damage(export, "a")
+    tensors, _ = _base_tensors(export)
+    assert whole_checked(Path("/"), tensors["b"]).tobytes() == bits(TENSORS["b"]).tobytes()
+    with pytest.raises(CheckpointUnusable, match="'a' is damaged"):
+        whole_checked(Path("/"), tensors["a"])
 
 
 def rename_tensor(export: Path) -> None:
