@@ -123,6 +123,39 @@ def test_each_of_several_tables_is_validated_before_training(
             read()
 
 
+def test_a_stream_checks_the_first_rows_of_every_table_before_training(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n" + "1,2\n" * 1100)
+    for num_good, is_found in ((998, True), (1100, False)):
+        (tmp_path / "b.csv").write_text("a,b\n" + "1,2\n" * num_good + "3\n")
+        source = Source.of(f"{tmp_path}/*.csv")
+        broken = pytest.raises(RecipeError, match=rf"fewer values[\s\S]*b.csv:{num_good + 2}\n")
+        if is_found:
+            with broken:
+                source.stream()
+            continue
+        stream = source.stream()
+        with broken:
+            list(stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("a.csv", "put quotes around values with commas"), ("a.tsv", "remove tabs")]
+)
+def test_a_row_with_too_many_values_has_a_hint_for_its_kind_of_file(tmp_path: Path, name: str, hint: str) -> None:
+    separator = "," if name == "a.csv" else "\t"
+    (tmp_path / name).write_text(separator.join("ab") + "\n" + separator.join("123") + "\n")
+    with pytest.raises(RecipeError, match=hint):
+        RecordTable([tmp_path / name])
+
+
+def test_the_byte_that_is_not_utf_8_is_named_with_its_place_in_the_line(tmp_path: Path) -> None:
+    for name, content in (("a.json", '[\n {"a":\n  "é"}]'), ("a.csv", 'a\n"b\n  é"\n')):
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        offset = 3 if name == "a.json" else 2
+        with pytest.raises(RecipeError, match=rf"where:  {tmp_path}/{name}:3\n  value:  byte 0xe9 at {offset} of"):
+            RecordTable([tmp_path / name])
+
+
 def test_tables_with_the_same_columns_in_another_order_are_one_data_set(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a\n1,2\n")
     (tmp_path / "b.csv").write_text("a,q\n4,3\n")

@@ -240,6 +240,16 @@ def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
     assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
 
 
+def test_options_for_reading_in_a_directorys_readme_are_followed(directory: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (directory / name).unlink()
+    (directory / "train.csv").write_text("question;answer\na b;c\n")
+    assert Source(str(directory)).fields == ["question;answer"]
+    options = '- config_name: default\n  data_files: "*.csv"\n  sep: ";"\n'
+    (directory / "README.md").write_text(f"---\nconfigs:\n{options}---\n")
+    assert Source(str(directory)).texts(["question", "answer"]) == [["a b"], ["c"]]
+
+
 def test_what_save_to_disk_wrote_is_read_in_its_order(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"text": text} for text in "abc"])
     rows.select([2, 0]).save_to_disk(tmp_path / "kept", num_shards=2)
