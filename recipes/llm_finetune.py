@@ -96,15 +96,16 @@ class LLMFinetune(FinetuneRecipe):
         one_row = "flash" in attention
         asked = self.asked(model)
         apart = keeps_samples_apart(asked, one_row, self.forward_options, self.row_multiple, self.layout.device)
-        if not self.on_all_ranks(apart):
+        if not self.on_all_ranks(bool(apart)):
             if packed:
                 raise RecipeError(
                     "this model does not keep the samples of a pack apart",
                     where="packed_sequence",
-                    value=f"{type(model).__name__}, {attention} attention",
+                    value=f"{type(model).__name__}, {attention} attention{apart.reason}",
                     remedy="leave packed_sequence out, or use another model or attn_implementation",
                 )
-            log.info("samples are padded to the longest: this model does not keep those apart that share a row")
+            log.info("samples are padded to the longest: this model does not keep those apart that share a row%s",
+                     apart.reason)  # fmt: skip
             return None
         by_document = self.attends_by_document(asked)
         log.info("samples share rows without padding, kept apart by their position ids (%s attention%s)",

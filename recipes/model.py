@@ -278,8 +278,6 @@ class ModelBuilding(Steps):
             return None
         head = install_loss_head(self.asked(model), self.forward_options, self.row_multiple, self.layout.device)
         if head is None:
-            log.info("the loss is computed from full logits: %s has no output layer that alone gives them",
-                     type(model).__name__)  # fmt: skip
             return None
         self.all_up_to = head.all_up_to
         return head.loss_of  # no state: the layer's parameters are the model's

@@ -707,6 +707,18 @@ class RecipeConfig:
             "leave pp_size out: adapters need little memory, and fsdp2 shards their base",
         ),
         Relation(
+            ("peft.use_dora", "distributed.tp_size"),
+            lambda recipe: recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1,
+            "DoRA needs the norms of whole weights, which tensor parallel ranks do not have",
+            "leave peft.use_dora out, or leave tp_size out: fsdp2 shards adapters of any kind",
+        ),
+        Relation(
+            ("peft.quantize_base", "distributed.tp_size"),
+            lambda recipe: recipe.peft is None or not recipe.peft.quantize_base or recipe.distributed.tp_size == 1,
+            "a quantized base cannot be sharded within its layers",
+            "leave peft.quantize_base out, or leave tp_size out",
+        ),
+        Relation(
             ("peft", "model"),
             lambda recipe: recipe.peft is None or isinstance(recipe.model, ModelConfig),
             "peft cannot be used with a model by _target_: its adapters must name a base that can be found again",

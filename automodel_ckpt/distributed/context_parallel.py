@@ -84,7 +84,9 @@ def _why_not(model: nn.Module) -> str:
     if not getattr(base, "_supports_attention_backend", False):
         return "its attention is not one of transformers' attention interface"
     if attention_name(base) == "eager":
-        return "eager attention is each model's own (model.attn_implementation sdpa is not)"
+        if getattr(base, "_supports_sdpa", False):
+            return "eager attention is each model's own (model.attn_implementation sdpa is not)"
+        return "eager attention is each model's own, and this model has no sdpa attention"
     return ""
 
 

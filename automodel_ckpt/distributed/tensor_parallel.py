@@ -33,6 +33,7 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 Plan = Mapping[str, "str | ParallelStyle"]
 _WHERE = "distributed.tp_size"
 
+_PEFT_PREFIX = "base_model.model."
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -49,10 +50,12 @@ class Replicated(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        held: dict[str, nn.Parameter] = {}
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        held: list[tuple[nn.Module, str, nn.Parameter]] = []
+        # A ParameterDict is never called: its parameters are used by the module that has it.
+        owners = [module, *(child for child in module.children() if isinstance(child, nn.ParameterDict))]
+        for owner, name, parameter in _own_parameters(owners):
             whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            owner.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
         def summed(gradient: torch.Tensor) -> torch.Tensor:
             total = gradient.clone()
@@ -60,21 +63,27 @@ class Replicated(ParallelStyle):
             return total
 
         def lend(module: nn.Module, _: Any) -> None:
-            for name, parameter in module.named_parameters(recurse=False):
+            for owner, name, parameter in _own_parameters(owners):
                 if isinstance(parameter, DTensor):
-                    held[name] = parameter
+                    held.append((owner, name, parameter))
                     local = parameter.to_local()
                     if self._partial and local.requires_grad:
                         local.register_hook(summed)  # type: ignore[no-untyped-call]
-                    module._parameters[name] = local  # type: ignore[assignment]
+                    owner._parameters[name] = local  # type: ignore[assignment]
 
         def give_back(module: nn.Module, *_: Any) -> None:
-            module._parameters.update(held)
+            for owner, name, parameter in held:
+                owner._parameters[name] = parameter
             held.clear()
 
         module.register_forward_pre_hook(lend)
         module.register_forward_hook(give_back, always_call=True)
         return module
+
+
+def _own_parameters(owners: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """(module, name in it, parameter) of each parameter that is a module's own."""
+    return [(owner, name, p) for owner in owners for name, p in owner._parameters.items() if p is not None]
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -110,9 +119,48 @@ def check_heads(config: Any, tp_size: int) -> None:
 def plan_for(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
     """The style of each module by its name: of the *given* plan, else of the model's own.
 
-    Raises :class:`RecipeError` for a model without a plan, styles that are none, names that match nothing, and layers
-    that cannot be cut into *tp_size* equal parts.
+    Plans name the modules of the base; in a model with adapters these have a prefix, and the style of an adapted module
+    becomes styles for its base layer and its adapter.
+
+    Raises :class:`RecipeError` for a model without a plan, styles that are none, names that match nothing, experts, and
+    layers that cannot be cut into *tp_size* equal parts.
     """
+    prefix = _PEFT_PREFIX if hasattr(model, "get_base_model") else ""
+    base: Any = model.get_base_model() if prefix else model  # type: ignore[operator]
+    if given is not None:
+        given = {name.removeprefix(prefix): style for name, style in given.items()}
+    styles = _plan_for_base(base, given, tp_size)
+    expanded = {part: its for name, style in styles.items() for part, its in _with_adapters(base, name, style).items()}
+    return {prefix + name: style for name, style in expanded.items()}
+
+
+def _with_adapters(base: nn.Module, name: str, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """The styles of what is inside the module *name* if adapters wrap it, else its *style*.
+
+    Of the two matrices of an adapter, lora_A [r, in] and lora_B [out, r], one is cut as the base layer is: lora_B where
+    ranks have rows of the base's weight, lora_A where they have columns. The other one is whole on every rank.
+    """
+    module = base.get_submodule(name)
+    if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+        copies = [f"{name}.modules_to_save.{key}" for key in module.modules_to_save]  # type: ignore[union-attr]
+        return dict.fromkeys([f"{name}.original_module", *copies], style)
+    if not hasattr(module, "base_layer") or not hasattr(module, "lora_A"):
+        return {name: style}
+    styles: dict[str, ParallelStyle] = {f"{name}.base_layer": style}
+    for key in module.lora_A:  # type: ignore[union-attr]
+        first, second = f"{name}.lora_A.{key}", f"{name}.lora_B.{key}"
+        if isinstance(style, ColwiseParallel):
+            styles |= {first: Replicated(), second: style}
+        elif isinstance(style, RowwiseParallel):
+            # Along the sequence each rank applies lora_B to its own positions.
+            along_the_sequence = any(isinstance(layout, Shard) for layout in style.output_layouts)
+            styles |= {first: style, second: Replicated(partial=along_the_sequence)}
+        else:
+            styles |= {first: style, second: style}
+    return styles
+
+
+def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
     plan: Plan = given if given is not None else getattr(model, "tp_plan", None) or {}
     found = dict(_matches(plan, (name for name, _ in model.named_modules())))
     if not found:
@@ -123,6 +171,13 @@ def plan_for(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, Pa
             remedy="leave tp_size out (fsdp2 shards any model), or write a plan and name it in distributed.tp_plan",
         )
     bare = dict(_matches(plan, (name for name, _ in model.named_parameters())))
+    if experts := _experts(model, found, bare):
+        raise RecipeError(
+            "tensor parallelism cannot shard the experts of this model, which its plan asks for",
+            where=_WHERE,
+            value=f"{tp_size}; {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
+            remedy="leave tp_size out (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
+        )
     problems = [*_unmatched(given or {}, model), *_unknown(found, bare), *_uneven(model, found, tp_size)]
     if problems:
         raise RecipeError.all_of(problems)
@@ -150,9 +205,19 @@ def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
             yield Problem("no module of the model has a name in the plan", "distributed.tp_plan", pattern, remedy)
 
 
+def _experts(model: nn.Module, found: Plan, bare: Plan) -> list[str]:
+    """Modules and parameters with a style that are experts: several matrices in one parameter [experts, out, in]."""
+    stacked = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    modules = {name.rpartition(".")[0] for name in stacked}
+    return [*(name for name in found if name in modules), *(name for name in bare if name in stacked)]
+
+
 def _unknown(found: Plan, bare: Plan) -> Iterator[Problem]:
-    """Styles that are not known, and any style for a parameter instead of a module."""
-    unknown = {**{name: s for name, s in found.items() if isinstance(s, str) and s not in _STYLES}, **bare}
+    """Styles that are not known, and styles of parameters instead of modules."""
+    for name in bare:
+        remedy = f"name the module, {name.rpartition('.')[0]}"
+        yield Problem("the tensor parallel plan names a parameter instead of a module", _WHERE, name, remedy)
+    unknown = {name: s for name, s in found.items() if isinstance(s, str) and s not in _STYLES}
     for style in sorted({str(style) for style in unknown.values()}):
         names = [name for name, its in unknown.items() if str(its) == style]
         yield Problem(
@@ -189,11 +254,17 @@ def apply_plan(
     """
     styles = dict(plan)
     if sequence_parallel:
-        styles |= _along_the_sequence(model, plan)
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        prefix = _PEFT_PREFIX if base is not model else ""
+        # Layers of an adapter that are whole on every rank compute with plain tensors.
+        for name, style in _along_the_sequence(base, local_inputs=base is not model).items():
+            styles |= {prefix + part: its for part, its in _with_adapters(base, name, style).items()}
     tied = _tied_names(model)
     parallelize_module(model, mesh, styles)
     for module in model.modules():
-        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        dicts = [child for child in module.children() if isinstance(child, nn.ParameterDict)]
+        own = [] if isinstance(module, nn.ParameterDict) else _own_parameters([module, *dicts])
+        if any(not isinstance(parameter, DTensor) for _, _, parameter in own):
             Replicated()._apply(module, mesh)
     for alias, kept in tied.items():
         _tie(model, alias, kept)
@@ -218,16 +289,22 @@ def _tie(model: nn.Module, alias: str, kept: str) -> None:
     setattr(model.get_submodule(parent), name, one)
 
 
-def _along_the_sequence(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+def _along_the_sequence(model: nn.Module, *, local_inputs: bool) -> dict[str, ParallelStyle]:
+    """The styles of what is cut along the sequence. With *local_inputs* attention and MLP get plain tensors: gathering
+    their inputs then takes an all-reduce in the backward pass instead of a reduce-scatter."""
     prefix, layers = _blocks(model)
     cut, whole = Shard(1), Replicate()
     styles: dict[str, ParallelStyle] = {}
     for name in layers:
         styles[f"{name}.input_layernorm"] = styles[f"{name}.post_attention_layernorm"] = Replicated(partial=True)
         styles[f"{name}.self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": cut},
+            desired_input_kwarg_layouts={"hidden_states": whole},
+            use_local_output=local_inputs,
         )
-        styles[f"{name}.mlp"] = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
+        styles[f"{name}.mlp"] = PrepareModuleInput(
+            input_layouts=(cut,), desired_input_layouts=(whole,), use_local_output=local_inputs
+        )
         for row in ("self_attn.o_proj", "mlp.down_proj"):
             styles[f"{name}.{row}"] = RowwiseParallel(output_layouts=cut)
     # The embedding stays whole, so that masks and positions are made for all of the sequence.

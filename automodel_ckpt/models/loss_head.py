@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from automodel_ckpt.models.probe import logits_of, undisturbed
+from automodel_ckpt.models.probe import described, logits_of, undisturbed
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("automodel_ckpt")
 
 LossOf = Callable[[torch.Tensor | None, torch.Tensor], AbstractContextManager[None]]
 """:meth:`GivesLoss.loss_of` of a model's head."""
@@ -52,7 +52,7 @@ class GivesLoss:
         return 0
 
     def loss_of(self, positions: torch.Tensor | None, targets: torch.Tensor) -> AbstractContextManager[None]:
-        """What the model's forward inside returns as its logits is the loss, 0-dim in float32.
+        """What the model's forward inside returns as its logits is the loss, 0-dim in float32 or float64.
 
         *positions* [N] are the labelled places in the flattened batch, *targets* [N] the tokens that they predict. None
         stands for all places of a batch of :attr:`all_up_to` or less, where -100 is no target.
@@ -141,7 +141,7 @@ class ModuleLossHead(GivesLoss):
         assert positions is not None
 
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(layer.forward(hidden, *args, **options).float(), labels, reduction="sum")
+            return F.cross_entropy(_widened(layer.forward(hidden, *args, **options)), labels, reduction="sum")
 
         hidden = input.flatten(0, -2).index_select(0, positions)
         size = math.ceil(CHUNK_ELEMENTS / self._vocabulary)
@@ -172,6 +172,11 @@ class VocabularyPart:
         dist.all_reduce(values, group=self.group)
 
 
+def _widened(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in float32, or in float64 where they are: what a loss is computed in."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -179,7 +184,7 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     part: VocabularyPart | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy of ``hidden [N, H] @ weight [V, H].T + bias [V]`` for targets [N]; 0-dim, float32.
+    """Summed cross-entropy of ``hidden [N, H] @ weight [V, H].T + bias [V]`` for targets [N]; 0-dim, at least float32.
 
     With *part* the weight and bias are those rows of the whole, and the loss is that of the whole: a collective.
 
@@ -190,7 +195,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if part is None and _FEW * targets.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS:
-        return F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")
+        return F.cross_entropy(_widened(F.linear(hidden, weight, bias)), targets, reduction="sum")
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, part, torch.is_grad_enabled()
     )
@@ -212,11 +217,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         size = math.ceil(CHUNK_ELEMENTS / (part.most if part is not None else weight.shape[0]))
         for start in range(0, len(targets), size):
             chunk = hidden[start : start + size]
-            errors = F.linear(chunk, weight, bias).float()
+            errors = _widened(F.linear(chunk, weight, bias))
             loss += _losses_of(errors, targets[start : start + size], part).sum()
             if any(needed):
                 sums.add(start, chunk, errors.to(hidden.dtype))
@@ -291,12 +296,25 @@ def install_loss_head(
     layer = _output_layer(model)
     weight = next(layer.parameters(), None) if layer is not None else None
     if layer is None or weight is None or _is_cut_across(layer):
+        log.info("the loss is computed from full logits: %s has no output layer that alone gives them", _name(model))
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
-    vocabulary = _num_logits(model, layer, tokens, options)
+    try:
+        vocabulary, why = _num_logits(model, layer, tokens, options), "does more to its logits than its output layer"
+    except Exception as error:
+        log.debug("the model cannot be asked about its output layer", exc_info=True)
+        vocabulary, why = (
+            0,
+            f"cannot be asked about its output layer, a few tokens through it raised {described(error)}",
+        )
     if not vocabulary:
+        log.info("the loss is computed from full logits: %s %s", _name(model), why)
         return None
     return LossHead.of(layer) if type(layer) is nn.Linear else ModuleLossHead.of(layer, vocabulary)
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__
 
 
 def _output_layer(model: Any) -> nn.Module | None:
@@ -325,9 +343,6 @@ def _num_logits(model: nn.Module, layer: nn.Module, tokens: torch.Tensor, option
     try:
         with undisturbed(model):
             output = model(input_ids=tokens, **options)
-    except Exception as error:
-        log.debug("the model cannot be asked about its output layer: %s: %s", type(error).__name__, error)
-        return 0
     finally:
         hook.remove()
     logits = logits_of(output)

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,22 @@ from torch import nn
 log = logging.getLogger(__name__)
 
 _FIRST, _OTHER, _SECOND = [1, 2, 3], [3, 1, 2], [2, 2, 1, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a few tokens through a model showed; *error* is what the model raised, empty where it ran."""
+
+    holds: bool
+    error: str = ""
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    @property
+    def reason(self) -> str:
+        """The model's error as the end of a message; empty where it ran."""
+        return f" (a few tokens through the model raised {self.error})" if self.error else ""
 
 
 def attention_of(model: nn.Module) -> str:
@@ -40,7 +57,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 def keeps_samples_apart(
     model: nn.Module, one_row: bool, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
-) -> bool:
+) -> Answer:
     """Whether samples in one row, told apart by ``position_ids`` alone, give the outputs that they give by themselves.
 
     Runs *model*, on *device* (its parameters') and with *options*, on a few tokens without a trace in its mode or in
@@ -48,7 +65,7 @@ def keeps_samples_apart(
     transformers' with ``use_cache``: they look for samples in a row only without a cache.
     """
     if "position_ids" not in forward_parameters(model):
-        return False
+        return Answer(False)
     rest = _rest(multiple)
     rows = [row + rest for row in (_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST)]
     restarted, continued = [*range(3), *range(4), *rest], [*range(7), *rest]
@@ -61,10 +78,16 @@ def keeps_samples_apart(
         alone = outputs[3, :4]
         # What crossing attention does is the measure: rounding is far below it in every dtype.
         allowed = 0.1 * _distance(crossed, alone)
-        return max(_distance(after_first, alone), _distance(after_other, alone)) <= allowed
+        return Answer(max(_distance(after_first, alone), _distance(after_other, alone)) <= allowed)
     except Exception as error:
-        log.debug("the model cannot be asked about samples that share a row: %s: %s", type(error).__name__, error)
-        return False
+        log.debug("the model cannot be asked about samples that share a row", exc_info=True)
+        return Answer(False, described(error))
+
+
+def described(error: Exception) -> str:
+    """The class of an exception and the first line of what it says, 200 characters at most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
 def rows_to_ask(multiple: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

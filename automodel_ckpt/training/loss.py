@@ -29,8 +29,12 @@ The tensors are shifted (position i predicts label i), flattened over the batch,
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of logits [N, V] and labels [N], summed in float32 over labels other than -100; 0-dim."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    """Cross-entropy of logits [N, V] and labels [N], summed over labels other than -100; 0-dim.
+
+    It is computed in float32, or in float64 where the logits are.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from tests.distributed.test_training import lines_of_steps, run
 from tests.support import ranks
-from tests.support.training import RECIPE, Recipe, steps_of, train, write_recipe
+from tests.support.training import RECIPE, Recipe, build, steps_of, train, write_recipe
 
 TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
 SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--lr_scheduler=null")
@@ -235,3 +237,36 @@ def test_the_side_files_say_where_the_base_is_from_the_run_too(saved_run: Path) 
     assert json.loads((side / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved_run / "base")
     assert (ours["base"]["name"], ours["base"]["relative_to_run"]) == (str(saved_run / "base"), "../base")
     assert ours["adapter"]["targets"][0] == "model.layers.0.self_attn.q_proj"
+
+
+def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_they_had_stayed(tmp_path: Path) -> None:
+    base = f"{{base_dir: {tmp_path / 'base'}, target_modules: [all-linear, lm_head, embed_tokens], init: gaussian}}"
+    common = (
+        f"--peft={base}", "--lr_scheduler=null", "--optimizer.lr=1e-3", "--step_scheduler.ckpt_every_steps=2",
+        "--model.from_config.attention_dropout=0", "--model.from_config.tie_word_embeddings=false",
+    )  # fmt: skip
+    split = ("--distributed.tp_size=2", "--distributed.sequence_parallel=true")
+
+    def trained(name: str, last: int, *overrides: str) -> Path:
+        steps = f"--step_scheduler.max_steps={last}"
+        run(tmp_path, *common, steps, *overrides, name=name, num_ranks=2 if split[0] in overrides else 1)
+        return tmp_path / name / f"epoch_0_step_{last}"
+
+    whole = trained("whole", 4, *split)
+    on_one = trained("on one", 3, f"--checkpoint.restore_from={whole.with_name('epoch_0_step_2')}")
+    back = trained("back", 4, *split, f"--checkpoint.restore_from={on_one}")
+    expected_records, *others = (lines_of_steps(tmp_path / n / "training.jsonl") for n in ("whole", "on one", "back"))
+    for records in others:
+        for record in records:
+            expected = expected_records[record["step"] - 1]
+            assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    one, other = (load_file(path / "model" / "adapter_model.safetensors") for path in (whole, back))
+    assert one.keys() == other.keys() and len(one) == 2 * 16
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_dora_on_tensor_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"DoRA needs the norms of whole weights(.|\n)*use_dora"):
+        build(recipe_in(tmp_path), "--peft.use_dora", "--distributed.tp_size=2")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig
 
+from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.tensor_parallel import apply_plan, check_heads, plan_for
 from automodel_ckpt.errors import RecipeError
 from tests.support.parallel import config_of
@@ -44,7 +45,7 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
         (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), None, "brings no plan"),
         (config_of(), {"model.layers.*.mlp.up_prj": "colwise", "lm_head": "colwise_rep"}, "model.layers.*.mlp.up_prj"),
         (config_of(), {"lm_head": "sideways"}, "'sideways'"),
-        (config_of(), {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise_rep"}, "'colwise'"),
+        (config_of(), {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise"}, "a parameter instead"),
         (config_of(intermediate_size=45), None, "has out_features 45"),
         (
             MixtralConfig(
@@ -52,7 +53,7 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
                 num_key_value_heads=2, num_local_experts=2,
             ),
             None,
-            "leave tp_size out",
+            "cannot shard the experts of this model",
         ),
     ],
 )  # fmt: skip
@@ -74,3 +75,11 @@ def test_sequence_parallelism_is_refused_for_another_structure() -> None:
     plain = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
     with pytest.raises(RecipeError, match="built like Llama and Qwen"):
         apply_plan(plain, {}, None, sequence_parallel=True)  # type: ignore[arg-type]
+
+
+def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it() -> None:
+    config = Gemma2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9,
+                          num_key_value_heads=2, head_dim=4, attn_implementation="eager")  # fmt: skip
+    with pytest.raises(RecipeError) as caught:
+        check_context_parallel(on_meta(config))
+    assert "has no sdpa attention" in str(caught.value)

@@ -32,7 +32,9 @@ def inputs(dtype: torch.dtype, num: int = 8) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float64, 1e-13)]
+)
 @pytest.mark.parametrize(
     "needed", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)]
 )
@@ -42,18 +44,19 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
     *leaves, targets = inputs(dtype)
     for leaf, wanted in zip(leaves, needed, strict=True):
         leaf.requires_grad_(wanted)
-    others = [leaf.detach().float().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    wide = torch.promote_types(dtype, torch.float32)
+    others = [leaf.detach().to(wide).requires_grad_(leaf.requires_grad) for leaf in leaves]
     loss = linear_cross_entropy(*leaves, targets)
     expected = F.cross_entropy(F.linear(*others), targets, reduction="sum")
     (loss * 0.3).backward()
     (expected * 0.3).backward()
-    assert loss.dtype == torch.float32
+    assert loss.dtype == wide
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(leaves, others, strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         if ours.grad is not None and theirs.grad is not None:
             assert ours.grad.dtype == dtype
-            torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(ours.grad.to(wide), theirs.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_large_logits_do_not_overflow() -> None:

@@ -66,12 +66,14 @@ def test_a_cache_of_keys_and_values_lets_samples_see_each_other() -> None:
     assert not keeps_samples_apart(build("llama"), False, {"use_cache": True})
 
 
-def test_a_model_that_fails_when_asked_is_not_used_so() -> None:
+def test_a_model_that_fails_when_asked_is_not_used_so_and_its_own_error_is_kept() -> None:
     class Broken(nn.Linear):
         def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             raise KeyError("pixel_values")
 
-    assert not keeps_samples_apart(Broken(2, 2), False, {})
+    answer = keeps_samples_apart(Broken(2, 2), False, {})
+    assert not answer
+    assert answer.reason == " (a few tokens through the model raised KeyError: 'pixel_values')"
 
 
 def test_asking_leaves_mode_gradients_and_random_numbers_alone() -> None:

@@ -58,6 +58,13 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
     assert loss.dtype == torch.float32
 
 
+def test_float64_logits_are_summed_in_float64() -> None:
+    logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([2, 0, 6])
+    expected = -logits.log_softmax(-1)[torch.arange(3), labels].sum()
+    loss = cross_entropy_sum(logits, labels)
+    assert loss.dtype == torch.float64 and abs(float(loss - expected)) < 1e-13
+
+
 def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:
     logits, labels = batch(2)
     with pytest.raises(RecipeError, match=r"the sum over all positions[\s\S]*shape \[24\]"):
