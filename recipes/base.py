@@ -183,11 +183,7 @@ class FinetuneRecipe(ModelBuilding):
 
     def build_step_scheduler(self) -> StepScheduler:
         """The counters, and how many steps there will be as far as can be known."""
-        try:
-            steps_per_epoch = len(self.dataloader)
-        except TypeError:
-            steps_per_epoch = None
-        planned = total_steps(self.cadence, steps_per_epoch)
+        planned = total_steps(self.cadence, self._steps_per_epoch())
         self.progress.total_steps = planned
         return StepScheduler(self.cadence, planned_steps=planned)
 

@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.discovery import left_out
 from automodel_ckpt.checkpoint.layout import CONFIG, TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.state.loading import shown
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.bind import unused_without_checkpoints
@@ -44,6 +45,7 @@ from automodel_ckpt.errors import (
     without_hidden,
 )
 from automodel_ckpt.recipes.alike import refuse_unlike
+from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
@@ -274,13 +276,40 @@ class Lifecycle:
             )
 
     def make_sure_of_space(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
-        """Before the first step: a checkpoint has to fit on the disk."""
+        """Before the first step: a checkpoint has to fit on the disk, and all that the run will keep should."""
         if self.step_scheduler.is_finished():
             return
         try:
-            checkpointer.refuse_too_little_space(state)
+            forecast = checkpointer.refuse_too_little_space(state)
         except SaveFailed as failure:
             self.note_failure(failure)
+            return
+        if forecast is not None:
+            self._warn_of_little_space(checkpointer, forecast)
+
+    def _warn_of_little_space(self, checkpointer: Checkpointer, forecast: Forecast) -> None:
+        """A disk may hold one checkpoint, and not the number that this run will have at one time, or the exports."""
+        existing = [name.step for name in checkpoint_names(checkpointer.directory)]
+        num_more = still_to_come(self.config, self.step_scheduler.planned_steps, self._steps_per_epoch(), existing) or 1
+        num_exports = 0
+        if forecast.export_bytes and checkpointer.exports_at_end:
+            num_exports = 1 + self.config.checkpoint.export_best
+        needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
+        if needed > forecast.free_bytes:
+            exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}" if num_exports else ""
+            message = (
+                "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
+                "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)"
+            )
+            log.warning(message, checkpointer.directory, num_more, size_text(forecast.nbytes), exports,
+                        size_text(needed), size_text(forecast.free_bytes))  # fmt: skip
+
+    def _steps_per_epoch(self) -> int | None:
+        """Optimizer steps of a whole epoch; None for a stream."""
+        try:
+            return len(self.dataloader)
+        except TypeError:
+            return None
 
     def _make_missing_export(self, checkpointer: Checkpointer) -> None:
         """The export of the checkpoint that the run continues from, where each checkpoint is to have one."""

@@ -227,9 +227,10 @@ class Checkpointer:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""
         return self._planner.forecast(classify(state))
 
-    def refuse_too_little_space(self, state: Mapping[str, Any]) -> None:
+    def refuse_too_little_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Before the first step: log what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits on the
-        disk, and :class:`RecipeError` where it would be too large to be read back."""
+        disk, and :class:`RecipeError` where it would be too large to be read back. Returns the forecast on rank 0."""
+        forecast = None
         with self._failing_together("the forecast of a checkpoint's size"):
             if self.is_leader:
                 forecast = self.forecast(state)
@@ -240,6 +241,7 @@ class Checkpointer:
                     size_text(forecast.nbytes),
                     size_text(forecast.free_bytes),
                 )
+        return forecast
 
     # ---------------------------------------------------------------- save
 
@@ -402,6 +404,11 @@ class Checkpointer:
             self._run.note_validation(resumed.path.name, resumed.manifest.digest, plain(losses))
 
     # ---------------------------------------------------------------- exports
+
+    @property
+    def exports_at_end(self) -> bool:
+        """Whether the last checkpoint of a run is exported, and not each one."""
+        return self._planner.exports(last=True) and not self._planner.exports(last=False)
 
     def leave_out_exports(self) -> None:
         """Export nothing from now on, not even a save that is being published: an export in the background ends as it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.cli.saved import recipe_leaves
@@ -78,39 +78,19 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
 
 
 def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
+    from automodel_ckpt.checkpoint.run.resume import checkpoint_names
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
+    from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 
     section = loaded.config.checkpoint
-    free = free_bytes(Path(section.checkpoint_dir).expanduser())
-    most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch)
+    directory = Path(section.checkpoint_dir).expanduser()
+    free, existing = free_bytes(directory), [name.step for name in checkpoint_names(directory)]
+    most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch, existing)
+    more = still_to_come(loaded.config, plan.steps, plan.steps_per_epoch, existing)
     text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
     if most is not None:
         text += f", {most} kept at most: {size_text(most * nbytes)}"
-    return text + f"; {size_text(free)} free" + ("" if nbytes * (most or 1) <= free else ", TOO LITTLE")
-
-
-def kept_at_once(config: Any, steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """How many checkpoints stand on disk when there are most; None where that cannot be known.
-
-    What validation or the clock decides (``ckpt_on_best``, ``ckpt_every_minutes``) is not counted.
-    """
-    if steps is None:
-        return None
-    scheduler, keep = config.step_scheduler, config.checkpoint
-    saved = {steps}
-    every = scheduler.ckpt_every_steps
-    if isinstance(every, int):
-        saved |= {*range(every, steps + 1, every)}
-    if scheduler.ckpt_every_epochs and steps_per_epoch:
-        stride = scheduler.ckpt_every_epochs * steps_per_epoch
-        saved |= {*range(stride, steps + 1, stride)}
-    if keep.keep_last is None:
-        return len(saved)
-    milestones = {step for step in saved if step in keep.keep_steps}
-    if keep.keep_every_steps:
-        milestones |= {step for step in saved if step % keep.keep_every_steps == 0}
-    # A new one is there before an old one goes.
-    return min(len(saved), max(int(keep.keep_last), 1) + int(keep.keep_best) + len(milestones) + 1)
+    return text + f"; {size_text(free)} free" + ("" if nbytes * (more or 1) <= free else ", TOO LITTLE")
 
 
 def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:

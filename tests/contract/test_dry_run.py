@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from automodel_ckpt.cli.dry_run import kept_at_once
 from automodel_ckpt.cli.train import main
+from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
+from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 from tests.support.command_server import CommandServer
 
 RECIPE = """
@@ -86,6 +88,8 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(recipe: Path, capsys: pyte
         ({"ckpt_every_steps": 10}, {"keep_last": 2}, 3),
         ({"ckpt_every_steps": 10}, {"keep_last": 2, "keep_best": 1, "keep_every_steps": 50, "keep_steps": [10]}, 7),
         ({"ckpt_every_steps": "auto"}, {}, 1),
+        ({"ckpt_every_steps": "auto"}, {"keep_last": 2}, 3),
+        ({"ckpt_every_minutes": 5.0}, {"keep_last": 2, "keep_steps": [100]}, 4),
     ],
 )
 def test_the_number_of_checkpoints_follows_from_cadence_and_keep_policy(
@@ -93,11 +97,20 @@ def test_the_number_of_checkpoints_follows_from_cadence_and_keep_policy(
 ) -> None:
     defaults = {"keep_last": None, "keep_best": 0, "keep_every_steps": None, "keep_steps": []}
     config = SimpleNamespace(
-        step_scheduler=SimpleNamespace(**({"ckpt_every_steps": None, "ckpt_every_epochs": None} | scheduler)),
+        step_scheduler=StepSchedulerConfig(**({"ckpt_every_epochs": None} | scheduler)),
         checkpoint=SimpleNamespace(**(defaults | keep)),
     )
     assert kept_at_once(config, 100, 25) == most
-    assert kept_at_once(config, None, None) is None
+    is_known = config.checkpoint.keep_last and not config.checkpoint.keep_every_steps
+    assert (kept_at_once(config, None, None) is not None) == bool(is_known)
+
+
+def test_of_those_that_are_there_already_a_run_adds_the_rest_and_at_least_one() -> None:
+    keeps_all = RecipeConfig(step_scheduler=StepSchedulerConfig(max_steps=100, ckpt_every_steps=10))
+    assert still_to_come(keeps_all, 100, None, [10, 20]) == 8
+    keeps_two = replace(keeps_all, checkpoint=CheckpointConfig(keep_last=2))
+    assert (still_to_come(keeps_two, 100, None, []), still_to_come(keeps_two, 100, None, [10, 20, 30])) == (3, 1)
+    assert still_to_come(keeps_all, 10**15, None, []) is None
 
 
 def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixture[str]) -> None:

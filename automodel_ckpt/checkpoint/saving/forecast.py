@@ -40,10 +40,14 @@ _FEW = (2, 3, 5, 7, 11, 13, 17, 19)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes that one save is expected to take, its export included where each save makes one, and those free now."""
+    """Bytes that one save is expected to take, its export included where each save makes one, and those free now.
+
+    *export_bytes* is the size of one export, 0 where nothing is exported.
+    """
 
     nbytes: int
     free_bytes: int
+    export_bytes: int = 0
 
     @property
     def fits(self) -> bool:

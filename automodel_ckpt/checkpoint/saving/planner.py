@@ -156,15 +156,26 @@ class Planner:
 
     def forecast(self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None) -> Forecast:
         """What one save of these will take, and what is free."""
+        items = list(items)
+        side_bytes = sum(assets.nbytes for assets in self.assets.values())
         expected = forecast_bytes(
             items,
             world_size=self.ranks.world_size,
             save_optimizer=self.save_optimizer,
             num_exports=1 if self.assets and self.export_when == "every" else 0,
             states=states,
-            side_bytes=sum(assets.nbytes for assets in self.assets.values()),
+            side_bytes=side_bytes,
         )
-        return Forecast(expected, free_bytes(self.run.path))
+        return Forecast(expected, free_bytes(self.run.path), self._export_bytes(items, states, side_bytes))
+
+    def _export_bytes(
+        self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None, side_bytes: int
+    ) -> int:
+        """Expected bytes of the export of one checkpoint."""
+        if not self.assets or self.export_when == "never":
+            return 0
+        modules = [item for item in items if item.name in self.assets]
+        return forecast_bytes(modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes)
 
     def forecast_manifest_bytes(self, items: Iterable[Item]) -> int:
         """Expected bytes of the manifest of one save of these."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.config.schema import CheckpointConfig, OptimizerConfig, RecipeConfig
+from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.config.schema import CheckpointConfig, OptimizerConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.lifecycle import Lifecycle
@@ -75,6 +76,26 @@ def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
         "    clip_grad_norm: 1.0 -> 0.5",
         "    step_scheduler.global_batch_size: 8 -> 16",
     ]
+
+
+@pytest.mark.parametrize(("free_bytes", "warned"), [(340, True), (351, False)])
+def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_reported_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, free_bytes: int, warned: bool
+) -> None:
+    (tmp_path / "epoch_0_step_5").mkdir()
+    run = Recipe(
+        RecipeConfig(
+            step_scheduler=StepSchedulerConfig(ckpt_every_steps=5, ckpt_every_epochs=None),
+            checkpoint=CheckpointConfig(export_best=True),
+        ),
+        config_yaml="",
+    )
+    run.dataloader = cast(Any, range(100))
+    run.step_scheduler = at_step(5)
+    saver = SimpleNamespace(directory=tmp_path, exports_at_end=True)
+    run._warn_of_little_space(cast(Any, saver), Forecast(100, free_bytes, export_bytes=25))
+    said = "3 more checkpoints of about 100 B and 2 exports of about 25 B take 350 B, and 340 B are free"
+    assert (said in caplog.text) == warned == bool(caplog.records)
 
 
 def falling(lr: float, num_steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
