@@ -39,7 +39,7 @@ class LLMFinetune(FinetuneRecipe):
         self.build_training()
 
     def build_tokenizer(self) -> Any:
-        """The ``tokenizer`` section, else the pretrained model's own; None where there is neither."""
+        """The ``tokenizer`` section, else the pretrained model's own; None where there is neither, and for ``null``."""
         section = self.config.tokenizer
         if isinstance(self.config.processor, Target) or self.config.processor.from_pretrained is not None:
             raise RecipeError(
@@ -48,6 +48,8 @@ class LLMFinetune(FinetuneRecipe):
                 value="a processor section",
                 remedy="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
             )
+        if section is None:
+            return None
         if isinstance(section, Target):
             return build(section)
         name, where = self.named_or_the_models("tokenizer")
@@ -61,7 +63,7 @@ class LLMFinetune(FinetuneRecipe):
                 where=where,
                 value=f"{name} ({first_line(error)})",
                 remedy="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
-                "a model that asks for it a login (hf auth login)",
+                "a model that asks for it a login (hf auth login); for data that is tokenized already: tokenizer: null",
             ) from error
 
     def build_dataset(self, section: Target) -> Any:

@@ -56,6 +56,22 @@ def start_from(
     return verdict
 
 
+def inspect_start(
+    section: InitFromConfig, modules: Mapping[str, nn.Module], *, resizable: Iterable[str] = ()
+) -> tuple[Weights, Verdict] | None:
+    """The weights that :func:`start_from` would read, and how they match *modules*, from manifests and headers alone.
+
+    No value is read and nothing is fetched: None for a Hub name whose weights are not in the cache. Raises as
+    :func:`start_from`, except for damage that only a digest shows.
+    """
+    weights = _open_local(section.path)
+    if weights is None:
+        return None
+    verdict = _compare(section, weights, modules, resizable)
+    weights.verify("size", 0, 1)
+    return weights, verdict
+
+
 def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup | None) -> None:
     """Compare a base model that is an export with its manifest, before anything is read from it; other bases have none.
 
@@ -83,6 +99,18 @@ def _found(
     verdict = _compare(section, weights, modules, resizable)
     weights.verify(level, ranks.rank, ranks.world_size)
     return weights, verdict
+
+
+def _open_local(path: str) -> Weights | None:
+    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name."""
+    local = Path(path).expanduser()
+    if local.exists() or local.is_symlink() or local.parent.is_dir():
+        return open_weights(local)
+    require_local(path, "init_from.path")
+    cached = base_directory(path)
+    if cached is None or not any(cached.glob("*.safetensors")):
+        return None
+    return open_weights(cached)
 
 
 def _open(path: str) -> Weights:

@@ -40,7 +40,7 @@ class VLMFinetune(FinetuneRecipe):
         """:class:`RecipeError` for what acts in a recipe for text alone."""
         config = self.config
         tokenizer = config.tokenizer
-        if isinstance(tokenizer, Target) or tokenizer.from_pretrained is not None:
+        if tokenizer is None or isinstance(tokenizer, Target) or tokenizer.from_pretrained is not None:
             raise RecipeError(
                 "a vision-language model's tokenizer is part of its processor",
                 where="tokenizer",

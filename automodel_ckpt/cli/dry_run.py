@@ -19,6 +19,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.recipes.base import FinetuneRecipe
     from automodel_ckpt.recipes.planning import Plan
 
 Rows = Iterator[tuple[str, str]]
@@ -33,12 +34,15 @@ def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes 
     from automodel_ckpt.recipes.base import FinetuneRecipe
     from automodel_ckpt.recipes.planning import plan
 
-    rows, made = [*_what_runs(loaded, recipe, flags, sizes)], None
+    rows, made, planned = [*_what_runs(loaded, recipe, flags, sizes)], None, None
     if issubclass(recipe, FinetuneRecipe):
-        made = plan(recipe(loaded.config, config_yaml=loaded.to_yaml()), sizes or Sizes())
+        planned = recipe(loaded.config, config_yaml=loaded.to_yaml())
+        made = plan(planned, sizes or Sizes())
         rows += [*_what_it_takes(loaded, made)]
     if loaded.config.checkpoint.enabled:
         rows += [*_what_it_goes_on_from(loaded, sizes, made.config_json if made is not None else None)]
+    if not any(name == "resume" and text.startswith("from ") for name, text in rows):
+        rows += [*_what_it_starts_from(loaded, planned)]
     body = "".join(f"  {name + ':' if name else '':13}{printable(text)}\n" for name, text in rows)
     return f"{loaded.path} is sound; nothing was trained or written\n{body}"
 
@@ -116,8 +120,41 @@ def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json
             yield from model_rows(path, config_json, allowed=section.allow_changed_model)
             return
         yield "skip", f"{path.name}: {problems[0]}"
-    start = loaded.config.init_from
-    yield "resume", "nothing: a new run" + (f" from the weights of {start.path}" if start is not None else "")
+    yield "resume", "nothing: a new run"
+
+
+def _what_it_starts_from(loaded: LoadedRecipe, planned: FinetuneRecipe | None) -> Rows:
+    """The weights of ``init_from``, opened as far as their headers, and how they match the model.
+
+    Raises :class:`RecipeError` and :class:`CheckpointUnusable` as the start would.
+    """
+    from torch import nn
+
+    from automodel_ckpt.checkpoint import discover
+    from automodel_ckpt.recipes.starting import inspect_start
+
+    section = loaded.config.init_from
+    if section is None:
+        return
+    if planned is None:
+        yield "init_from", f"{section.path}, which this recipe reads as it likes"
+        return
+    modules = {name: value for name, value in discover(planned).items() if isinstance(value, nn.Module)}
+    found = inspect_start(section, modules, resizable=planned.vocabulary)
+    if found is None:
+        yield "init_from", f"{section.path}: not in the cache; it is fetched and compared at the start"
+        return
+    weights, verdict = found
+    num_here = len(verdict.matches) + len(verdict.new)
+    yield (
+        "init_from",
+        f"{weights.path}: {len(verdict.matches)} of {num_here} tensors match (headers and sizes compared)",
+    )
+    differences = verdict.lines(allowed=True)
+    for line in differences[:_MOST_CHANGES]:
+        yield "", line
+    if len(differences) > _MOST_CHANGES:
+        yield "", f"and {len(differences) - _MOST_CHANGES} more"
 
 
 def model_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) -> Rows:

@@ -200,7 +200,7 @@ class CompileConfig:
 
 @dataclass
 class TokenizerConfig:
-    """The tokenizer."""
+    """The tokenizer. tokenizer: null means none, for data that is tokenized already."""
 
     from_pretrained: str | None = None
     """Directory or Hub name of a tokenizer; null takes the model's own."""
@@ -653,7 +653,7 @@ class RecipeConfig:
     """Seeds data order, dropout and fresh weights."""
     model: ModelConfig | Target = field(default_factory=ModelConfig)
     init_from: InitFromConfig | None = None
-    tokenizer: TokenizerConfig | Target = field(default_factory=TokenizerConfig)
+    tokenizer: TokenizerConfig | Target | None = field(default_factory=TokenizerConfig)
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
     peft: PeftConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

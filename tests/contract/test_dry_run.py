@@ -66,6 +66,13 @@ def test_memory_and_size_are_what_training_then_takes(
     assert main(["--dry-run", "recipe.yaml", "--nproc-per-node", "2", "--distributed.cp_size", "2"]) == 0
     of_half_rows, of_rows = (foretold("activations SIZE", text) for text in (capsys.readouterr().out, again))
     assert of_half_rows == pytest.approx(of_rows / 2, rel=0.2)
+    taller = ["--init_from.path=checkpoints", "--model.from_config.num_hidden_layers=5", "--checkpoint.enabled=false"]
+    assert main(["--dry-run", "recipe.yaml", *taller]) == 2
+    assert "the weights are not those of this model" in capsys.readouterr().err
+    assert main(["--dry-run", "recipe.yaml", *taller, "--init_from.allow_missing=['model.layers.4.*']"]) == 0
+    there = Path("checkpoints/epoch_0_step_2").absolute()
+    wanted = rf"init_from: +{there}: 39 of 48 tensors match.*\n +\+ model.layers.4.input_layernorm.weight: not there"
+    assert re.search(wanted, capsys.readouterr().out)
     (manifest,) = Path("checkpoints").glob("epoch_*/MANIFEST.json")
     manifest.write_text("{")
     assert main(["--dry-run", "recipe.yaml"]) == 0
@@ -77,6 +84,8 @@ def test_memory_and_size_are_what_training_then_takes(
 def test_what_cannot_train_is_an_error_of_the_dry_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "recipe.yaml", "--dataset.seq_length", "1024"]) == 2
     assert "longer than the model's context" in capsys.readouterr().err
+    assert main(["--dry-run", "recipe.yaml", "--init_from.path", str(recipe.parent)]) == 3
+    assert "there are no shards here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
