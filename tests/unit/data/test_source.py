@@ -277,6 +277,35 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     assert Source(str(tmp_path / "a.jsonl")).values("text") == ["one", "one"], "of two files that were joined"
 
 
+def as_parquet(path: Path, **columns: list[Any]) -> None:
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_the_parquet_file_whose_fields_are_others_is_named(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "a.parquet", text=["a"])
+    as_parquet(tmp_path / "b.parquet", text=["b"])
+    as_parquet(tmp_path / "c.parquet", text=["c"], more=[1])
+    said = r"fields that the first one[\s\S]*c.parquet\n  value:  text, more; .*a.parquet has text\n"
+    with pytest.raises(RecipeError, match=said):
+        Source.of(f"{tmp_path}/*.parquet").texts(["text"])
+
+
+def test_a_damaged_parquet_file_in_a_directory_is_reported_with_the_reason(directory: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (directory / name).unlink()
+    (directory / "train.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(RecipeError, match=r"the data set cannot be read[\s\S]*Parquet magic bytes not found"):
+        Source(str(directory)).texts(["text"])
+
+
+def test_a_field_that_a_table_does_not_have_is_named(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "a.parquet", messages=[[{"role": "user", "content": "Hi"}]])
+    source = Source(str(tmp_path / "a.parquet"))
+    assert source.hold_lists(["messages"]) and source.hold_lists(["messages", "{{ messages }}"])
+    with pytest.raises(RecipeError, match=r"the data has no field talk[\s\S]*data.chat.messages"):
+        source.hold_lists(["talk"])
+
+
 def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
     path = tmp_path / "data.tsv"
     path.write_text("question\tanswer\n1, 2\tNA\n\t3\n")
