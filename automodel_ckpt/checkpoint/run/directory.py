@@ -68,8 +68,8 @@ class RunDirectory:
             self._made = True
         self._lease = Lease(self.root)
         if (before := self._lease.taken_over) is not None:
-            message = "Process %d on %s held %s and has ended without releasing it: this run takes over"
-            log.info(message, before.pid, before.host, self.path)
+            message = "taking over %s from process %d on %s, which did not release it"
+            log.info(message, self.path, before.pid, before.host)
 
     @property
     def is_lost(self) -> bool:

@@ -250,7 +250,9 @@ class Lease:
                 if watched and _is_beating(self._path, watch_seconds):
                     raise _rejection(self._path, before)
                 if not _is_at(self._path, descriptor):
-                    continue  # released, or taken over by another run meanwhile
+                    # The holder released it, and another run may have made a new one, between opening and locking or
+                    # during the watch: a lock on a file without a name keeps nobody out.
+                    continue
                 self._place(replace=True)
                 self.taken_over = before
             finally:
@@ -264,26 +266,20 @@ class Lease:
 
         None where there is no lock file. Raises :class:`RecipeError` where another run holds the lock.
         """
-        while True:
-            _reject_special_file(self._path)
-            try:
-                descriptor = _open(self._path, os.O_RDWR)
-            except FileNotFoundError:
-                return None
-            try:
-                is_locked = lock(descriptor)
-                # The holder may have released it, and another run made a new one, between opening and locking.
-                is_current = _is_at(self._path, descriptor)
-            except BlockingIOError:
-                holder = Holder.read(descriptor)
-                os.close(descriptor)
-                raise _rejection(self._path, holder) from None
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if is_current:
-                return descriptor, is_locked
+        _reject_special_file(self._path)
+        try:
+            descriptor = _open(self._path, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            return descriptor, lock(descriptor)
+        except BlockingIOError:
+            holder = Holder.read(descriptor)
             os.close(descriptor)
+            raise _rejection(self._path, holder) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def _place(self, *, replace: bool) -> bool:
         """Put a complete, locked record under the lock file's name.
