@@ -144,7 +144,7 @@ class Background:
         nbytes: int = self._do(Seal(str(staging), draft, common), staging)
         return nbytes
 
-    def export(self, sources: Sequence[Path]) -> tuple[str, list[str]]:
+    def export(self, sources: Sequence[Path], lease: tuple[Path, str] | None) -> tuple[str, list[str]]:
         """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writing.writer.Export`.
 
         Raises :class:`Cancelled` where it is not wanted (any more): see :meth:`leave_out_exports`.
@@ -153,7 +153,8 @@ class Background:
             try:
                 if self._no_export.is_set():
                     raise Cancelled
-                answer: tuple[str, list[str]] = self._do(Export([str(source) for source in sources]), sources[0])
+                command = Export([str(source) for source in sources], lease)
+                answer: tuple[str, list[str]] = self._do(command, sources[0])
                 return answer
             except Exception as error:
                 if self._no_export.is_set():

@@ -461,8 +461,11 @@ class Checkpointer:
             if not self.is_leader:
                 return None
             self.check_lease()
-            places = [self._run.root / str(name) / layout.state_directory(one) for one in self.assets]
-            return [consolidate(place, log=log.info).output for place in places][-1]
+            output = None
+            for attribute in self.assets:
+                directory = self._run.root / str(name) / layout.state_directory(attribute)
+                output = consolidate(directory, log=log.info, before_publishing=self.check_lease).output
+            return output
 
         with self._failing_together(f"exporting {name} (the checkpoint itself is safe)", ExportFailed):
             return agree.while_working(self._group, export)
@@ -480,8 +483,11 @@ class Checkpointer:
                 export = export_from_memory(
                     snapshot.trees[attribute], self._run.root / str(name), assets, snapshot.tied[attribute],
                     rank=self._ranks.rank, group=self._group, together=together, log=log.info,
+                    before_publishing=self.check_lease,
                 )  # fmt: skip
                 report = replace(report, export=export)
+        except LeaseLost:
+            raise
         except AutomodelError as failure:
             report = replace(report, export_failure=failure)
         seconds = time.monotonic() - save.started

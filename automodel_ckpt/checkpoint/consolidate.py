@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export.output import create_output
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.publish import check_target, staged
+from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.inside import open_inside
@@ -67,12 +67,14 @@ def consolidate(
     num_threads: int = 5,
     num_procs: int = 1,
     log: Log = log_default.info,
+    before_publishing: Check = lambda: None,
 ) -> ConsolidationReport:
     """Export the model in *source* (checkpoint, its ``model/``, or a bare directory of shards) as Hugging Face files.
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
-    for a process without threads of its own. *log* gets a line for each warning and each kind of cast.
+    for a process without threads of its own. *log* gets a line for each warning and each kind of cast;
+    what *before_publishing* raises ends the export.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
     :class:`SaveFailed` where the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
@@ -93,7 +95,7 @@ def consolidate(
     warnings = (*opened.notes, *plan.warnings, *its_warnings)
     for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan)]:
         log(text)
-    with staged(target, log) as staging:
+    with staged(target, log, before_publishing=before_publishing) as staging:
         parts = _write(plan, opened, staging, workers)
         write_side_files(beside, staging)
         write_manifest(plan, opened, staging, parts)

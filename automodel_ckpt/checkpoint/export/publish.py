@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
@@ -18,6 +18,8 @@ from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 from automodel_ckpt.on_disk import fsync_directory
+
+Check = Callable[[], None]
 
 _REMEDY = "free space or choose another --output; nothing was changed"
 
@@ -58,9 +60,10 @@ def _exported_files(directory: Path) -> set[str]:
 
 
 @contextlib.contextmanager
-def staged(target: Path, log: Log) -> Iterator[Path]:
+def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -> Iterator[Path]:
     """A staging directory that takes *target*'s place when the block ends, and is removed when it raises.
 
+    What *before_publishing* raises is raised, and *target* is unchanged then.
     An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
     """
     staging = None
@@ -72,6 +75,7 @@ def staged(target: Path, log: Log) -> Iterator[Path]:
         with owned(staging):
             yield staging
             check_target(target)
+            before_publishing()
             _publish(staging, target, log)
     except OSError as error:
         raise SaveFailed.all_of([os_problem(error, "the export could not be written", remedy=_REMEDY)]) from error

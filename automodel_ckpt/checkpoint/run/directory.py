@@ -76,6 +76,11 @@ class RunDirectory:
         """Whether it is known that another run took over this directory. Reads no file."""
         return self._lease is not None and self._lease.is_lost
 
+    @property
+    def lease_token(self) -> tuple[Path, str] | None:
+        """What another process of this run needs to check the lease; None where this process does not hold it."""
+        return self._lease.token if self._lease is not None else None
+
     def check_lease(self) -> None:
         """Return where this run still holds the directory. To be called before everything that others will read.
 

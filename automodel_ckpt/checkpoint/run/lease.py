@@ -142,6 +142,11 @@ class Lease:
     # ---------------------------------------------------------------- while it is held
 
     @property
+    def token(self) -> tuple[Path, str]:
+        """The lock file, and what it has to contain: for :func:`check_token` in another process of the run."""
+        return self._path, self._token
+
+    @property
     def is_lost(self) -> bool:
         """Whether a heartbeat or a check has found that another run took over. Reads no file."""
         return self._loss is not None
@@ -328,6 +333,25 @@ def release_all() -> None:
     """Release every lease of a process that ends in the middle of starting, when no other object owns it yet."""
     for lease in list(_held):
         lease.release()
+
+
+def check_token(lock_file: Path, token: str) -> None:
+    """Return where a run directory's lock file contains the *token* of the run that this process belongs to.
+
+    Raises :class:`LeaseLost` where it does not, OSError where it cannot be read.
+    """
+    try:
+        descriptor = _open(lock_file, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _lost(lock_file, None) from None
+    try:
+        holder = Holder.read(descriptor)
+    except PermissionError:
+        return  # SMB: the run's own lock keeps other handles out
+    finally:
+        os.close(descriptor)
+    if holder is None or holder.token != token:
+        raise _lost(lock_file, holder)
 
 
 def _watch_seconds(root: Path) -> float:

@@ -35,7 +35,7 @@ from automodel_ckpt.checkpoint.writing.jobs import Job
 from automodel_ckpt.checkpoint.writing.parts import Part
 from automodel_ckpt.checkpoint.writing.sealing import part_files, parts_in
 from automodel_ckpt.distributed import agree
-from automodel_ckpt.errors import AutomodelError, ExportFailed
+from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -243,11 +243,13 @@ class AsyncSaves:
         sources = [path / layout.state_directory(name) for name in self._planner.assets]
         try:
             self._planner.run.check_lease()
-            output, said = self._background.export(sources)
+            output, said = self._background.export(sources, self._planner.run.lease_token)
         except Cancelled:
             for source in sources:
                 clear_leftovers(source / layout.CONSOLIDATED, log.debug)
             return
+        except LeaseLost:
+            raise
         except Exception as error:
             failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed)
             raise ExportFailed.all_of(failure.problems) from error

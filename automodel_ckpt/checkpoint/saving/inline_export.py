@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
 from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
-from automodel_ckpt.checkpoint.export.publish import check_target, staged
+from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.durable import stretch_digest
 from automodel_ckpt.checkpoint.formats import hf
@@ -46,11 +46,13 @@ def export_from_memory(
     group: ProcessGroup | None,
     together: Together,
     log: Log,
+    before_publishing: Check = lambda: None,
 ) -> Path:
     """Export the module of a settled *plan*, whose state is what the published *checkpoint* holds; returns where.
 
     Called on all ranks; the leader's *assets* and *tied* names count, and *log* is called there. *together* makes a
-    block whose failure on one rank is raised on all; the export is then absent. No collective waits for data.
+    block whose failure on one rank is raised on all; the export is then absent. What *before_publishing*, called on the
+    leader, raises is raised on all too. No collective waits for data.
     """
     directory = checkpoint / plan.directory
     target = directory / layout.CONSOLIDATED
@@ -59,7 +61,8 @@ def export_from_memory(
         with together():
             if rank == 0:
                 check_target(target)
-                name, naming = stack.enter_context(staged(target, log)).name, hf.Naming(assets.maps, tied)
+                staging = stack.enter_context(staged(target, log, before_publishing=before_publishing))
+                name, naming = staging.name, hf.Naming(assets.maps, tied)
         name, naming = agree.broadcast_object(group, (name, naming))
         part = Part(rank)
         with together():

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.run.lease import check_token
 from automodel_ckpt.checkpoint.writing.jobs import run_all
 from automodel_ckpt.checkpoint.writing.parts import Part
 from automodel_ckpt.checkpoint.writing.sealing import Draft, parts_in, seal
@@ -61,9 +62,13 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Make the Hugging Face exports of these model directories of a checkpoint; answers (last output, what it said)."""
+    """Make the Hugging Face exports of these model directories of a checkpoint; answers (last output, what it said).
+
+    *lease* is the run directory's lock file and the run's token in it: an export is published only while it is there.
+    """
 
     sources: Sequence[str]
+    lease: tuple[Path, str] | None = None
 
     def run(self, memory: SharedMemory) -> tuple[str, list[str]]:
         from automodel_ckpt.checkpoint.consolidate import consolidate
@@ -71,8 +76,13 @@ class Export:
         said: list[str] = []
         output = ""
         for source in self.sources:
-            output = str(consolidate(Path(source), log=said.append).output)
+            output = str(consolidate(Path(source), log=said.append, before_publishing=self._check_lease).output)
         return output, said
+
+    def _check_lease(self) -> None:
+        """Raise :class:`LeaseLost` where another run took over the run directory."""
+        if self.lease is not None:
+            check_token(*self.lease)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,11 @@ from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.checkpoint.writing.writer import Export, SharedMemory
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from tests.support.shards import Piece, bits, cut, raw_bytes, record_of, whole, write_checkpoint, write_shards
 from tools.crash.power import Disk, unsupported
 
@@ -483,6 +485,21 @@ def test_what_killed_exports_left_is_cleared_and_what_is_in_use_is_not(tmp_path:
         assert used.exists() and not left.exists()
     assert len(loaded(output)) == 1
     assert sorted(p.name for p in output.parent.iterdir() if p.name.startswith(".")) == [used.name]
+
+
+def test_a_run_that_lost_its_lease_publishes_no_export(tmp_path: Path) -> None:
+    output = consolidated_once(tmp_path)
+    before = output.stat().st_ino
+    record = {"host": "h", "boot_id": "b", "pid": 1, "command": "c", "beat": 1, "token": "theirs"}
+    (tmp_path / LOCK_FILE).write_text(json.dumps(record))
+    with pytest.raises(LeaseLost, match="another run has taken over"):
+        Export([str(tmp_path / "c")], (tmp_path / LOCK_FILE, "ours")).run(SharedMemory(-1))
+    assert output.stat().st_ino == before
+    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".consolidated")] == []
+    with pytest.raises(LeaseLost, match="was removed"):
+        Export([str(tmp_path / "c")], (tmp_path / "gone", "ours")).run(SharedMemory(-1))
+    Export([str(tmp_path / "c")], (tmp_path / LOCK_FILE, "theirs")).run(SharedMemory(-1))
+    assert output.stat().st_ino != before
 
 
 def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
