@@ -554,7 +554,9 @@ class Lifecycle:
         code = self.stop_request.exit_code
         then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
         step = self.step_scheduler.stops_after
-        self.progress.write_above(f"{name}: stopping after step {step}: {then}; {again} to stop now without saving")
+        self.progress.write_above(
+            f"{name}: stopping after step {step} at the latest: {then}; {again} to stop now without saving"
+        )
 
     def stop(self) -> NoReturn:
         """End for a signal: save the last completed step unless it is saved. Raises :class:`Stopped`."""

@@ -163,6 +163,7 @@ class Steps(Lifecycle):
         tokens = [_num_tokens(micro) if count else 0 for micro, count in zip(micro_batches, labels, strict=True)]
         counts = (sum(labels), sum(tokens)) if self.layout.reports else (0, 0)
         failed = self.checkpointer is not None and self.checkpointer.upload_failed
+        self.step_scheduler.enter_step()
         vector = self.sum_over_ranks(*counts, batch is None or self.stop_request.wanted, failed)
         return Control(int(vector[0]), int(vector[1]), vector[2] > 0, vector[3] > 0)
 

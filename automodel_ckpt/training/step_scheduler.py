@@ -146,13 +146,17 @@ class StepScheduler:
         return self._elapsed_before + self._clock() - self._session_start
 
     def start_step(self) -> None:
-        """Start the clock of a step; optional, it sharpens :meth:`time_is_up` and :attr:`stops_after`."""
+        """Start the clock of a step; optional, it sharpens :meth:`time_is_up`."""
         self._step_start = self._clock()
+
+    def enter_step(self) -> None:
+        """Note that the ranks begin to agree on a step: a signal from now on may come too late to prevent it."""
         self._is_in_step = True
 
     @property
     def stops_after(self) -> int:
-        """The step after which a run stops if a signal comes now: the one in progress, or the last completed one."""
+        """The step after which a run stops at the latest if a signal comes now: the one in progress, or the last
+        completed one."""
         return self.step + 1 if self._is_in_step else self.step
 
     def finish_step(

@@ -52,7 +52,7 @@ def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, t
     if target == "launcher":
         (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
         again = "send it again to stop now without saving"
-        assert notice == f"SIGUSR1: stopping after step 1: saving, then exit 75; {again}"
+        assert notice == f"SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
     (checkpoint,) = chain.root.glob("epoch_*")
     assert not (checkpoint / "model" / "consolidated").exists()
     assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
