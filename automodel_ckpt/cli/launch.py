@@ -421,15 +421,18 @@ class _Forwarder:
         stop_request().wake(number, frame)
 
     def _leave(self, number: int) -> NoReturn:
-        """End for a second signal when no rank runs. Ranks that have saved and stopped keep their exit code."""
-        attempts = self.board.attempts()
-        records = self.board.records(attempts[-1]) if attempts else []
-        why = verdict(records)
-        if why is not None and why.code == EXIT_STOPPED and len(records) == len(self.board.processes(attempts[-1])):
-            sys.stderr.write(text_of(why, several_ranks=False) + "\n")
-            os._exit(EXIT_STOPPED)
-        sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
-        os._exit(128 + number)
+        """End for a second signal when no rank runs. Ranks whose work is done keep their exit code."""
+        attempt = self.board.attempts()[-1] if self.board.attempts() else -1
+        processes = self.board.processes(attempt)
+        why = verdict(self.board.records(attempt))
+        code = why.code if why is not None else EXIT_DONE
+        are_done = all(self.board.is_done(attempt, rank) for rank in processes)
+        if not processes or not are_done or code == EXIT_INTERNAL:
+            sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
+            os._exit(128 + number)
+        if why is not None:
+            sys.stderr.write(text_of(why, several_ranks=len(processes) > 1) + "\n")
+        os._exit(code)
 
     def _ranks(self) -> Iterator[int]:
         for attempt in self.board.attempts()[-1:]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from automodel_ckpt.cli.launch import known_fields
 
@@ -23,3 +28,46 @@ def test_a_setting_that_this_torch_lacks_is_left_out() -> None:
     settings = {"max_restarts": 1, "shutdown_timeout": 10}
     assert known_fields(OldLaunchConfig, settings) == {"max_restarts": 1}
     assert known_fields(NewLaunchConfig, settings) == settings
+
+
+ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from automodel_ckpt.cli.failure import Board, FailureRecord
+from automodel_ckpt.cli.launch import _Forwarder
+from automodel_ckpt.cli.meeting import Meetings
+from automodel_ckpt.cli.topology import rendezvous
+from automodel_ckpt.config.flags import LaunchFlags
+board = Board(Path(sys.argv[1]))
+codes = [int(code) for code in sys.argv[2:]]
+for rank, code in enumerate(codes):
+    if (child := os.fork()) == 0:
+        board.sign_in(0, rank)
+        if code:
+            board.write(0, FailureRecord(1.0, rank, code, f"ended with {code}"))
+        if code < 128:
+            board.note_done(0, rank)
+        os._exit(0)
+    os.waitpid(child, 0)
+with _Forwarder(board, Meetings(rendezvous(LaunchFlags(), {}))):
+    for pause in (1.1, 0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(pause)
+    print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "text"),
+    [
+        ((75, 75), 75, "ended with 75\n"),
+        ((0, 0), 0, ""),
+        ((75, 143), 143, "stopped at once by a second SIGTERM\n"),
+    ],
+)
+def test_a_second_signal_to_a_launcher_whose_ranks_have_ended_keeps_the_code_of_done_work(
+    tmp_path: Path, codes: tuple[int, ...], code: int, text: str
+) -> None:
+    command = [sys.executable, "-c", ENDED, str(tmp_path), *map(str, codes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", text)
