@@ -60,7 +60,9 @@ class Command:
         self.out = self.err = ""
 
     def wait(self, seconds: float = 60) -> Command:
-        self.out, self.err = self.process.communicate(timeout=seconds)
+        out, self.err = self.process.communicate(timeout=seconds)
+        # torch 2.10's gloo prints on standard output that it is connected.
+        self.out = "".join(line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo] "))
         self.code = self.process.returncode
         return self
 
