@@ -15,7 +15,7 @@ from automodel_ckpt.cli.places import add_path, run_around, run_directory, whole
 from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
 
-_LEFTOVER = "an export under way, or left by an interrupted one; the next start of the run or export here removes it"
+_LEFTOVER = "an export under way, or left by an interrupted one: the next start removes it"
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
