@@ -101,7 +101,7 @@ class FinetuneRecipe(ModelBuilding):
         steps = self.config.step_scheduler
         return Cadence(
             max_steps=steps.max_steps,
-            num_epochs=steps.num_epochs,
+            num_epochs=steps.effective_num_epochs,
             ckpt_every_steps=None if steps.ckpt_every_steps == "auto" else steps.ckpt_every_steps,
             mtbf_seconds=3600 * steps.mtbf_hours if steps.ckpt_every_steps == "auto" else None,
             ckpt_every_epochs=steps.ckpt_every_epochs,

@@ -592,9 +592,7 @@ class Lifecycle:
         scheduler = self.step_scheduler
         loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
         log.info("done: step %d, %s", scheduler.step, loss)
-        if scheduler.ran_out_of_time:
-            limit = self.config.step_scheduler.max_time
-            log.info("ended here by step_scheduler.max_time (%s); the same command goes on from there", limit)
+        log.info("%s", scheduler.reason_of_end())
         if self.last_save is not None:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
@@ -606,7 +604,7 @@ class Lifecycle:
 
     def already_complete(self) -> None:
         """A finished run is started again: say so, and make the exports that a kill or a signal had prevented."""
-        log.info("already complete at step %d", self.step_scheduler.step)
+        log.info("already complete at step %d: %s", self.step_scheduler.step, self.step_scheduler.reason_of_end())
         if self.checkpointer is not None and self.resumed is not None:
             self.checkpointer.export_if_missing(self.resumed, last=True)
             if self.config.checkpoint.export_best:

@@ -25,6 +25,7 @@ from automodel_ckpt.models.stages import parameters_of_stages
 from automodel_ckpt.recipes.base import FinetuneRecipe
 from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.step_scheduler import planned_end
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -50,8 +51,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run before it is one. Steps are None where they cannot be known; *checkpoint_bytes* is of one checkpoint;
-    *config_json* the content of the model's config.json, None with adapters and for a model by ``_target_``."""
+    """A run before it is one. Steps are None where they cannot be known; *checkpoint_bytes* is of one checkpoint.
+
+    *end* says what will end the run. *config_json* is the content of the model's config.json, None with adapters and
+    for a model by ``_target_``.
+    """
 
     model: str
     num_parameters: int
@@ -61,6 +65,7 @@ class Plan:
     memory: Memory
     checkpoint_bytes: int | None
     config_json: bytes | None = None
+    end: str = ""
 
 
 def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
@@ -81,6 +86,7 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
         memory,
         _checkpoint_bytes(recipe, sizes, assets) if is_saved else None,
         assets["model"].files[CONFIG] if assets and recipe.config.peft is None else None,
+        planned_end(recipe.step_scheduler.cadence, _length(recipe.dataloader)),
     )
 
 

@@ -31,7 +31,7 @@ from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_posit
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import refuse_unsharded
 from automodel_ckpt.training.router_loss import RouterLoss
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.step_scheduler import Due, planned_end
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -95,6 +95,7 @@ class Steps(Lifecycle):
             return
         if self.layout.rank == 0:
             self.stop_request.on_request = self.acknowledge_stop
+        log.info("%s", planned_end(self.step_scheduler.cadence, self._steps_per_epoch()))
         while not self.step_scheduler.is_finished():
             self.run_epoch()
         self.stop_request.on_request = None

@@ -64,6 +64,7 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
     trained = "all" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,}"
     yield "model", f"{plan.model}, {plan.num_parameters:,} parameters, {trained} of them trained"
     yield "steps", "unknown" if plan.steps is None else f"{plan.steps:,}"
+    yield "end", plan.end
     memory = plan.memory
     parts = {
         "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,

@@ -490,8 +490,8 @@ class StepSchedulerConfig:
     """Samples per optimizer step, over all ranks; gradient accumulation follows from it."""
     local_batch_size: int = setting(1, AT_LEAST_1)
     """Samples per rank in one forward pass."""
-    num_epochs: int | None = setting(1, AT_LEAST_1)
-    """Passes over the data set; null: until max_steps or max_time."""
+    num_epochs: int | None = setting(None, AT_LEAST_1)
+    """Passes over the data set at most; null: as many as max_steps takes, or 1 if max_steps is null too."""
     max_steps: int | None = setting(None, AT_LEAST_1)
     """Optimizer steps at most."""
     max_time: str | None = setting(None, DURATION)
@@ -521,12 +521,6 @@ class StepSchedulerConfig:
             "global_batch_size must be a multiple of local_batch_size",
             "make global_batch_size = local_batch_size x ranks x a whole number of accumulated batches",
         ),
-        Relation(
-            ("num_epochs", "max_steps", "max_time"),
-            lambda steps: (steps.num_epochs, steps.max_steps, steps.max_time) != (None, None, None),
-            "one of num_epochs, max_steps and max_time must be given",
-            "set one, or the run would never end",
-        ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
@@ -542,6 +536,13 @@ class StepSchedulerConfig:
     def stop_signal_numbers(self) -> tuple[signal.Signals, ...]:
         """``stop_signals`` and SIGINT."""
         return (*(signal.Signals[name] for name in dict.fromkeys(self.stop_signals)), signal.SIGINT)
+
+    @property
+    def effective_num_epochs(self) -> int | None:
+        """``num_epochs``, or what null means: no limit with ``max_steps``, else 1."""
+        if self.num_epochs is None and self.max_steps is None:
+            return 1
+        return self.num_epochs
 
     @property
     def max_time_seconds(self) -> float | None:

@@ -76,6 +76,25 @@ def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
     return min(limits, default=None)
 
 
+def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
+    """A sentence about what will end the run, as far as it can be known before: *steps_per_epoch* None for a stream."""
+    num_epochs, max_steps = cadence.num_epochs, cadence.max_steps
+    limit = f"max_time ({cadence.max_time_seconds:g} s)" if cadence.max_time_seconds else ""
+    if num_epochs is None and max_steps is None:
+        return f"{limit or 'nothing'} will end the run"
+    time = f", unless {limit} ends it before" if limit else ""
+    if num_epochs is None:
+        return f"max_steps {max_steps} will end the run{time}"
+    if steps_per_epoch is None:
+        or_steps = f", or max_steps {max_steps}, whichever comes first" if max_steps is not None else ""
+        return f"num_epochs {num_epochs} will end the run{or_steps}{time}"
+    last = num_epochs * steps_per_epoch
+    if max_steps is not None and max_steps <= last:
+        return f"max_steps {max_steps} will end the run, of the {last} steps of num_epochs {num_epochs}{time}"
+    of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
+    return f"num_epochs {num_epochs} will end the run at step {last}{of_steps}{time}"
+
+
 def _divides(every: int | None, count: int) -> bool:
     return every is not None and count % every == 0
 
@@ -209,6 +228,19 @@ class StepScheduler:
     def end_early(self) -> None:
         """Make the present step the last one: the data ended unannounced."""
         self.ended_early = True
+
+    def reason_of_end(self) -> str:
+        """A sentence about what ended the run, once :meth:`is_finished`."""
+        num_epochs, max_steps = self.cadence.num_epochs, self.cadence.max_steps
+        if max_steps is not None and self.step >= max_steps:
+            return f"max_steps {max_steps} ended the run"
+        of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
+        if num_epochs is not None and self.epochs_done >= num_epochs:
+            return f"num_epochs {num_epochs} ended the run at step {self.step}{of_steps}"
+        if self.ran_out_of_time:
+            limit = f"max_time ({self.cadence.max_time_seconds:g} s)"
+            return f"{limit} ended the run at step {self.step}{of_steps}; the same command continues it"
+        return f"no full batch is left of num_epochs {num_epochs}: the run ended at step {self.step}{of_steps}"
 
     @property
     def validation_is_missing(self) -> bool:

@@ -84,7 +84,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
     ("step_scheduler:\n  ckpt_every_steps: 0\n", [], ["step_scheduler.ckpt_every_steps must be 1 or more", ":7"]),
     ("step_scheduler:\n  max_time: soon\n", [], ["step_scheduler.max_time must be a number of seconds"]),
-    ("step_scheduler:\n  num_epochs: null\n", [], ["one of num_epochs, max_steps and max_time must be given"]),
     (
         "step_scheduler:\n  global_batch_size: 10\n  local_batch_size: 4\n",
         [],

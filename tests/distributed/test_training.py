@@ -251,10 +251,11 @@ def test_a_stream_that_ends_early_is_saved_once_at_its_end(tmp_path: Path, num_w
 def test_max_time_ends_with_a_save_and_the_next_start_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ("--step_scheduler.num_epochs=null", "--step_scheduler.ckpt_every_steps=null", "--lr_scheduler=null")
+    overrides = ("--step_scheduler.num_epochs=null", "--step_scheduler.max_steps=100000")
+    overrides += ("--step_scheduler.ckpt_every_steps=null", "--lr_scheduler=null")
     for _ in range(2):
         run(tmp_path, *overrides, "--step_scheduler.max_time=0.2")
-    assert capfd.readouterr().err.count("ended here by step_scheduler.max_time (0.2)") == 2
+    assert capfd.readouterr().err.count("max_time (0.2 s) ended the run at step") == 2
     steps = [record["step"] for record in steps_of(tmp_path / "run")]
     names = [int(name.rpartition("_")[2]) for name in saved(tmp_path / "run")]
     assert len(names) == 2

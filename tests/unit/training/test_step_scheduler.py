@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport
-from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig
+from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from automodel_ckpt.recipes.lifecycle import Lifecycle, Validation
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, due_after, run_is_over, total_steps
+from automodel_ckpt.training.step_scheduler import (
+    Cadence,
+    StepScheduler,
+    due_after,
+    planned_end,
+    run_is_over,
+    total_steps,
+)
 
 counts = st.none() | st.integers(1, 12)
 
@@ -201,6 +208,49 @@ class FullDisk(Lifecycle):
             if due.save:
                 self.save(None, 0.0, last=due.last)
         return self.attempts
+
+
+@pytest.mark.parametrize(
+    ("cadence", "steps_per_epoch", "sentence"),
+    [
+        (Cadence(max_steps=100, num_epochs=2), 8, "num_epochs 2 will end the run at step 16 of max_steps 100"),
+        (Cadence(max_steps=5, num_epochs=2), 8, "max_steps 5 will end the run, of the 16 steps of num_epochs 2"),
+        (Cadence(max_steps=100), 8, "max_steps 100 will end the run"),
+        (Cadence(num_epochs=1), 8, "num_epochs 1 will end the run at step 8"),
+        (Cadence(max_steps=5, num_epochs=2), None,
+         "num_epochs 2 will end the run, or max_steps 5, whichever comes first"),
+        (Cadence(max_steps=5, max_time_seconds=60.0), None,
+         "max_steps 5 will end the run, unless max_time (60 s) ends it before"),
+        (Cadence(max_time_seconds=60.0), 8, "max_time (60 s) will end the run"),
+    ],
+)  # fmt: skip
+def test_what_will_end_a_run_is_known_before_it_starts(
+    cadence: Cadence, steps_per_epoch: int | None, sentence: str
+) -> None:
+    assert planned_end(cadence, steps_per_epoch) == sentence
+
+
+@pytest.mark.parametrize(
+    ("cadence", "sentence"),
+    [
+        (Cadence(max_steps=100, num_epochs=2), "num_epochs 2 ended the run at step 16 of max_steps 100"),
+        (Cadence(max_steps=10, num_epochs=2), "max_steps 10 ended the run"),
+        (Cadence(max_steps=100, max_time_seconds=32.0),
+         "max_time (32 s) ended the run at step 6 of max_steps 100; the same command continues it"),
+    ],
+)  # fmt: skip
+def test_what_ended_a_run_is_reported(cadence: Cadence, sentence: str) -> None:
+    clock = Clock()
+    scheduler = StepScheduler(cadence, clock=clock)
+    drive(scheduler, clock, 8)
+    assert scheduler.reason_of_end() == sentence
+
+
+def test_without_num_epochs_a_run_goes_to_max_steps_and_without_both_it_is_one_epoch() -> None:
+    assert StepSchedulerConfig(max_steps=100).effective_num_epochs is None
+    assert StepSchedulerConfig(max_time="10").effective_num_epochs == 1
+    assert StepSchedulerConfig().effective_num_epochs == 1
+    assert StepSchedulerConfig(max_steps=100, num_epochs=2).effective_num_epochs == 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])
