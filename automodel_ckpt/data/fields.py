@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from automodel_ckpt.data.templates import BoundedEnvironment
@@ -30,17 +30,20 @@ class FieldTemplate:
         try:
             undeclared = find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
-        except TemplateSyntaxError as error:
+        # Python itself refuses what is nested too deeply.
+        except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             remedy = "write fields as {{ name }}, and parts that depend on one as {% if name %}...{% endif %}"
             what = "a template of fields is not Jinja"
-            raise RecipeError(what, where="dataset", value=f"{error} in {text[:80]!r}", remedy=remedy) from error
+            raise RecipeError(
+                what, where="dataset", value=f"{str(error)[:200]} in {text[:80]!r}", remedy=remedy
+            ) from error
         self.names = sorted(undeclared - environment.globals.keys())
 
     def write(self, row: Mapping[str, Any], where: Callable[[], str]) -> str:
         """The text for a row; :class:`RecipeError` names *where* it stands."""
         try:
             return self._template.render(row)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
             remedy = "correct this sample, or the template"
             raise RecipeError(

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.images import pillow
@@ -62,7 +63,7 @@ class ImageTextCollator:
         bound_chat_templates()
         try:
             text = self.processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-        except ValueError:  # no template: the data set brought its own
+        except (ValueError, TemplateError):  # no template, or one that fails: the data set brought its own
             text = self._placeholder
         return ImageText(text, [image], [])
 

@@ -177,3 +177,8 @@ def test_a_template_of_fields_is_stopped_with_its_place(monkeypatch: pytest.Monk
             FieldTemplate(text).write({"x": 1}, lambda: "here:3")
     with pytest.raises(RecipeError, match="at most 1048576 characters"):
         FieldTemplate("{{ x }}" + "y" * 2**20)
+    for nested in ("{{ " + "(" * 9999 + ")" * 9999 + " }}", LOOP * 30 + END * 30):
+        with pytest.raises(RecipeError, match="a template of fields is not Jinja"):
+            FieldTemplate(nested)
+    with pytest.raises(RecipeError, match="RecursionError"):
+        FieldTemplate("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}").write({}, lambda: "here:3")
