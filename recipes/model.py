@@ -36,6 +36,7 @@ from automodel_ckpt.models.build import (
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.probe import forward_parameters
+from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.routers import RouterSettings, check_router_loss, refuse_stages, router_settings
 from automodel_ckpt.models.stages import check_stages
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
@@ -133,6 +134,7 @@ class ModelBuilding(Steps):
             self.adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
             blueprint = with_copies(blueprint, self.adapted.model)
         else:
+            check_not_quantized(model)
             freeze(model, section.freeze)
             keep_whole(model)
         if section.activation_checkpointing:

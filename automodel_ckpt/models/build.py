@@ -31,6 +31,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.keys import Verdict
 from automodel_ckpt.models.probe import attention_of
+from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
 
 log = logging.getLogger(__name__)
@@ -255,6 +256,8 @@ def build_model(
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
             options["ignore_mismatched_sizes"] = True  # they are refused by name, unless allowed
+            if not loading:
+                options |= dequantized(config)
             model, differences = _read_model(
                 auto_class, os.path.expanduser(from_pretrained), options | dict(loading or {})
             )
@@ -275,6 +278,8 @@ def build_model(
         verdict = Verdict.of_differences(**differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
         verdict.refuse("model.from_pretrained", from_pretrained, "model")
         verdict.tell(f"{from_pretrained} and the model")
+        if dtype != "auto" and not loading:
+            cast_to(model, getattr(torch, dtype))
     return model.train()
 
 

@@ -1,15 +1,25 @@
-"""A frozen base in few bits, for adapters to be trained on (QLoRA): bitsandbytes' formats, on CUDA devices only."""
+"""Quantized bases: a frozen one in few bits for adapters (QLoRA, by bitsandbytes), and files that are quantized."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import logging
+from collections import Counter
 from typing import Any, Literal, NoReturn
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
 
+log = logging.getLogger("automodel_ckpt")
+
 _WHERE = "peft.quantize_base"
+_READ_AS_FLOATS = ("fp8", "mxfp4")
+"""Formats that transformers dequantizes while it reads, to the type that it is asked for."""
+_ORDINARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Quantization = Literal["nf4", "fp4", "int8"]
 
@@ -37,6 +47,54 @@ def quantized_loading(kind: Quantization, *, device: torch.device, strategy: str
             load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
         )
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def dequantized(config: PreTrainedConfig) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` by which a base whose files are quantized is read as ordinary floats.
+
+    Empty for a base that is not quantized, and for formats that transformers cannot dequantize while it reads.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if not isinstance(settings, dict) or settings.get("quant_method") not in _READ_AS_FLOATS:
+        return {}
+    changed = copy.deepcopy(config)
+    changed.quantization_config = {**settings, "dequantize": True}
+    return {"config": changed}
+
+
+def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every ordinary float parameter of a model that was read the type *dtype* that the recipe asks for.
+
+    transformers leaves those of quantized files in the type of the files. What a model keeps in float32 stays.
+    """
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}  # fmt: skip
+    found: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters():
+        stays = parameter.dtype == torch.float32 and any(part in kept for part in name.split("."))
+        if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
+            found[parameter.dtype] += 1
+            parameter.data = parameter.data.to(dtype)
+    for other, number in found.items():
+        log.info("%d parameters that were read in %s are cast to %s (model.dtype)", number, _name(other), _name(dtype))
+
+
+def check_not_quantized(model: nn.Module) -> None:
+    """:class:`RecipeError` for a model whose weights stay quantized: they cannot be trained as a whole."""
+    if not getattr(model, "is_quantized", False):
+        return
+    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = getattr(settings, "quant_method", None) or (settings or {}).get("quant_method", "unknown")
+    raise RecipeError(
+        "the weights of this base stay quantized, and cannot have the type of model.dtype",
+        where="model.from_pretrained",
+        value=f"quantization_config with quant_method {getattr(method, 'value', method)}",
+        remedy="name a base that is not quantized, or train adapters on it (a peft section)",
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse(kind: str, why: str, remedy: str) -> NoReturn:

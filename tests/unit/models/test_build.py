@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 from transformers.utils.hub import cached_file
 
@@ -25,6 +26,7 @@ from automodel_ckpt.models.build import (
     load_model_config,
     require_local,
 )
+from automodel_ckpt.models.quantize import check_not_quantized
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -231,3 +233,45 @@ def test_a_block_that_is_tied_to_what_is_outside_of_it_is_not_sharded_on_its_own
         model: Any = BertLMHeadModel(BertConfig(**sizes, num_hidden_layers=2, is_decoder=True))  # type: ignore[arg-type]
     assert decoder_layers(model) == [model.bert.embeddings, *model.bert.encoder.layer]
     assert untied_layers(model) == [*model.bert.encoder.layer]
+
+
+def write_fp8_base(directory: Path) -> dict[str, torch.Tensor]:
+    """A tiny Llama in bfloat16 whose projections are FP8 with a scale; returns their values in float32."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY), dtype=torch.bfloat16).save_pretrained(directory)
+    tensors, values = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if "_proj" in name]:
+        scale = tensors[name].float().abs().max() / 448
+        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale.reshape(1, 1).clone()
+        values[name] = tensors[name].float() * scale
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = write_fp8_base(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        name = str(dtype).removeprefix("torch.")
+        with caplog.at_level("INFO", "automodel_ckpt"):
+            model: Any = build_model(
+                load_model_config(from_pretrained=str(tmp_path)), from_pretrained=str(tmp_path), dtype=name
+            )
+        parameters = dict(model.named_parameters())
+        assert {parameter.dtype for parameter in parameters.values()} == {dtype}
+        assert all(torch.equal(parameters[key], value.to(dtype)) for key, value in values.items())
+        assert model.config.dtype == dtype and not hasattr(model.config, "quantization_config")
+    assert "read in bfloat16 are cast to float32 (model.dtype)" in caplog.text
+
+
+def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    check_not_quantized(model)
+    model.is_quantized, model.config = True, LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(RecipeError, match=r"stay quantized(.|\n)*gptq(.|\n)*peft"):
+        check_not_quantized(model)
