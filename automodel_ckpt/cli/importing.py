@@ -75,7 +75,8 @@ def _lines(planned: Import) -> Iterator[str]:
     names = [*planned.side_files]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     beside = ", ".join(names[:_SHOWN]) + more if names else "none: there is no config.json"
-    weights = f"{len(planned.weights.tensors)} tensors, {size_text(planned.nbytes)}, unchecked: {planned.kind}"
+    checked = "compared with their digests" if planned.has_digests else "unchecked"
+    weights = f"{len(planned.weights.tensors)} tensors, {size_text(planned.nbytes)}, {checked}: {planned.kind}"
     rows = [("weights", weights), ("beside them", beside), ("not known", ", ".join(ABSENT))]
     rows += [("left out", ", ".join(planned.left_out))] if planned.left_out else []
     yield from map(printable, table(rows))

@@ -135,8 +135,8 @@ def fitted(
     """Rows as lines with aligned columns, as :func:`table` makes them, that fit the terminal.
 
     With *wrap_last*, the text of the last column continues on further lines where it has room for 24 characters.
-    Columns are dropped where the terminal is still too narrow: those titled *dropped_first*, in this order, as many as
-    it takes. What does not go to a terminal is not changed.
+    Columns are dropped where the terminal is still too narrow: of those titled *dropped_first* the empty ones, then in
+    this order, as many as it takes. What does not go to a terminal is not changed.
     """
     lines, titles = table(rows, right), rows[0]
     width = shutil.get_terminal_size().columns
@@ -150,9 +150,12 @@ def fitted(
             return [_wrapped(line, row[-1], width, left) for line, row in zip(before, rows, strict=True)]
     if not dropped_first:
         return lines
-    gone = titles.index(dropped_first[0])
+    empty = [title for title in dropped_first if not any(row[titles.index(title)] for row in rows[1:])]
+    dropped = empty[0] if empty else dropped_first[0]
+    gone = titles.index(dropped)
     fewer = [[*row[:gone], *row[gone + 1 :]] for row in rows]
-    return fitted(fewer, [n - (n > gone) for n in right if n != gone], dropped_first[1:], wrap_last=wrap_last)
+    left_to_drop = [title for title in dropped_first if title != dropped]
+    return fitted(fewer, [n - (n > gone) for n in right if n != gone], left_to_drop, wrap_last=wrap_last)
 
 
 def _wrapped(line: str, note: str, width: int, left: int) -> str:

@@ -86,6 +86,12 @@ class Import:
         return _CONFIG in self.side_files
 
     @property
+    def has_digests(self) -> bool:
+        """Whether the source has digests that its tensors are compared with."""
+        slices = [piece for tensor in self.weights.tensors.values() for piece in tensor.slices if piece.nbytes]
+        return bool(slices) and all(piece.digest is not None for piece in slices)
+
+    @property
     def nbytes(self) -> int:
         return self.plan.nbytes + sum(map(len, [*self.side_files.values(), *self.other_files.values()]))
 
