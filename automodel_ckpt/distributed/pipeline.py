@@ -112,7 +112,9 @@ class Pipeline:
         # 1F1B has to fill the pipeline. Where a batch cannot, what is left of its order is GPipe's.
         fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
         make = Schedule1F1B if fills else ScheduleGPipe
-        schedule = make(stage, num_micro_batches, loss_fn=self._noted, scale_grads=False)
+        # torch 2.10 rejects fewer micro-batches than stages, which GPipe's order does not need.
+        schedule = make(stage, max(num_micro_batches, self.num_stages), loss_fn=self._noted, scale_grads=False)
+        schedule._n_microbatches = num_micro_batches
         return self._schedules.setdefault((training, num_micro_batches), schedule)
 
     def _new_stage(self) -> PipelineStage:

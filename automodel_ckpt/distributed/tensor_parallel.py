@@ -260,7 +260,10 @@ def apply_plan(
         for name, style in _along_the_sequence(base, local_inputs=base is not model).items():
             styles |= {prefix + part: its for part, its in _with_adapters(base, name, style).items()}
     tied = _tied_names(model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parallelize_module(model, mesh, styles)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)  # torch 2.10's styles make new parameters that are trained
     for module in model.modules():
         dicts = [child for child in module.children() if isinstance(child, nn.ParameterDict)]
         own = [] if isinstance(module, nn.ParameterDict) else _own_parameters([module, *dicts])

@@ -94,7 +94,9 @@ def test_machines_that_know_themselves_as_localhost_train_together(
     ]  # fmt: skip
     ended = [machine.communicate(timeout=90) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
-    assert sorted(out for out, _ in ended) == ["rank 0 trained\n", "rank 1 trained\n"]
+    # torch 2.10's gloo prints on standard output that it is connected.
+    lines = [line for out, _ in ended for line in out.splitlines() if not line.startswith("[Gloo] ")]
+    assert sorted(lines) == ["rank 0 trained", "rank 1 trained"]
 
 
 def test_machines_whose_cable_is_cut_end_on_both_sides(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,9 @@ def test_cutting_keeps_images_whole_and_leaves_out_what_it_cannot_cut(
     assert "it would cut an image" in caplog.text
 
 
+@pytest.mark.skipif(
+    version("transformers").startswith("5.17."), reason="this version accepts images that no text has a place for"
+)
 def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> None:
     _, processor = processors["llava"]
     sample = conversations(processor, str(data))[0]
