@@ -78,9 +78,15 @@ class RecipeOptions:
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
             changed = [name for name in new if name in kept and new[name] != kept[name] and name not in passed_over]
             for name in changed:
-                self._check_override(name, kept[name], new[name])
+                if not self._is_by_no_decay(name, new[name]):
+                    self._check_override(name, kept[name], new[name])
                 message = "the optimizer's %s%s goes on as saved, %s; the recipe's %s is not applied" + _APPLY
                 log.warning(message, name, where, _shown(kept[name]), _shown(new[name]))
+
+    def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
+        """Whether a group has no weight decay because of ``optimizer.no_decay``: no override gave it the value 0."""
+        others = [options.get(name) for options in self._options]
+        return name == "weight_decay" and new == [0.0] and any(each not in (None, [0.0]) for each in others)
 
     def _check_override(self, name: str, kept: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` where the command line gives the option *name*, and the resume ignores it."""
