@@ -144,7 +144,7 @@ def test_what_is_on_the_list_does_no_harm(part: int, names: set[str], place: gad
             {"is_main_process": True, "output_dir": "../outside", "filenames": ["victim"]},
             "os.remove of ",
         ),
-        ("transformers.AutoTokenizer.from_pretrained", {"pretrained_model_name_or_path": "remote"}, "hostile"),
+        ("transformers.AutoTokenizer.from_pretrained", {"pretrained_model_name_or_path": "remote"}, "outside/ran"),
     ],
 )
 def test_the_watch_sees_what_trusted_code_does(name: str, arguments: dict[str, Any], seen: str, tmp_path: Path) -> None:
