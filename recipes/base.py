@@ -41,6 +41,7 @@ from automodel_ckpt.recipes.lifecycle import Control, StepResult, Validation
 from automodel_ckpt.recipes.model import ModelBuilding
 from automodel_ckpt.recipes.optimizers import AddUp, build_optimizer, log_groups
 from automodel_ckpt.recipes.stages import add_up_stages, refuse_idle_stages, refuse_own_steps, train_together
+from automodel_ckpt.recipes.starting import verify_side_files
 from automodel_ckpt.recipes.steps import Rows
 from automodel_ckpt.training.loss import LossFn, cross_entropy_sum, refuse_unfit
 from automodel_ckpt.training.lr import build_schedule
@@ -114,12 +115,14 @@ class FinetuneRecipe(ModelBuilding):
 
     def named_or_the_models(self, key: str) -> tuple[str | None, str]:
         """The directory or Hub name in the section *key* (tokenizer, processor), else the pretrained model's; and where
-        it stands. :class:`RecipeError` for a path where nothing is."""
+        it is given. Raises :class:`RecipeError` for a path that does not exist, and :class:`CheckpointUnusable` for
+        an export whose files are damaged."""
         name, where = getattr(self.config, key).from_pretrained, f"{key}.from_pretrained"
         if name is None and isinstance(self.config.model, ModelConfig):
             name, where = self.config.model.from_pretrained, "model.from_pretrained"
         if name is not None:
             require_local(name, where)
+            verify_side_files(name, self.config.checkpoint.verify)
         return name, where
 
     def check_model_config(self) -> PreTrainedConfig | None:

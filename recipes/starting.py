@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -90,6 +91,20 @@ def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup 
             raise CheckpointUnusable.all_of(problems)
 
     together(group, compare)
+
+
+def verify_side_files(name: str, level: Level) -> None:
+    """Compare the small files of a directory that is an export (config, tokenizer, processor) with its manifest, before
+    they are read. Every rank reads them all. Raises :class:`CheckpointUnusable`."""
+    directory = None
+    with contextlib.suppress(OSError, ValueError):  # no name of the Hub, which its reader reports
+        directory = base_directory(name)
+    export = find_export_manifest(directory, follow_links=True) if directory is not None else None
+    if directory is None or export is None:
+        return
+    small = {file for file in export.files if not file.endswith(".safetensors") and (directory / file).exists()}
+    if problems := export.problems(only=small, level=level):
+        raise CheckpointUnusable.all_of(problems)
 
 
 def _found(

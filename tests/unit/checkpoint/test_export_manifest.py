@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.sources.weights import open_weights
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.recipes.starting import verify_base
+from automodel_ckpt.recipes.starting import verify_base, verify_side_files
 from tests.support.shards import bits, cut, raw_bytes, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -147,6 +147,16 @@ def test_a_damaged_base_model_is_not_trained_on(export: Path) -> None:
     damage(export, "n")
     with pytest.raises(CheckpointUnusable, match="not what was written"):
         verify_base(str(export), "digest", OneRank(), None)
+
+
+def test_a_damaged_tokenizer_of_an_export_is_not_read(export: Path) -> None:
+    verify_side_files(str(export), "digest")
+    verify_side_files("no/such/model", "digest")
+    damage(export, "a")  # which nobody reads here
+    verify_side_files(str(export), "digest")
+    change_index(export)
+    with pytest.raises(CheckpointUnusable, match="not what was written"):
+        verify_side_files(str(export), "digest")
 
 
 def test_a_damaged_base_is_not_merged(export: Path) -> None:
