@@ -3,7 +3,7 @@
 #   docker build -t automodel_ckpt .                                          # torch with CUDA
 #   docker build -t automodel_ckpt --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 #
-# What is to last stays outside of it: mount the checkpoints, the data and the model cache (docs/guides/launch.md).
+# What is to last stays outside of it: mount the checkpoints, the data and the model cache (docs/guides/multi-node.md).
 #
 #   docker run --rm --gpus all --shm-size 8g --stop-timeout 120 \
 #       -v "$PWD:/work" -v "$HOME/.cache/huggingface:/root/.cache/huggingface" automodel_ckpt recipe.yaml
