@@ -114,13 +114,14 @@ def run_batch_script(directory: Path, code: int, *words: str) -> tuple[int, list
 def test_the_batch_script_starts_the_ranks_and_goes_back_into_the_queue_after_a_signal(tmp_path: Path) -> None:
     assert run_batch_script(tmp_path, 75, "my recipe.yaml", "--seed=1") == (
         75,
-        ["srun /my env/bin/ckpt-train my recipe.yaml --seed=1", "scontrol requeue 7"],
+        ["srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1", "scontrol requeue 7"],
     )
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 4])
 def test_the_batch_script_ends_with_the_runs_code_otherwise(tmp_path: Path, code: int) -> None:
-    assert run_batch_script(tmp_path, code, "recipe.yaml") == (code, ["srun /my env/bin/ckpt-train recipe.yaml"])
+    calls = ["srun --kill-on-bad-exit=0 /my env/bin/ckpt-train recipe.yaml"]
+    assert run_batch_script(tmp_path, code, "recipe.yaml") == (code, calls)
 
 
 def test_the_batch_script_says_how_it_is_used(tmp_path: Path) -> None:
