@@ -52,7 +52,7 @@ class Case:
         ]
         if self.model_layout == "adapter":
             # The adapter files are the export: with every export that there is, nothing more is written.
-            saved += ["--checkpoint.save_consolidated=every", "--checkpoint.export_best"]
+            saved += ["--checkpoint.save_consolidated=every"]
         if self.domain == "llm":
             return [*saved, "--model.from_config.attention_dropout=0"]  # it draws other numbers on other ranks
         return [*saved, *(["--model.freeze=[]", "--peft.exclude_modules=['*vision_tower*']"] if self.peft else [])]
