@@ -56,7 +56,7 @@ class Problem:
 
     def __str__(self) -> str:
         lines = [self.what]
-        for label, text in (("where", self.where), ("value", self.value), ("remedy", self.remedy)):
+        for label, text in (("where", self.where), ("value", self.value), ("hint", self.remedy)):
             if text is not None and text != "":
                 lines.append(f"  {label + ':':8}{text}")
         return without_hidden("\n".join(lines))

@@ -22,7 +22,7 @@ make_venv() {
         "$python" -m venv --clear "$venv" >/dev/null 2>&1 && works "$venv/bin/python" && return
     done
     echo "error: no Python >= 3.11 here can make a virtual environment (tried: ${PYTHON:-python3, /usr/bin/python3, python3.13 ...})" >&2
-    echo "  remedy: install one with its venv module (Debian: apt install python3-venv), or name it: make PYTHON=/path/to/python3" >&2
+    echo "  hint:   install one with its venv module (Debian: apt install python3-venv), or name it: make PYTHON=/path/to/python3" >&2
     return 1
 }
 

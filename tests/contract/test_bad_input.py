@@ -50,7 +50,7 @@ def say(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(words) == EXIT_USAGE
     out, error = capsys.readouterr()
     assert out == ""
-    assert "torch" not in error.partition("remedy")[0] or "torch_save" in error
+    assert "torch" not in error.partition("hint:")[0] or "torch_save" in error
     return error
 
 
@@ -155,7 +155,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("<<: {seed: 1}\n", [], ["merge keys (<<) are not read", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["not valid YAML", "recipe.yaml:7"]),
     ("---\nseed: 1\n", [], ["not valid YAML", "single document"]),
-    ("", ["--model.freeze=[*.y]"], ["where:  --model.freeze\n  remedy: put quotes around words that begin with *"]),
+    ("", ["--model.freeze=[*.y]"], ["where:  --model.freeze\n  hint:   put quotes around words that begin with *"]),
     ("", ["--model.freeze", "[x, *y]"], ["undefined alias", "put quotes around words"]),
     ("clip_grad_norm: @x\n", [], ["recipe.yaml:6", "put quotes around words"]),
     ("seed: ${oc.env:CKPT_NOT_SET}\n", [], ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"]),
@@ -175,7 +175,7 @@ def test_a_mistake_is_named_with_its_place_and_a_remedy(
 ) -> None:
     recipe.write_text(RECIPE + text)
     error = say(capsys, str(recipe), *words)
-    for piece in ["error: ", "where: ", "remedy: ", *pieces]:
+    for piece in ["error: ", "where: ", "hint: ", *pieces]:
         assert piece in error
 
 
@@ -209,7 +209,7 @@ loss_fn: {_target_: os.system}
     error = say(capsys, str(recipe), "--step_scheduler.max_steps=x")
     pieces = [
         "no recipe has this name\n  where:  recipe.yaml:1", "unknown key optimiser", "max_steps must be",
-        "unknown key dataset.pth\n  where:  recipe.yaml:6\n  value:  x.jsonl\n  remedy: did you mean dataset.path?",
+        "unknown key dataset.pth\n  where:  recipe.yaml:6\n  value:  x.jsonl\n  hint:   did you mean dataset.path?",
         "dataset.seq_length must be a whole number", "dataset.truncation must be error, right", "max_samples must be 1",
         "dataset.path is missing", "validation_dataset.seq_length must be 2 or more", "optimizer.lr must be a number",
         "loss_fn: os.system is not trusted",

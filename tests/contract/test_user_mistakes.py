@@ -215,7 +215,7 @@ def test_each_mistake_ends_the_run_with_a_message_of_ours(tmp_path: Path) -> Non
         for name, (code, message) in ended.items()
         if code != MISTAKES[name].code
         or not re.search(MISTAKES[name].said, message)
-        or not {"where:", "remedy:"} <= {*message.split()}
+        or not {"where:", "hint:"} <= {*message.split()}
     }
     assert wrong == {}
 

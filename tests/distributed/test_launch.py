@@ -28,7 +28,7 @@ from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.support.fake_train"
-DISK_FULL = "cannot write\n  where:  shard\n  value:  ENOSPC\n  remedy: make room"
+DISK_FULL = "cannot write\n  where:  shard\n  value:  ENOSPC\n  hint:   make room"
 
 
 Popen = Callable[..., subprocess.Popen[str]]
@@ -280,7 +280,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number:
     command.process.send_signal(number)
     done = command.wait(20)
     assert done.code == 75
-    assert done.err == f"stopped by {number.name}\n  remedy: run it again\n"
+    assert done.err == f"stopped by {number.name}\n  hint:   run it again\n"
     assert done.note("closed_0") == done.note("closed_1") == [""]
 
 
@@ -374,7 +374,7 @@ def test_a_single_process_takes_signals_itself(start: Start) -> None:
     command = start("train_until_stopped", ranks=1).wait_for("training_0")
     command.process.send_signal(signal.SIGUSR1)
     done = command.wait(20)
-    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  remedy: run it again\n")
+    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
 
 
 def test_a_system_that_lets_no_rank_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +476,7 @@ def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
     assert done.code == 75
     said = done.err.splitlines()
     assert said[0] == "machines came, or came back: started again with 2 ranks"
-    assert said[-3:] == ["restart 1 of 3", "stopped by SIGTERM", "  remedy: run it again"]
+    assert said[-3:] == ["restart 1 of 3", "stopped by SIGTERM", "  hint:   run it again"]
 
 
 def test_a_port_that_is_taken_is_an_error_with_its_address(start: Start) -> None:
@@ -537,7 +537,7 @@ def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_cod
     ended = [command.wait(30) for command in commands]
     assert time.monotonic() - closed < STORE_SECONDS - 1
     assert [command.code for command in ended] == [75, 75]
-    assert [command.err for command in ended] == ["stopped by SIGUSR1\n  remedy: run it again\n", ""]
+    assert [command.err for command in ended] == ["stopped by SIGUSR1\n  hint:   run it again\n", ""]
 
 
 def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> None:
@@ -547,7 +547,7 @@ def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> Non
     time.sleep(1.1)
     command.process.terminate()
     done = command.wait(30)
-    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  remedy: run it again\n")
+    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
 
 
 def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: Start) -> None:

@@ -430,7 +430,7 @@ def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe
         checked(recipe, "--dataset.size=1.5", "--dataset.pair=[1]", "--loss_fn._target_=trusted_pkg.things.make")
     text = str(caught.value)
     for piece in (
-        f"unknown key dataset.sise\n  where:  {recipe}:6\n  value:  3\n  remedy: did you mean dataset.size?",
+        f"unknown key dataset.sise\n  where:  {recipe}:6\n  value:  3\n  hint:   did you mean dataset.size?",
         f"dataset.mode must be a, b\n  where:  {recipe}:7",
         f"optimizer.lr must be a number\n  where:  {recipe}:10",
         "dataset.size must be a whole number\n  where:  --dataset.size\n  value:  1.5",

@@ -253,7 +253,7 @@ def test_a_template_that_writes_the_date_is_told_of(
 
 def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": [TALK[1], {"role": "gpt", "content": "four"}]})
-    with pytest.raises(RecipeError, match=r"user, gpt\n  remedy: .*the role assistant"):
+    with pytest.raises(RecipeError, match=r"user, gpt\n  hint:   .*the role assistant"):
         messages(tokenizer, path, chat_template=PLAIN)
 
 
@@ -325,7 +325,7 @@ def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> N
     path = write(tmp_path, {"conversations": SHAREGPT})
     given = messages(tokenizer, path, chat_template=PLAIN, messages_field="conversations")[0]
     assert given == messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=PLAIN)[0]
-    with pytest.raises(RecipeError, match=r"no field messages[\s\S]*remedy: .*with messages_field: conversations"):
+    with pytest.raises(RecipeError, match=r"no field messages[\s\S]*hint: .*with messages_field: conversations"):
         messages(tokenizer, write(tmp_path, {"conversations": SHAREGPT}), chat_template=PLAIN)
     for message, what in (({"from": "bing", "value": "x"}, "not known whose words"), ({"from": "gpt"}, "no content")):
         with pytest.raises(RecipeError, match=what):
