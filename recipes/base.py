@@ -37,9 +37,9 @@ from automodel_ckpt.models.build import (
 from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.adapters import adapter_assets
 from automodel_ckpt.recipes.alike import refuse_unlike_lengths
-from automodel_ckpt.recipes.lifecycle import Control, StepResult, Validation
 from automodel_ckpt.recipes.model import ModelBuilding
 from automodel_ckpt.recipes.optimizers import AddUp, build_optimizer, log_groups
+from automodel_ckpt.recipes.records import Control, StepResult, Validation
 from automodel_ckpt.recipes.stages import add_up_stages, refuse_idle_stages, refuse_own_steps, train_together
 from automodel_ckpt.recipes.starting import verify_side_files
 from automodel_ckpt.recipes.steps import Rows
@@ -67,7 +67,7 @@ class FinetuneRecipe(ModelBuilding):
         """Build everything and resume. What is wrong with the recipe shows before the model's weights are read."""
         self.layout = self.join_ranks()
         check_parallelism(self.parallelism, self.layout)
-        if self.in_stages:
+        if self.layout.in_stages:
             refuse_own_steps(self, FinetuneRecipe)
         self.checkpointer = self.build_checkpointer()
         self.build()
@@ -193,7 +193,7 @@ class FinetuneRecipe(ModelBuilding):
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The ``optimizer`` section over all parameters that need gradients."""
         add_up: AddUp = list
-        if self.in_stages:
+        if self.layout.in_stages:
             refuse_idle_stages(trainable([self.model]), self.layout)
             add_up = partial(add_up_stages, self.layout)
         optimizer, labels = build_optimizer(

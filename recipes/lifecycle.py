@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +46,7 @@ from automodel_ckpt.errors import (
 from automodel_ckpt.recipes.alike import refuse_unlike
 from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.kept import RecipeOptions
+from automodel_ckpt.recipes.records import Control, StepResult, Validation
 from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, SavingView, StepView, set_up_logging, tear_down_logging
@@ -55,38 +55,6 @@ from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.tracking import Tracking, require_trackers
 
 log = logging.getLogger("automodel_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """What all ranks agreed on before a step: the global batch's size in tokens, whether to stop, and whether a save in
-    the background has failed."""
-
-    num_label_tokens: int
-    num_tokens: int
-    stop: bool
-    save_failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimizer step: the global batch's mean loss (NaN without labels), gradient norm and learning rate.
-
-    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    aux_loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """The mean loss over the label tokens of the whole validation set."""
-
-    loss: float
-    num_label_tokens: int
 
 
 class Lifecycle:
@@ -319,21 +287,6 @@ class Lifecycle:
             checkpointer.export_if_missing(self.resumed, last=False)
         except SaveFailed as failure:
             self.note_failure(failure)
-
-    # ---------------------------------------------------------------- between ranks
-
-    def sum_over_ranks(self, *values: float) -> list[float]:
-        """The sums of a few numbers over all ranks, in float64 (exact for counts below 2**53)."""
-        if self.layout.world_size == 1:
-            return [float(value) for value in values]
-        vector = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(vector, group=self.layout.gloo_group)
-        sums: list[float] = vector.tolist()
-        return sums
-
-    def on_all_ranks(self, holds: bool) -> bool:
-        """Whether something holds on every rank."""
-        return self.sum_over_ranks(holds)[0] == self.layout.world_size
 
     # ---------------------------------------------------------------- log
 

@@ -18,6 +18,7 @@ from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
+from automodel_ckpt.distributed.agree import on_all_ranks
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.documents import attend_by_document, attend_by_mask
@@ -98,7 +99,7 @@ class LLMFinetune(FinetuneRecipe):
         one_row = "flash" in attention
         asked = self.asked(model)
         apart = keeps_samples_apart(asked, one_row, self.forward_options, self.row_multiple, self.layout.device)
-        if not self.on_all_ranks(bool(apart)):
+        if not on_all_ranks(self.layout.gloo_group, bool(apart)):
             if packed:
                 raise RecipeError(
                     "this model does not keep the samples of a pack apart",
@@ -124,7 +125,7 @@ class LLMFinetune(FinetuneRecipe):
         if not left_to_us or self.config.compile.enabled or self.layout.sizes.cp > 1:
             return False
         able = attend_by_document(asked, self.forward_options, self.row_multiple, self.layout.device)
-        if not self.on_all_ranks(able):
+        if not on_all_ranks(self.layout.gloo_group, able):
             attend_by_mask(asked)
             return False
         return True

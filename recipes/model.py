@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from automodel_ckpt.checkpoint.trees import keep_whole
 from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
+from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.parallelize import (
     Materialise,
@@ -77,7 +79,7 @@ class ModelBuilding(Steps):
         takes_use_cache = "use_cache" in forward_parameters(model)
         self.forward_options = {"use_cache": False} if takes_use_cache else {}
         router = self.router_settings(model)
-        if self.in_stages:
+        if self.layout.in_stages:
             check_stages(model, self.layout.sizes.pp)
         self.log_model(model)
         if self.layout.sizes.cp > 1:
@@ -113,7 +115,7 @@ class ModelBuilding(Steps):
             settings.coefficient,
             settings.top_k,
             "micro_batch" if over == "micro_batch" else "global_batch",
-            sum_over_ranks=self.sum_over_ranks,
+            sum_over_ranks=partial(sum_over_ranks, self.layout.gloo_group),
             counts_here=self.layout.reports_loss,
         )
         check_router_loss(model, router_loss.of_logits, self.forward_options, self.row_multiple, self.layout.device)
@@ -236,7 +238,8 @@ class ModelBuilding(Steps):
     @property
     def row_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens, so that they can be cut along the sequence."""
-        return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, self.row_parts)
+        num_parts = self.layout.num_row_parts(sequence_parallel=self.config.distributed.sequence_parallel)
+        return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, num_parts)
 
     def parallelize(self, model: nn.Module, materialise: Materialise | None = None) -> nn.Module:
         """This rank's share of the model with its values, and the type that all ranks compute in."""
@@ -251,7 +254,7 @@ class ModelBuilding(Steps):
             log.info("computing in %s (%s); weights and optimizer in %s", computed, means, kept)
         self.computing = compute_context(strategy, self.layout.device, how.compute_dtype)
         gathered_in = how.compute_dtype if strategy == "fsdp2" else None
-        made = cut(model, self.layout, how.tp_plan, gathered_in) if self.in_stages else None
+        made = cut(model, self.layout, how.tp_plan, gathered_in) if self.layout.in_stages else None
         if self.config.compile.enabled:
             self.compile(model)
         if made is None:
@@ -276,7 +279,7 @@ class ModelBuilding(Steps):
 
     def choose_loss_head(self, model: nn.Module) -> LossOf | None:
         """The model's output layer made one that computes the loss; None where that has to see full logits."""
-        if self.config.loss_fn is not None or not self.is_last_stage:
+        if self.config.loss_fn is not None or not self.layout.is_last_stage:
             return None
         head = install_loss_head(self.asked(model), self.forward_options, self.row_multiple, self.layout.device)
         if head is None:

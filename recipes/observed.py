@@ -21,7 +21,8 @@ from automodel_ckpt.checkpoint.discovery import Item, classify, discover, raw_by
 from automodel_ckpt.checkpoint.state.storable import refuse_unsafe
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.recipes.base import Control, FinetuneRecipe
+from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.step_scheduler import Due
 

@@ -141,7 +141,8 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     # What this process has taken so far is about what a rank has before its model.
     process = PeakMemory(recipe.layout.device).nbytes
     rows, length, images = micro_batch_shape(recipe)
-    activations = traced_activations(recipe, rows, -(-length // recipe.row_parts), images) if rows else None
+    num_parts = recipe.layout.num_row_parts(sequence_parallel=recipe.config.distributed.sequence_parallel)
+    activations = traced_activations(recipe, rows, -(-length // num_parts), images) if rows else None
     if activations is not None:
         activations = activations * _under_way(recipe, sizes) // sizes.pp
     return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, process)

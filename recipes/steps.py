@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
+from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.parallelize import clip_gradients, gradient_sync, reshard
 from automodel_ckpt.distributed.stop import StoppedWaiting
@@ -25,7 +26,8 @@ from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.loss_head import LossOf
 from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.models.vocabulary import num_embeddings, refuse_unknown_ids
-from automodel_ckpt.recipes.lifecycle import Control, Lifecycle, StepResult, Validation
+from automodel_ckpt.recipes.lifecycle import Lifecycle
+from automodel_ckpt.recipes.records import Control, StepResult, Validation
 from automodel_ckpt.recipes.stages import Staged
 from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_positions, next_token_loss, num_label_tokens
 from automodel_ckpt.training.lr import current_rate
@@ -66,24 +68,6 @@ class Steps(Lifecycle):
     """The transformers configuration; None for a model by ``_target_``."""
     longest_checked = 0
     """Tokens of the longest sample that is known to fit into the model's context."""
-
-    # ---------------------------------------------------------------- the grid of ranks
-
-    @property
-    def in_stages(self) -> bool:
-        """Whether ranks hold different layers of the model."""
-        return self.layout.sizes.pp > 1
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.layout.pp_rank == self.layout.sizes.pp - 1
-
-    @property
-    def row_parts(self) -> int:
-        """Ranks that have a slice of each row: of a context parallel group, or a tensor parallel one."""
-        sizes = self.layout.sizes
-        return sizes.cp if sizes.cp > 1 else sizes.tp if self.config.distributed.sequence_parallel else 1
 
     # ---------------------------------------------------------------- loop
 
@@ -165,8 +149,8 @@ class Steps(Lifecycle):
         counts = (sum(labels), sum(tokens)) if self.layout.reports else (0, 0)
         failed = self.checkpointer is not None and self.checkpointer.upload_failed
         self.step_scheduler.enter_step()
-        vector = self.sum_over_ranks(*counts, batch is None or self.stop_request.wanted, failed)
-        return Control(int(vector[0]), int(vector[1]), vector[2] > 0, vector[3] > 0)
+        stop = batch is None or self.stop_request.wanted
+        return Control(*counts, stop, failed).summed(self.layout.gloo_group)
 
     # ---------------------------------------------------------------- step
 
@@ -263,7 +247,7 @@ class Steps(Lifecycle):
         inputs = {name: self.on_device(value) for name, value in rows.items() if name not in ("labels", IS_TOKEN)}
         if hidden is not None:
             inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
-        if not self.is_last_stage:
+        if not self.layout.is_last_stage:
             with self.computing():
                 return logits_of(self.model(**inputs, **self.forward_options))
         if self.loss_of is None:
@@ -303,13 +287,14 @@ class Steps(Lifecycle):
 
         Raises :class:`RecipeError` for rows that cannot be cut evenly.
         """
-        if length % self.row_parts:
+        num_parts = self.layout.num_row_parts(sequence_parallel=self.config.distributed.sequence_parallel)
+        if length % num_parts:
             key = "cp_size" if self.context is not None else "sequence_parallel"
             raise RecipeError(
                 "a row cannot be cut along the sequence",
                 where=f"distributed.{key}",
-                value=f"{length} tokens among {self.row_parts} ranks",
-                remedy=f"let your collate_fn pad to a multiple of {self.row_parts}, or leave {key} out",
+                value=f"{length} tokens among {num_parts} ranks",
+                remedy=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
             )
         return WHOLE if self.context is None else self.context.slice_of(length)
 
@@ -322,7 +307,7 @@ class Steps(Lifecycle):
             parameters,
             self.config.clip_grad_norm,
             in_step=getattr(self.optimizer, "divide_in_step", None),
-            in_stages=self.in_stages,
+            in_stages=self.layout.in_stages,
             counted_elsewhere=counted_elsewhere,
         )
 
@@ -333,7 +318,8 @@ class Steps(Lifecycle):
         looked for here too: the next look is after what is due, which may be an export.
         """
         scheduler, leads = self.step_scheduler, self.layout.is_leader
-        total, aux_loss, elapsed, save, end, stop = self.sum_over_ranks(
+        total, aux_loss, elapsed, save, end, stop = sum_over_ranks(
+            self.layout.gloo_group,
             loss_sum if self.layout.reports_loss else 0.0,
             self.router_loss.value_here if self.router_loss is not None else 0.0,
             scheduler.measured_seconds() if leads else 0.0,
@@ -382,7 +368,7 @@ class Steps(Lifecycle):
         """
         loss, num_label_tokens, mine = 0.0, 0.0, (0.0, 0)
         for batch in chain(self.batches(batches), [_END]):
-            sums = self.sum_over_ranks(*mine, batch is None or self.stop_request.wanted)
+            sums = sum_over_ranks(self.layout.gloo_group, *mine, batch is None or self.stop_request.wanted)
             if sums[2] > 0:
                 return None
             loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from automodel_ckpt.errors import AutomodelError, Problem, describe, limit_error
@@ -38,6 +39,21 @@ def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0)
     dist.broadcast_object_list(box, group=group, group_src=source)
     received: T = box[0]
     return received
+
+
+def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[float]:
+    """The sums of a few numbers over the ranks, in float64 (exact for counts below 2**53); the same on all ranks."""
+    if size(group) == 1:
+        return [float(value) for value in values]
+    vector = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(vector, group=group)
+    sums: list[float] = vector.tolist()
+    return sums
+
+
+def on_all_ranks(group: dist.ProcessGroup | None, holds: bool) -> bool:
+    """Whether *holds* is true on every rank; the same on all ranks."""
+    return sum_over_ranks(group, holds)[0] == size(group)
 
 
 def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None) -> None:

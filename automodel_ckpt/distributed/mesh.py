@@ -56,6 +56,23 @@ class RankLayout:
         return self.rank // (self.sizes.tp * self.sizes.token_parts)
 
     @property
+    def in_stages(self) -> bool:
+        """Whether ranks hold different layers of the model (pipeline parallelism)."""
+        return self.sizes.pp > 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp_rank == self.sizes.pp - 1
+
+    def num_row_parts(self, *, sequence_parallel: bool) -> int:
+        """Into how many slices a row of tokens is divided: by a context parallel group, else, if *sequence_parallel*,
+        by a tensor parallel group."""
+        if self.sizes.cp > 1:
+            return self.sizes.cp
+        return self.sizes.tp if sequence_parallel else 1
+
+    @property
     def is_leader(self) -> bool:
         return self.rank == 0
 
@@ -68,7 +85,7 @@ class RankLayout:
     def reports_loss(self) -> bool:
         """Whether the loss that it computes counts in sums over ranks: those of a context parallel group are of
         different tokens."""
-        return self.tp_rank == 0 and self.pp_rank == self.sizes.pp - 1
+        return self.tp_rank == 0 and self.is_last_stage
 
     @property
     def random_stream(self) -> int:

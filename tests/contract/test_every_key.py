@@ -50,9 +50,9 @@ from automodel_ckpt.distributed.pipeline import Pipeline, Wire
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.recipes.adapters import adapt, quantization
-from automodel_ckpt.recipes.lifecycle import Control, StepResult
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.planning import _under_way
+from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
 from tests.unit.checkpoint.test_background import AdapterFiles

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import Manifest, commit, discover
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import SaveFailed
-from automodel_ckpt.recipes.lifecycle import Control
+from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.step_scheduler import Due
 from tests.distributed.test_signals import wait_for
 from tests.support import ranks, tiny, training

@@ -11,7 +11,7 @@ import pytest
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
-from automodel_ckpt.recipes.lifecycle import Control
+from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.step_scheduler import Due
 from tests.support import ranks, training
 

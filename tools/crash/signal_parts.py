@@ -18,8 +18,8 @@ from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
 from automodel_ckpt.checkpoint.saving.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
-from automodel_ckpt.recipes.lifecycle import Validation
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.records import Validation
 
 MICRO_BATCH_SECONDS = 0.04
 SAMPLE_SECONDS = 0.005

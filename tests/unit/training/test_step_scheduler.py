@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport
 from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from automodel_ckpt.recipes.lifecycle import Lifecycle, Validation
+from automodel_ckpt.recipes.lifecycle import Lifecycle
+from automodel_ckpt.recipes.records import Validation
 from automodel_ckpt.training.step_scheduler import (
     Cadence,
     StepScheduler,
