@@ -111,8 +111,10 @@ class LLMFinetune(FinetuneRecipe):
                      apart.reason)  # fmt: skip
             return None
         by_document = self.attends_by_document(asked)
-        log.info("samples share rows without padding, kept apart by their position ids (%s attention%s)",
-                 attention, ", of each sample by itself" if by_document else "")  # fmt: skip
+        if by_document:
+            log.info("packing samples without padding; attention is limited to each sample (%s)", attention)
+        else:
+            log.info("packing samples without padding; %s attention separates them by their position ids", attention)
         hidden_size = getattr(self.model_config and self.model_config.get_text_config(), "hidden_size", 1024)
         marks_tokens = self.router_loss is not None
         return RowLayout(hidden_size, one_row or by_document, self.row_multiple, marks_tokens)

@@ -60,7 +60,7 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
             if not final.is_dir():
                 _build(final, build)
     except OSError as error:
-        remedy = "set the environment variable AUTOMODEL_CKPT_CACHE to a directory with room that can be written"
+        remedy = "set the environment variable AUTOMODEL_CKPT_CACHE to a writable directory with enough free space"
         raise RecipeError.all_of([os_problem(error, "prepared data cannot be stored", remedy=remedy)]) from error
     return final
 

@@ -94,8 +94,8 @@ def messages(
     log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
     if template.writes_the_date:
         log.warning(
-            "%s: the chat template writes the date of the day on which samples are prepared; to have the same ones on "
-            "another day or machine give it one, as dataset.template_kwargs.date_string '26 Jul 2024'", source.path,
+            "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
+            "for example dataset.template_kwargs.date_string '26 Jul 2024'", source.path,
         )  # fmt: skip
 
     def encode(rows: Rows) -> list[TokenizedSample]:
@@ -130,7 +130,11 @@ class ChatTemplate:
                 f"the generation markers of the training template for {model}, which replaces the tokenizer's "
                 "(dataset.chat_template original keeps that one)"
             )
-        return "the template's generation markers" if self.has_markers else "rendering up to each of its turns"
+        return (
+            "the template's generation markers"
+            if self.has_markers
+            else "rendering the conversation up to each assistant turn"
+        )
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -204,8 +208,8 @@ class ChatTemplate:
         lost = sorted(name for name in names if name + _MARK not in text)
         if lost:
             raise Unlearnable(
-                "the chat template leaves out the calls of tools in this conversation", ", ".join(lost),
-                "give dataset.chat_template one that writes them, or leave such conversations out",
+                "the chat template omits the tool calls in this conversation", ", ".join(lost),
+                "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
             )  # fmt: skip
 
     def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
@@ -214,9 +218,9 @@ class ChatTemplate:
             encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except NotImplementedError as error:
             raise Unlearnable(
-                "the chat template marks characters, and the tokenizer does not tell which ones a token stands for",
+                "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
                 type(self.tokenizer).__name__,
-                "use a fast tokenizer, or give dataset.chat_template without generation markers",
+                "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
             ) from error
         places = [(start, end) for start, end in encoded["offset_mapping"]]
         return TokenizedSample(list(encoded["input_ids"]), _within(places, learnt))
@@ -232,10 +236,10 @@ class ChatTemplate:
             # Only where marks start: some templates end the last turn with another token than those before.
             if _starts(so_far) != _starts(spans[: len(so_far)]):
                 raise Unlearnable(
-                    "the chat template marks other words of the assistant when more messages follow, so that it does "
-                    "not show which ones have weight 0",
-                    f"{len(so_far)} marks in the first {number + 1} messages, {len(spans)} in all",
-                    "leave out the weights, or give dataset.chat_template one that writes each message alike",
+                    "the chat template marks different text when more messages follow, so the messages with weight 0 "
+                    "cannot be located",
+                    f"marks: {len(so_far)} in the first {number + 1} messages, {len(spans)} in total",
+                    "remove the weights, or use a template that writes a message the same way at any position",
                 )
             learnt += so_far[num_before:] if is_learnt(turns[number]) else []
             num_before = len(so_far)
@@ -268,8 +272,8 @@ class ChatTemplate:
     def _prefixes(self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str) -> tuple[str, str]:
         """The conversation's text up to what the assistant says in a turn, and up to the end of that."""
         if number == 0:
-            what = "the assistant speaks first: without generation markers its words cannot be told from the header"
-            raise Unlearnable(what, self.method, "begin with a user or system message")
+            what = "without generation markers, the first message must not be the assistant's: its header is unknown"
+            raise Unlearnable(what, self.method, "begin the conversation with a user or system message")
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
         if self._header and whole.startswith(before + self._header):
             before += self._header  # written before the answer although it was not prompted, as after a tool's result
@@ -283,10 +287,10 @@ class ChatTemplate:
             if not whole.startswith(text):
                 same = _num_equal(text, whole)
                 raise Unlearnable(
-                    f"the chat template writes {part} differently when more follow, so that it does not show which "
-                    "tokens are the assistant's",
+                    f"the chat template writes {part} differently when more messages follow, so the "
+                    "assistant's tokens cannot be located",
                     f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
-                    "give dataset.chat_template with {% generation %} markers, or dataset.learn last",
+                    "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
                 )
         return before, after
 
@@ -367,13 +371,13 @@ class ChatTemplate:
 
 
 def _nothing_learnt(turns: list[dict[str, Any]]) -> Unlearnable:
-    remedy = "leave it out, or give those who answer the role assistant"
+    remedy = "remove it, or use the role assistant for the messages to train on"
     if any(turn["role"] == "assistant" for turn in turns):
-        remedy = "leave it out: all that the assistant says in it has weight 0"
+        remedy = "remove it: all of its assistant messages have weight 0"
     if any(map(is_learnt, turns)):
-        remedy = "correct the template's generation markers, or the template: it shows no token of the assistant"
+        remedy = "correct the chat template or its generation markers: they mark no assistant token"
     roles = ", ".join(str(turn["role"]) for turn in turns)
-    return Unlearnable("nothing in this conversation is said by the assistant: it has no token to learn", roles, remedy)
+    return Unlearnable("this conversation has no assistant token to train on", roles, remedy)
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
@@ -390,7 +394,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
                 "the tokenizer has no chat template",
                 where="dataset.chat_template",
                 value=tokenizer.name_or_path,
-                remedy="give one, or the path of a file with one; the tokenizer of an instruct model has its own",
+                remedy="set a template or the path of a template file; tokenizers of instruct models come with one",
             ) from error
     return read_template(given)
 
@@ -456,8 +460,8 @@ def _text_of(content: Any) -> Any:
     if len(texts) < len(given):
         odd = next(part for part, text in zip(content, given, strict=True) if not isinstance(text, str))
         raise Unlearnable(
-            "a message has a part that is not text, and the chat template takes only texts", repr(odd)[:80],
-            "leave the part out; images need a vision-language model and automodel_ckpt.data.vlm.conversations",
+            "a message has a part that is not text, but the chat template supports only text", repr(odd)[:80],
+            "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
         )  # fmt: skip
     return "".join(texts)
 

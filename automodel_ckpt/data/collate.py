@@ -56,20 +56,20 @@ def refuse_padded(sample: Mapping[str, Sequence[int]]) -> None:
     """:class:`RecipeError` for a sample with tokens that its own mask hides."""
     if "attention_mask" in sample and not all(sample["attention_mask"]):
         raise RecipeError(
-            "a sample is padded already: tokens that its attention_mask hides would be taken for its own",
+            "a sample is already padded: tokens that its attention_mask hides would be treated as data",
             where="dataset",
             value=f"{sum(not shown for shown in sample['attention_mask'])} of {len(sample['input_ids'])} tokens",
-            remedy="leave the padding out, which is added to each batch as needed; or give dataloader.collate_fn",
+            remedy="remove the padding (each batch is padded as needed), or set dataloader.collate_fn",
         )
 
 
 def _check(sample: Mapping[str, Sequence[int]]) -> None:
-    remedy = 'a sample is {"input_ids": [...], "labels": [...]}, equally long; or give dataloader.collate_fn'
+    remedy = 'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise RecipeError("a sample lacks input_ids or labels", where="dataset", value=found, remedy=remedy)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
     refuse_padded(sample)
     if len(set(lengths.values())) > 1 or lengths["input_ids"] == 0:
-        what = "input_ids and labels of a sample must be equally long and not empty"
+        what = "input_ids and labels of a sample must have the same length and must not be empty"
         raise RecipeError(what, where="dataset", value=lengths, remedy=remedy)

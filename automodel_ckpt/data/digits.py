@@ -95,7 +95,7 @@ def _load(split: str) -> tuple[np.ndarray[Any, Any], list[int]]:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
         raise RecipeError(
-            "the scans of digits come with scikit-learn",
+            "the digits data set requires scikit-learn",
             where="dataset",
             value=str(error),
             remedy="install it: pip install scikit-learn",

@@ -56,8 +56,8 @@ class Truncation:
                 "a sample is longer than seq_length",
                 where=where(),
                 value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
-                remedy="raise dataset.seq_length, cut such samples with dataset.truncation right, or leave them out; "
-                "without dataset.streaming all of them are counted before training",
+                remedy="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
+                "remove them; without dataset.streaming all of them are counted before training",
             )
         if not any(sample.labelled[1 : self.seq_length]):
             self.num_left_out += 1
@@ -96,8 +96,8 @@ class Truncation:
             where=", ".join(first),
             value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
             f"the longest sample {longest} tokens, the 99th percentile {percentile}",
-            remedy=f"raise dataset.seq_length to {longest}, cut such samples with dataset.truncation right, "
-            "or leave them out",
+            remedy=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
+            "or remove them",
         )
 
 
@@ -105,10 +105,10 @@ def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase
     """The tokenizer; :class:`RecipeError` where there is none."""
     if tokenizer is None:
         raise RecipeError(
-            "text needs a tokenizer, and the recipe names none",
+            "text data requires a tokenizer, but the recipe has none",
             where="tokenizer",
             value="none",
-            remedy="name one in tokenizer.from_pretrained (a pretrained model brings its own)",
+            remedy="set tokenizer.from_pretrained (a pretrained model provides its own)",
         )
     return tokenizer
 
@@ -187,7 +187,7 @@ def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[Tokeni
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """:class:`RecipeError` unless *value*, the data set's argument *name*, is one of *choices*."""
     if value not in choices:
-        what = f"{name} is not one of its choices"
+        what = f"unknown value for {name}"
         raise RecipeError(what, where=f"dataset.{name}", value=value, remedy=f"use one of: {', '.join(choices)}")
 
 

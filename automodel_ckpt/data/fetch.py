@@ -109,7 +109,7 @@ def located(error: Exception, where: str, what: str) -> AutomodelError:
         f"{where} {what}",
         where=place_in_own_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
         value=f"{type(error).__name__}: {error}",
-        remedy="repair or leave out this sample, or correct the data set's code",
+        remedy="correct or remove this sample, or fix the data set's code",
     )
 
 
@@ -169,7 +169,10 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
         yield from items
     except RuntimeError as error:
         ended = [worker for worker in items._workers if not worker.is_alive()]
-        death = "".join(f"; process {worker.pid} ended with {worker.exitcode}" for worker in ended) or f"; {error}"
+        death = (
+            "".join(f"; process {worker.pid} ended with exit code {worker.exitcode}" for worker in ended)
+            or f"; {error}"
+        )
     finally:
         _end_workers(items)
         del items
@@ -178,7 +181,7 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
             "a data loading worker died",
             where="dataloader.num_workers",
             value=f"{num_workers}{death}",
-            remedy="look for the out-of-memory killer (the process ended with -9) and a full /dev/shm, or set "
+            remedy="check for the out-of-memory killer (exit code -9) and a full /dev/shm, or set "
             "dataloader.num_workers 0",
         )
 

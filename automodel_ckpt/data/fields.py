@@ -32,8 +32,8 @@ class FieldTemplate:
             self._template = environment.from_string(text)
         # Python itself refuses what is nested too deeply.
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-            remedy = "write fields as {{ name }}, and parts that depend on one as {% if name %}...{% endif %}"
-            what = "a template of fields is not Jinja"
+            remedy = "write fields as {{ name }} and optional parts as {% if name %}...{% endif %}"
+            what = "a field template is not valid Jinja"
             raise RecipeError(
                 what, where="dataset", value=f"{str(error)[:200]} in {text[:80]!r}", remedy=remedy
             ) from error
@@ -47,7 +47,7 @@ class FieldTemplate:
             value = f"{type(error).__name__}: {error}"
             remedy = "correct this sample, or the template"
             raise RecipeError(
-                "a template of fields fails on a sample", where=where(), value=value, remedy=remedy
+                "a field template fails on a sample", where=where(), value=value, remedy=remedy
             ) from error
 
 

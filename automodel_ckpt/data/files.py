@@ -51,15 +51,15 @@ def files_of(paths: Sequence[str]) -> list[Path]:
     kinds = sorted({kind_of(file) for file in files})
     if len(kinds) > 1:
         raise RecipeError(
-            "data files of several kinds cannot be read as one",
+            "data files of different formats cannot be combined",
             where="dataset.path",
             value=", ".join(f"*{kind}" for kind in kinds),
-            remedy="name files of one kind, as data/*.jsonl",
+            remedy="use files of one format, for example data/*.jsonl",
         )
     [(name, count)] = Counter(os.path.realpath(file) for file in files).most_common(1)
     if count > 1:
-        remedy = "name each file once; its samples would be trained on twice in each epoch"
-        raise RecipeError("a data file is named twice", where="dataset.path", value=name, remedy=remedy)
+        remedy = "list each file once; otherwise its samples are trained on twice in each epoch"
+        raise RecipeError("a data file is listed twice", where="dataset.path", value=name, remedy=remedy)
     return files
 
 
@@ -69,8 +69,8 @@ def _matching(path: str) -> list[Path]:
         return [Path(expanded)]
     found = sorted(name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name))
     if not found:
-        remedy = f"check dataset.path; a relative one starts from the working directory, {Path.cwd()}"
-        raise RecipeError("no data file has such a name", where="dataset.path", value=path, remedy=remedy)
+        remedy = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+        raise RecipeError("no data file matches this pattern", where="dataset.path", value=path, remedy=remedy)
     return [Path(name) for name in found]
 
 
@@ -129,14 +129,14 @@ def saved_table(directory: Path) -> list[Path] | None:
 def require_readable(path: Path) -> Path:
     """*path*, if it is a file of a known kind that can be read; else :class:`RecipeError`."""
     if kind_of(path) not in LOADERS:
-        remedy = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory or a Hub name"
-        raise RecipeError("the kind of a data file is not known", where="dataset.path", value=path, remedy=remedy)
+        remedy = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory, or a Hub name"
+        raise RecipeError("unknown data file format", where="dataset.path", value=path, remedy=remedy)
     try:
         path.open("rb").close()
     except OSError as error:
-        remedy = f"check dataset.path; a relative one starts from the working directory, {Path.cwd()}"
+        remedy = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
         if _REMOTE.match(str(path)):
-            remedy = "copy the file here: only files of this machine and data sets of the Hub are read"
+            remedy = "copy the file to a local disk: only local files and data sets of the Hub can be read"
         raise RecipeError.all_of([os_problem(error, "a data file cannot be read", remedy=remedy)]) from error
     return path
 
@@ -161,5 +161,5 @@ def is_damage(error: Exception) -> bool:
 
 def damaged(path: Path, error: Exception) -> RecipeError:
     """The error for a compressed file that cannot be decompressed."""
-    remedy = "get it anew or compress it again, and check that the end of its name says how it is compressed"
+    remedy = "download or compress it again, and check that its suffix matches its compression"
     return RecipeError("a compressed file is damaged", where=str(path), value=error, remedy=remedy)

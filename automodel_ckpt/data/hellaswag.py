@@ -53,7 +53,7 @@ def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:
         return str(endings[number]).strip()
     except (ValueError, TypeError, IndexError) as error:
         raise RecipeError(
-            "a row does not say which ending is right",
+            "a row has no valid label",
             where=source.place(row),
             value=f"label {label!r}, {len(endings) if isinstance(endings, list) else 'no'} endings",
             remedy="use the split train or validation (the split test has no labels)",

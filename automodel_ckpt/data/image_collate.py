@@ -73,7 +73,7 @@ class ImageTextCollator:
             batch = self._call([sample.text for sample in samples], images if any(images) else None)
         except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
             raise RecipeError(
-                "the processor refuses these samples",
+                "the processor rejects these samples",
                 where=", ".join(sample.where for sample in samples),
                 value=f"{type(error).__name__}: {error}",
                 remedy="correct the conversations, their images, or the chat template",
@@ -104,7 +104,7 @@ class ImageTextCollator:
             flags[first:last] = [token not in self.image_token_ids for token in tokens[first:last]]
         if sample.learnt and not any(flags[1:]):
             raise RecipeError(
-                "no token of this conversation is the assistant's",
+                "this conversation has no assistant token to train on",
                 where=sample.where,
                 value=sample.text[:200],
                 remedy="correct the chat template, or its generation markers",
@@ -133,18 +133,19 @@ class ImageTextCollator:
         if limit is None or len(tokens) <= limit:
             return True
         if sample.truncation == "error":
+            num_images = "1 image" if len(sample.images) == 1 else f"{len(sample.images)} images"
             raise RecipeError(
                 "a sample is longer than seq_length",
                 where=sample.where,
-                value=f"{len(tokens)} tokens, those of {len(sample.images)} images included; seq_length {limit}",
-                remedy="raise dataset.seq_length, use smaller images or dataset.truncation right, or leave it out",
+                value=f"{len(tokens)} tokens including {num_images}; seq_length {limit}",
+                remedy="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
             )
         cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
         if not cuts_image and any(learnt[1:limit]):
             return True
         self.num_left_out += 1
-        why = "it would cut an image" if cuts_image else "nothing to learn would remain"
-        log.warning("%s is left out (%d so far): cutting its %d tokens to %d, %s",
+        why = "cut an image" if cuts_image else "remove all labels"
+        log.warning("%s is skipped (%d so far): truncating its %d tokens to %d would %s",
                     sample.where, self.num_left_out, len(tokens), limit, why)  # fmt: skip
         return False
 

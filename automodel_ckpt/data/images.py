@@ -11,7 +11,7 @@ from typing import Any
 from automodel_ckpt.data.turns import Unlearnable
 from automodel_ckpt.errors import RecipeError
 
-_REMEDY = "give the path of an image file, relative to the data file or absolute, or leave this sample out"
+_REMEDY = "give the path of an image file, absolute or relative to the data file, or remove this sample"
 
 
 def pillow() -> Any:
@@ -20,7 +20,7 @@ def pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise RecipeError(
-            "images need Pillow",
+            "images require Pillow",
             where="recipe: vlm_finetune",
             value=str(error),
             remedy="install it: pip install 'automodel_ckpt[vision]'",
@@ -52,5 +52,5 @@ def _source(value: Any, folder: Path) -> Any:
     if not isinstance(value, str):
         return value
     if "://" in value or value.startswith("data:"):
-        raise Unlearnable("an image is not a local file, and nothing is downloaded", value[:80], _REMEDY)
+        raise Unlearnable("an image is not a local file, and images are not downloaded", value[:80], _REMEDY)
     return folder / Path(value).expanduser()

@@ -152,13 +152,13 @@ class GlobalBatchLoader:
             raise CheckpointUnusable(
                 "this is not the state of a data loader",
                 where="dataloader",
-                value=f"without {', '.join(missing)}",
+                value=f"missing {', '.join(missing)}",
                 remedy="resume from another checkpoint (checkpoint.restore_from)",
             )
         position = {name: state[name] for name in ("epoch", "consumed_samples")}
         if any(type(count) is not int or not 0 <= count < 2**53 for count in position.values()):
             raise CheckpointUnusable(
-                "a position in the data that no run comes to",
+                "the saved position in the data is invalid",
                 where="dataloader",
                 value=", ".join(f"{name} {str(count)[:40]}" for name, count in position.items()),
                 remedy="resume from another checkpoint (checkpoint.restore_from)",
@@ -207,10 +207,10 @@ class GlobalBatchLoader:
 
     def _skip_to_next_epoch(self) -> None:
         if self.consumed_samples == 0:
-            raise _empty(f"epoch {self.epoch} of the iterable data set gave no {self._unit()}")
+            raise _empty(f"epoch {self.epoch} of the iterable data set yields no {self._unit()}")
         self._say(
-            f"epoch {self.epoch} holds no further {self._unit()} after {self.consumed_samples} samples: "
-            f"going on with epoch {self.epoch + 1}"
+            f"epoch {self.epoch} has no further {self._unit()} after {self.consumed_samples} samples: "
+            f"continuing with epoch {self.epoch + 1}"
         )
         self.epoch, self.consumed_samples = self.epoch + 1, 0
 
@@ -220,11 +220,11 @@ class GlobalBatchLoader:
     def _prepare_stream(self) -> None:
         if is_split_by_rank(self.dataset):
             raise RecipeError(
-                "the stream is split by rank already",
+                "the stream is already split by rank",
                 where="dataset",
                 value="datasets.distributed.split_dataset_by_node",
-                remedy="leave the split out: the loader gives each rank its part of every global batch, the same "
-                "global batches for any number of ranks",
+                remedy="remove the split: the loader gives each rank its part of every global batch, so that global "
+                "batches do not depend on the number of ranks",
             )
         if self.shuffle and not shuffles(self.dataset):
             self._say("an iterable data set is read in its own order; dataloader.shuffle does not apply")
@@ -248,11 +248,11 @@ class GlobalBatchLoader:
         if saved == self.num_samples:
             return
         raise RecipeError(
-            "the data set is not the one this run was trained on so far",
+            "the data set differs from the one in the checkpoint",
             where="dataset",
-            value=f"the checkpoint was saved with {_size(saved)}, here is {_size(self.num_samples)}",
-            remedy="give the same data set to resume; for other data start a new run in another checkpoint_dir, "
-            "from the exported model",
+            value=f"the checkpoint was saved with {_size(saved)}, the recipe has {_size(self.num_samples)}",
+            remedy="resume with the same data set; to train on other data, start a new run from the exported model "
+            "in another checkpoint_dir",
         )
 
     @property
@@ -263,9 +263,9 @@ class GlobalBatchLoader:
     def _tell_other_data(self, state: Mapping[str, Any]) -> None:
         if None not in (here := self._identity, there := state.get("data")) and here != there:
             self._say(
-                "the data is not the one this checkpoint was saved with, though as long: its files, seq_length, "
-                "truncation, tokenizer or chat template changed. Training goes on with what is there now, after sample "
-                f"{state['consumed_samples']} of epoch {state['epoch']}"
+                "the data has changed since this checkpoint was saved, although its length is the same: its files, "
+                "seq_length, truncation, tokenizer or chat template differ. Training continues with the current data "
+                f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
             )
 
     def _tell_differences(self, state: Mapping[str, Any]) -> None:
@@ -273,14 +273,15 @@ class GlobalBatchLoader:
         for name in ("seed",) if has_own_order else ("seed", "shuffle"):
             if state[name] != getattr(self, name):
                 self._say(
-                    f"the data order goes on as saved ({name} {state[name]}), not by the recipe's {name} "
-                    f"{getattr(self, name)}: another order would repeat and leave out samples"
+                    f"keeping the saved data order ({name} {state[name]}) instead of the recipe's {name} "
+                    f"{getattr(self, name)}: another order would repeat and skip samples"
                 )
         size = self.sizes.global_batch_size
         if state["global_batch_size"] != size:
             self._say(
-                f"global_batch_size changed from {state['global_batch_size']} to {size}: training goes on after sample "
-                f"{state['consumed_samples']} of epoch {state['epoch']}, with other global batches and step counts"
+                f"global_batch_size changed from {state['global_batch_size']} to {size}: training continues after "
+                f"sample {state['consumed_samples']} of epoch {state['epoch']}, with different global batches "
+                "and step counts"
             )
 
     def _load_source_state(self, source_state: Any) -> None:
@@ -289,7 +290,7 @@ class GlobalBatchLoader:
             return
         self._source_state = None
         if self.consumed_samples:
-            self._say(f"the stream has no state to resume from: reading and dropping {self.consumed_samples} samples")
+            self._say(f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples")
 
     def _say(self, message: str) -> None:
         """Log a consequence once, not on every rank."""
@@ -308,10 +309,10 @@ def _length(dataset: Any) -> int | None:
         return None
     if isinstance(dataset, Mapping):
         raise RecipeError(
-            "a data set with names in place of numbers is several data sets",
+            "the data set is a mapping of several data sets",
             where="dataset",
             value=", ".join(str(name) for name in list(dataset)[:8]),
-            remedy="let what builds it return one of them, such as its split train",
+            remedy="return one of them from the function that builds it, for example the split train",
         )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset)
@@ -334,5 +335,5 @@ def _empty(what: str) -> RecipeError:
         what,
         where="dataset",
         value="0 samples",
-        remedy="check its path, split and filters; an iterable data set must start over at each __iter__",
+        remedy="check its path, split and filters; an iterable data set must restart at each __iter__",
     )

@@ -100,7 +100,7 @@ def docstring_pairs(
     require_choice("split", split, ("train", "validation"))
     key = (_library_digest(), seq_length, split, truncation)
     dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build)
-    dataset.tell_truncation(f"docstring_pairs ({split})", truncation, seq_length)
+    dataset.report_truncation(f"docstring_pairs ({split})", seq_length)
     return dataset.first(max_samples)
 
 

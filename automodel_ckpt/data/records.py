@@ -101,10 +101,10 @@ def check_tables(paths: Sequence[Path]) -> None:
             first_path, first_names = path, names
         if sorted(names) != sorted(first_names):
             raise RecipeError(
-                "a data file has other columns than the first one",
+                "a data file has different columns than the first one",
                 where=f"{path}:1",
                 value=f"{', '.join(names)}; {first_path} has {', '.join(first_names)}",
-                remedy="give all files the same columns, or name only files that have them",
+                remedy="give all files the same columns, or list only files that have them",
             )
         for number, _ in enumerate(read_records(path)):
             if number == _FIRST_ROWS:
@@ -254,12 +254,12 @@ def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise _not_json(path, line, "half of a surrogate pair, as \\ud800 is") from error
+            raise _not_json(path, line, "half of a surrogate pair, such as \\ud800") from error
     return value
 
 
 def _not_json(path: Path, line: int, reason: str) -> RecipeError:
-    remedy = "correct or leave out this line"
+    remedy = "correct or remove this line"
     return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, remedy=remedy)
 
 

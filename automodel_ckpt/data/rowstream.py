@@ -54,8 +54,10 @@ class RowStream(IterableDataset[Row]):
         self, rows: Any, encode: Encode, policy: Truncation, source: Source, block: int = DEFAULT_BLOCK
     ) -> None:
         if block < 1:
-            remedy = "give 1 for no shuffling, or more"
-            raise RecipeError("a block has no rows", where="dataset.shuffle_block", value=block, remedy=remedy)
+            remedy = "set 1 to disable shuffling, or a larger number"
+            raise RecipeError(
+                "shuffle_block must be at least 1", where="dataset.shuffle_block", value=block, remedy=remedy
+            )
         self.rows, self.encode, self.policy, self.source, self.block = rows, encode, policy, source, block
         self._start = self._block_start = rows.state_dict()
         self._first, self._given, self._block_size = 0, 0, block
@@ -97,19 +99,20 @@ class RowStream(IterableDataset[Row]):
         labels = [token if learnt else IGNORE_INDEX for token, learnt in zip(tokens, labelled, strict=True)]
         return {"input_ids": tokens, "labels": labels}
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Log how many samples were cut or have an empty completion since the last call."""
         policy = self.policy
         if policy.num_empty:
             log.warning(
                 "%s: of the samples that this rank prepared, %d have an empty completion: "
-                "only its end token is learned",
+                "only the end token is trained on",
                 self.source.path,
                 policy.num_empty,
             )
         if policy.num_cut or policy.num_left_out:
             log.warning(
-                "%s: of the samples that this rank prepared, %d were cut to seq_length %d, %d more kept no label",
+                "%s: of the samples that this rank prepared, %d were truncated to seq_length %d, "
+                "%d more have no label left",
                 *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
             )
         policy.num_cut = policy.num_left_out = policy.num_empty = 0
@@ -142,9 +145,9 @@ def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int
     rows = source.stream()
     if max_samples is not None:
         rows = rows.take(at_most(max_samples, max_samples))
-    does = "rejected" if policy.policy == "error" else "cut"
+    does = "rejected" if policy.policy == "error" else "truncated"
     log.info(
-        "%s is read as a stream: samples of more than %d tokens are %s when they are reached; "
-        "how many there are is not known in advance", source.path, policy.seq_length, does,
+        "streaming %s: samples of more than %d tokens are %s when they are read; "
+        "their number is not known in advance", source.path, policy.seq_length, does,
     )  # fmt: skip
     return RowStream(rows, encode, policy, source, block)

@@ -44,12 +44,12 @@ def samples_of(
         samples = encode(source)
         unused = [] if fields is None else [field for field in source.fields if field not in fields]
         if unused:
-            log.info("%s: of its fields these are not used: %s", source.path, ", ".join(unused))
+            log.info("%s: unused fields: %s", source.path, ", ".join(unused))
         return policy.apply_to_all(samples, source.place)
 
     whole_key = (source.fingerprint(), *policy_key)
     dataset = prepared(str(key[0]), whole_key, tokenizer, build)
-    dataset.tell_truncation(source.path, policy.policy, policy.seq_length)
+    dataset.report_truncation(source.path, policy.seq_length)
     dataset = dataset.first(max_samples)
     dataset.identity = identity(whole_key, tokenizer)
     return dataset

@@ -85,7 +85,7 @@ class Rows:
                 where=self.path,
                 value=f"its fields are {', '.join(self.fields)}",
                 remedy=_known_form(self.fields)
-                or "name the fields to use in the dataset section, or rename those of the data",
+                or "set the fields to use in the dataset section, or rename the fields of the data",
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
@@ -119,8 +119,8 @@ class Rows:
     def _require_texts(self, field: str, values: list[Any]) -> list[str]:
         for row, value in enumerate(values):
             if not isinstance(value, str):
-                what = f"field {field} of a sample is {'missing' if value is None else 'not a text'}"
-                remedy = "correct or leave out this sample"
+                what = f"field {field} of a sample is {'missing' if value is None else 'not text'}"
+                remedy = "correct or remove this sample"
                 raise RecipeError(what, where=self.place(row), value=value, remedy=remedy)
         return values
 
@@ -232,7 +232,7 @@ class Source(Rows):
         if isinstance(path, str):
             return cls(path, name, split, (path,) if is_pattern(path) else ())
         if not path:
-            remedy = "name at least one file"
+            remedy = "list at least one file"
             raise RecipeError("the list of data files is empty", where="dataset.path", value="[]", remedy=remedy)
         shown = ", ".join(path) if len(path) < 3 else f"{path[0]} and {len(path) - 1} more"
         return cls(shown, name, split, tuple(path))
@@ -248,7 +248,7 @@ class Source(Rows):
     def files(self) -> list[Path]:
         """The files that are meant where :attr:`is_file`; :class:`RecipeError` where they cannot be read."""
         if self.name is not None:
-            remedy = "leave name out: it chooses a subset of a directory or of a data set of the Hub"
+            remedy = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
             raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
         return files_of(self.several or [self.path])
 
@@ -260,10 +260,10 @@ class Source(Rows):
         folders = sorted({file.parent for file in self.files})
         if len(folders) > 1:
             raise RecipeError(
-                "data files that name others by relative paths lie in several directories",
+                "data files that contain relative paths are in several directories",
                 where="dataset.path",
                 value=", ".join(map(str, folders[:3])),
-                remedy="put them into one directory",
+                remedy="move them into one directory",
             )
         return folders[0]
 
@@ -284,8 +284,10 @@ class Source(Rows):
     def stream(self) -> RecordStream | TableStream:
         """The rows, read while they are used. :class:`RecipeError` for no rows, and for what :meth:`read` rejects."""
         if "[" in self.split or "+" in self.split:
-            remedy = "leave the part out, or set dataset.streaming false"
-            raise RecipeError("a stream has no parts of splits", where="dataset.split", value=self.split, remedy=remedy)
+            remedy = "use a whole split, or set dataset.streaming false"
+            raise RecipeError(
+                "a stream cannot read part of a split", where="dataset.split", value=self.split, remedy=remedy
+            )
         if self._record_files is not None:
             [split] = self._splits()
             stream = RecordStream(self._record_files[split])
@@ -334,7 +336,7 @@ class Source(Rows):
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError, SyntaxError) as error:
             value = f"{type(error).__name__}: {error}"
-            remedy = "correct or leave out this sample"
+            remedy = "correct or remove this sample"
             raise RecipeError("a row cannot be read", where=self.place(number), value=value, remedy=remedy) from error
 
     def place(self, row: int) -> str:
@@ -419,7 +421,7 @@ class Source(Rows):
             "a data file has fields that the first one does not have",
             where=str(odd),
             value=f"{', '.join(fields[odd])}; {first} has {', '.join(fields[first])}",
-            remedy="give all files the same fields, or name the one that has all of them first",
+            remedy="give all files the same fields, or list the file that has all of them first",
         )
 
     @cached_property
@@ -486,20 +488,22 @@ class Source(Rows):
         others = [file.name for file in self._in_directory() if LOADERS[kind_of(file)] != reader]
         if others and reader in LOADERS.values():
             shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            log.warning("%s: files of another kind than most are not read: %s", self.path, shown)
+            log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
     def _refused(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
-            remedy = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or name another one"
-            return RecipeError("a directory holds no data file", where="dataset.path", value=self.path, remedy=remedy)
+            remedy = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or use another directory"
+            return RecipeError(
+                "the directory contains no data file", where="dataset.path", value=self.path, remedy=remedy
+            )
         reason = error.__cause__ or error if type(error).__name__ == "DatasetGenerationError" else error
         lines = str(reason).splitlines() or [type(reason).__name__]
         return RecipeError(
             "the data set cannot be read",
             where="dataset.path, dataset.name, dataset.split",
             value=f"{self.path}, {self.name}, {self.split} ({lines[0]})",
-            remedy="correct them; a Hub name needs the network or a filled cache, "
-            f"a relative path starts from {Path.cwd()}",
+            remedy="check these settings; a Hub name requires the network or a filled cache, "
+            f"relative paths start at {Path.cwd()}",
         )
 
 
@@ -540,7 +544,11 @@ def _known_form(fields: Sequence[str]) -> str:
         (["text"], "automodel_ckpt.data.text.text"),
     )
     fitting = next((builder for needed, builder in forms if set(needed) <= set(fields)), "")
-    return f"say in the dataset section which fields to use; these are for _target_: {fitting}" if fitting else ""
+    return (
+        f"set the fields to use in the dataset section; _target_: {fitting} reads data with these fields"
+        if fitting
+        else ""
+    )
 
 
 def _empty(path: str) -> RecipeError:

@@ -51,13 +51,13 @@ def squad(
 def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        remedy = 'SQuAD\'s answers are {"text": ["..."], "answer_start": [0]}'
+        remedy = 'use {"text": ["..."], "answer_start": [0]}'
         raise RecipeError(
-            "these are not answers in SQuAD's form", where=source.place(row), value=answers, remedy=remedy
+            "the answers are not in SQuAD's format", where=source.place(row), value=answers, remedy=remedy
         )
     if texts:
         return str(texts[0]).strip()
     if no_answer is None:
-        remedy = "say in dataset.no_answer what the model should answer then"
+        remedy = "set dataset.no_answer to the text that the model should answer"
         raise RecipeError("a question has no answer", where=source.place(row), value=answers, remedy=remedy)
     return no_answer

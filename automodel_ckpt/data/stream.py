@@ -102,8 +102,9 @@ class StreamReader(IterableDataset[Any]):
             if following is None:
                 held.source_state = self._source_state()
             part = self._part(held, last=following is None)
-            if following is None and callable(tell := getattr(self.source, "tell", None)):
-                tell()
+            report = getattr(self.source, "report", None)
+            if following is None and callable(report):
+                report()
             yield part
             held = following
 

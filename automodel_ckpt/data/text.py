@@ -95,10 +95,10 @@ def prompt_completion(
             return conversations(template, rows, fields, "tools", prompt_and_completion)
         if chat_template is not None or template_kwargs:
             raise RecipeError(
-                "a chat template is given, and prompts and completions are texts",
+                "a chat template is set, but prompts and completions are plain text",
                 where="dataset.chat_template, dataset.template_kwargs",
                 value=", ".join(fields),
-                remedy="leave them out, or write prompt and completion as lists of messages",
+                remedy="remove these settings, or provide prompt and completion as lists of messages",
             )
         prompts, completions = rows.texts(fields)
         return encoder.pairs(prompts, completions)

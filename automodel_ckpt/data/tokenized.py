@@ -97,19 +97,24 @@ class TokenizedDataset:
         labels = np.where(self.labelled[part], tokens, IGNORE_INDEX)
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
-    def tell_truncation(self, what: str, policy: str, seq_length: int) -> None:
-        """Log how many samples were longer than *seq_length* tokens, and how many have an empty completion."""
+    def report_truncation(self, what: str, seq_length: int) -> None:
+        """Log how many samples were longer than *seq_length* tokens, and how many have an empty completion.
+
+        *what* is the name of the data in the log.
+        """
         cut, left_out, empty = (int(count) for count in self.counts)
         if empty:
             log.warning(
-                "%s: %d of %d samples have an empty completion: only its end token is learned", what, empty, len(self)
+                "%s: %d of %d samples have an empty completion: only the end token is trained on",
+                what,
+                empty,
+                len(self),
             )
         if cut or left_out:
             log.warning(
-                "%s: %d of %d samples were cut to seq_length %d, %d more left out because no label remained",
+                "%s: %d of %d samples were truncated to seq_length %d, %d more were skipped because no label remained",
                 *(what, cut, len(self), seq_length, left_out),
             )
         else:
-            log.info(
-                "%s: %d samples, none longer than seq_length %d (truncation %s)", what, len(self), seq_length, policy
-            )
+            num_samples = "1 sample" if len(self) == 1 else f"{len(self)} samples"
+            log.info("%s: %s, all within seq_length %d", what, num_samples, seq_length)

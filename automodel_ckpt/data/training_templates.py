@@ -64,7 +64,7 @@ def select_template(own: str, given: str | None) -> str:
             "no training template is shipped for the tokenizer's chat template",
             where="dataset.chat_template",
             value="training",
-            remedy=f"leave it out; give the path of a template with {{% generation %}} markers; shipped are {known}",
+            remedy=f"remove it, or set the path of a template with {{% generation %}} markers; shipped for: {known}",
         )
     return _text_of(shipped)
 

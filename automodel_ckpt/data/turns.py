@@ -45,18 +45,18 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     """One conversation of two lists of messages, of which only the assistant's of *completion* are learnt."""
     asked, answered = prompt, completion
     if not isinstance(asked, list) or not isinstance(answered, list):
-        odd = "prompt" if isinstance(answered, list) else "completion"
+        odd, other = ("prompt", "completion") if isinstance(answered, list) else ("completion", "prompt")
         raise Unlearnable(
-            f"the {odd} is not a list of messages, but its counterpart is",
+            f"the {odd} is not a list of messages, but the {other} is",
             repr(prompt if odd == "prompt" else completion)[:80],
-            "give both as lists of messages, or both as texts",
+            "provide both as lists of messages, or both as text",
         )
     before, after = ([_in_roles(turn) for turn in part] for part in (asked, answered))
     if [turn.get("role") for turn in (*before[-1:], *after[:1]) if isinstance(turn, dict)] == ["assistant"] * 2:
         raise Unlearnable(
-            "the completion goes on with what the assistant says in the prompt",
+            "the completion continues the assistant's message in the prompt",
             repr(before[-1])[:80],
-            "put the whole of this message into the completion",
+            "move the whole message into the completion",
         )
     return turns_of([turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before] + after)
 
@@ -124,7 +124,7 @@ def _in_roles(turn: Any) -> Any:
     speaker = turn["from"]
     if speaker not in _SHAREGPT:
         raise Unlearnable(
-            "it is not known whose words these are",
+            "unknown speaker of a message",
             f"from: {speaker!r}",
             f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
         )
@@ -136,22 +136,22 @@ def _in_roles(turn: Any) -> Any:
 def _require_content(turn: dict[str, Any]) -> None:
     if turn.keys() <= {"role", "name", _WEIGHT}:  # templates write nothing for it, or the word None, to be learned
         raise Unlearnable(
-            "a message has no content", repr(turn)[:80], "give it a content, or tool_calls, or leave it out"
+            "a message has no content", repr(turn)[:80], "add content or tool_calls, or remove the message"
         )
     content = turn.get("content", "")
     if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
-        remedy = 'give it a text, or a list of parts as {"type": "text", "text": "..."}'
-        raise Unlearnable("a message's content is neither a text nor a list of parts", repr(content)[:80], remedy)
+        remedy = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
+        raise Unlearnable("a message's content is neither text nor a list of parts", repr(content)[:80], remedy)
 
 
 def _require_weight(turn: dict[str, Any]) -> None:
     weight = turn.get(_WEIGHT, 0)
     if weight not in (0, 1):
-        remedy = "use 0 for a message of the assistant that is not learnt, 1 (or no weight) for one that is"
+        remedy = "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others"
         raise Unlearnable("a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy)
     if weight and turn["role"] != "assistant":
-        remedy = "give it weight 0 or none, or the role assistant: only what the assistant says is learnt"
-        raise Unlearnable("a message has a weight and is not the assistant's", f"role: {turn['role']}", remedy)
+        remedy = "remove the weight or set it to 0: only assistant messages are trained on"
+        raise Unlearnable("a message that is not the assistant's has a weight", f"role: {turn['role']}", remedy)
 
 
 def without_nulls(value: Any) -> Any:

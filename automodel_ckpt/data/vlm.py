@@ -72,7 +72,7 @@ def conversations(
     template = ImageChatTemplate(
         processor, _template(processor, chat_template), dict(template_kwargs or {}), learn == "last"
     )
-    log.info("%s: what the assistant says is found by %s", path, template.method)
+    log.info("%s: the assistant's tokens are found by %s", path, template.method)
     return ImageConversations(
         Source.of(path, name, split), template, messages_field, images_field, seq_length, truncation, max_samples
     )
@@ -132,7 +132,7 @@ def image_text(
     text, learnt = template.render(turns)
     if not learnt:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        raise Unlearnable("nothing in this conversation is said by the assistant", roles, "leave it out")
+        raise Unlearnable("this conversation has no assistant text to train on", roles, "remove it")
     return ImageText(text, [open_image(value, folder) for value in values], learnt, **options)
 
 
@@ -172,7 +172,7 @@ def _template(processor: Any, given: str | None) -> str:
             "the processor has no chat template",
             where="dataset.chat_template",
             value=type(processor).__name__,
-            remedy="give one, or the path of a file with one; the processor of an instruct model has its own",
+            remedy="set a template or the path of a template file; processors of instruct models come with one",
         )
     return select_template(own, given)
 
@@ -188,11 +188,12 @@ def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[s
     inline = [next((part[key] for key in _INLINE if key in part), None) for part in entries]
     num_places = sum(value is None for value in inline)
     if num_places != len(images):
+        num_entries = "1 entry" if num_places == 1 else f"{num_places} entries"
+        num_images = "1 image" if len(images) == 1 else f"{len(images)} images"
         raise Unlearnable(
-            "the images of this conversation do not fit its places for them",
-            f"{num_places} place{'' if num_places == 1 else 's'} for {len(images)} "
-            f"image{'' if len(images) == 1 else 's'}",
-            'give as many images as there are entries {"type": "image"}, or none of these entries',
+            "the number of images does not match the number of image entries",
+            f"{num_entries} for {num_images}",
+            'provide one image for each entry {"type": "image"}, or remove these entries',
         )
     rest = iter(images)
     values = [next(rest) if value is None else value for value in inline]
@@ -205,9 +206,9 @@ def _refuse_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) ->
     found = sorted(token for token in placeholders if any(token in text for text in texts))
     if found:
         raise Unlearnable(
-            "a text of this conversation holds what the processor takes for the place of an image",
+            "a message contains the processor's placeholder for an image",
             found[0],
-            'leave it out: images come first in their question; or write {"type": "image"} where each belongs',
+            'remove it: images come first in their question; or write {"type": "image"} where each belongs',
         )
 
 

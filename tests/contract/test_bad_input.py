@@ -350,7 +350,7 @@ def test_a_dry_run_says_what_is_missing_before_anything_is_built(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(recipe), "--dry-run", "--nproc-per-node=2"]) == EXIT_USAGE
-    assert "text needs a tokenizer" in capsys.readouterr().err
+    assert "text data requires a tokenizer" in capsys.readouterr().err
     assert not Path("checkpoints").exists()
 
 

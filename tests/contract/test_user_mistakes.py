@@ -131,8 +131,8 @@ MISTAKES = {
     ),
     "tokens of another tokenizer": rows("input_ids", r"input_ids that are not tokens[\s\S]*9999; [\s\S]*from 0 to \d"),
     "labels of another tokenizer": rows("labels", r"labels that are not tokens[\s\S]*-7; the model"),
-    "padded samples": rows("attention_mask", r"padded already[\s\S]*1 of 4 tokens"),
-    "padded samples to be packed": rows("attention_mask", r"padded already", "--packed_sequence.size=16"),
+    "padded samples": rows("attention_mask", r"already padded[\s\S]*1 of 4 tokens"),
+    "padded samples to be packed": rows("attention_mask", r"already padded", "--packed_sequence.size=16"),
     "a dictionary of data sets": Mistake(
         ("--dataset={_target_: tests.support.training_parts.splits}",), r"is several data sets[\s\S]*value:  train"
     ),

@@ -333,7 +333,7 @@ def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
     run(tmp_path, *STREAM, "--tokenizer=null", "--step_scheduler.max_steps=1", name="tokenized", text=text)
     files = [path.name for path in (tmp_path / "tokenized").rglob("*")]
     assert "model-00001-of-00001.safetensors" in files and not [name for name in files if "token" in name]
-    assert "text needs a tokenizer" in str(failure(tmp_path, "--tokenizer=null", text=text))
+    assert "text data requires a tokenizer" in str(failure(tmp_path, "--tokenizer=null", text=text))
 
 
 def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_an_answer_that_no_token_shows() -> None:
     sample = digits.scans(processor)[0]
     collate = ImageTextCollator(processor, [processor.image_token_id])
     end = len(sample.text)
-    with pytest.raises(RecipeError, match=r"no token of this conversation is the assistant's[\s\S]*scan 0"):
+    with pytest.raises(RecipeError, match=r"this conversation has no assistant token to train on[\s\S]*scan 0"):
         collate([dataclasses.replace(sample, learnt=[(end, end)])])
 
 

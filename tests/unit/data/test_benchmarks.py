@@ -63,7 +63,7 @@ def test_a_question_without_answer_needs_one_from_the_recipe(tokenizer: Any, tmp
 
 
 def test_answers_of_another_shape_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="not answers in SQuAD's form"):
+    with pytest.raises(RecipeError, match="not in SQuAD's format"):
         squad(tokenizer, write(tmp_path / "squad.jsonl", SQUAD | {"answers": ["a golden statue"]}))
 
 
@@ -77,7 +77,7 @@ def test_hellaswag_learns_the_right_ending(tokenizer: Any, tmp_path: Path, kind:
 @pytest.mark.parametrize("label", ["", "4", "-1", None])
 def test_a_row_without_a_right_ending_is_refused(tokenizer: Any, tmp_path: Path, label: Any) -> None:
     path = write(tmp_path / "hellaswag.jsonl", HELLASWAG, HELLASWAG | {"label": label})
-    with pytest.raises(RecipeError, match=r"which ending is right\n.*hellaswag\.jsonl:2"):
+    with pytest.raises(RecipeError, match=r"no valid label\n.*hellaswag\.jsonl:2"):
         hellaswag(tokenizer, path)
 
 
@@ -88,4 +88,4 @@ def test_long_ones_follow_the_truncation_policy(
     with pytest.raises(RecipeError, match=r"squad\.jsonl:2"):
         squad(tokenizer, path, seq_length=120)
     assert len(squad(tokenizer, path, seq_length=120, truncation="right")) == 1
-    assert "0 of 1 samples were cut to seq_length 120, 1 more left out" in caplog.text
+    assert "0 of 1 samples were truncated to seq_length 120, 1 more were skipped" in caplog.text

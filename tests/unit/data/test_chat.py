@@ -93,13 +93,15 @@ def test_a_conversation_without_the_assistant_is_refused_with_its_number(
     tokenizer: Any, tmp_path: Path, template: str
 ) -> None:
     path = write(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
-    with pytest.raises(RecipeError, match=r"(?s)no token to learn.*sample 1 \(.*chat\.jsonl:2\).*system, user"):
+    with pytest.raises(
+        RecipeError, match=r"(?s)no assistant token to train on.*sample 1 \(.*chat\.jsonl:2\).*system, user"
+    ):
         messages(tokenizer, path, chat_template=template)
 
 
 def test_markers_that_mark_nothing_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     template = MARKED.replace("== 'assistant'", "== 'model'")
-    with pytest.raises(RecipeError, match=r"no token to learn[\s\S]*generation markers"):
+    with pytest.raises(RecipeError, match=r"no assistant token to train on[\s\S]*generation markers"):
         messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
 
 
@@ -161,7 +163,7 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         messages(tokenizer, path, chat_template=PLAIN, seq_length=60)
     dataset = messages(tokenizer, path, chat_template=PLAIN, seq_length=60, truncation="right")
     assert [len(dataset[row]["input_ids"]) for row in range(len(dataset))][1:] == [60]
-    assert "1 of 2 samples were cut to seq_length 60, 1 more left out" in caplog.text
+    assert "1 of 2 samples were truncated to seq_length 60, 1 more were skipped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -170,9 +172,9 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         ({"messages": "hello"}, "this is not JSON"),
         ({"messages": []}, "this is not a conversation"),
         ({"messages": [{"content": "hello"}]}, "this is not a conversation"),
-        ({"messages": TALK[2:]}, "the assistant speaks first"),
+        ({"messages": TALK[2:]}, "the first message must not be the assistant's"),
         ({"messages": [*TALK[1:2], {"role": "assistant", "content": None}]}, "a message has no content"),
-        ({"messages": [{"role": "user", "content": 4}, TALK[2]]}, "neither a text nor a list of parts"),
+        ({"messages": [{"role": "user", "content": 4}, TALK[2]]}, "neither text nor a list of parts"),
         ({"turns": TALK}, "the data has no field messages"),
     ],
 )
@@ -192,7 +194,7 @@ def test_text_without_a_tokenizer_is_refused_with_what_to_name(tmp_path: Path, b
     file = tmp_path / "x.jsonl"
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     file.write_text(json.dumps({"prompt": "a", "completion": "b", "messages": turns}) + "\n")
-    with pytest.raises(RecipeError, match="text needs a tokenizer"):
+    with pytest.raises(RecipeError, match="text data requires a tokenizer"):
         build(tokenizer=None, path=str(file), seq_length=16)
 
 
@@ -224,10 +226,10 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused(tokenizer: Any, tm
     call = {"type": "function", "function": {"name": "add_up", "arguments": {}}}
     path = write(tmp_path, {"messages": [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]})
     assert "add_up" in learnt(tokenizer, messages(tokenizer, path, chat_template=PLAIN)[0])[0]
-    with pytest.raises(RecipeError, match=r"leaves out the calls of tools[\s\S]*add_up"):
+    with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*add_up"):
         messages(tokenizer, path, chat_template=MARKED)
     said = {"role": "assistant", "content": "", "function_call": {"name": "user", "arguments": "{}"}}
-    with pytest.raises(RecipeError, match=r"leaves out the calls of tools[\s\S]*value:  user"):
+    with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*value:  user"):
         messages(tokenizer, write(tmp_path, {"messages": [TALK[1], said]}), chat_template=PLAIN)
 
 
@@ -246,9 +248,9 @@ def test_a_template_that_writes_the_date_is_told_of(
     template = "{{ date_string if date_string is defined else strftime_now('%Y') }}" + PLAIN
     path = write(tmp_path, {"messages": TALK})
     messages(tokenizer, path, chat_template=template, template_kwargs={"date_string": "1 May"})
-    assert "writes the date" not in caplog.text
+    assert "writes today's date" not in caplog.text
     messages(tokenizer, path, chat_template=template)
-    assert "writes the date" in caplog.text
+    assert "writes today's date" in caplog.text
 
 
 def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Path) -> None:
@@ -287,8 +289,8 @@ def test_what_has_weight_0_is_not_learnt_and_the_weight_is_not_rendered(
     [
         ((None, None, 0.5, None, 1), r"neither 0 nor 1\n  where:  sample 0 \(.*\n  value:  weight: 0.5\n"),
         ((None, None, "0", None, None), "neither 0 nor 1[\\s\\S]*weight: '0'"),
-        ((None, 1, None, None, 1), r"has a weight and is not the assistant's[\s\S]*role: user"),
-        ((None, None, 0, None, 0), r"no token to learn[\s\S]*all that the assistant says in it has weight 0"),
+        ((None, 1, None, None, 1), r"a message that is not the assistant's has a weight[\s\S]*role: user"),
+        ((None, None, 0, None, 0), r"no assistant token to train on[\s\S]*all of its assistant messages have weight 0"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(tokenizer: Any, tmp_path: Path, weights: Any, what: str) -> None:
@@ -300,7 +302,7 @@ def test_weights_that_mean_nothing_are_refused(tokenizer: Any, tmp_path: Path, w
 def test_marks_that_change_when_more_follows_cannot_be_weighed(tokenizer: Any, tmp_path: Path) -> None:
     template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     path = write(tmp_path, {"messages": weighed(None, None, 0, None, 1)})
-    with pytest.raises(RecipeError, match=r"which ones have weight 0[\s\S]*1 marks in the first 3 messages, 1 in all"):
+    with pytest.raises(RecipeError, match=r"messages with weight 0[\s\S]*marks: 1 in the first 3 messages, 1 in total"):
         messages(tokenizer, path, chat_template=template)
 
 
@@ -314,7 +316,7 @@ def test_marks_need_a_tokenizer_that_knows_its_characters(
             return super().__call__(*given, **options)
 
     monkeypatch.setattr(tokenizer, "__class__", Slow)
-    with pytest.raises(RecipeError, match=r"does not tell which ones[\s\S]*Slow"):
+    with pytest.raises(RecipeError, match=r"cannot map tokens[\s\S]*Slow"):
         messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=MARKED)
 
 
@@ -327,7 +329,7 @@ def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> N
     assert given == messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=PLAIN)[0]
     with pytest.raises(RecipeError, match=r"no field messages[\s\S]*hint: .*with messages_field: conversations"):
         messages(tokenizer, write(tmp_path, {"conversations": SHAREGPT}), chat_template=PLAIN)
-    for message, what in (({"from": "bing", "value": "x"}, "not known whose words"), ({"from": "gpt"}, "no content")):
+    for message, what in (({"from": "bing", "value": "x"}, "unknown speaker"), ({"from": "gpt"}, "no content")):
         with pytest.raises(RecipeError, match=what):
             messages(tokenizer, write(tmp_path, {"messages": [*SHAREGPT, message]}), chat_template=PLAIN)
 
@@ -349,9 +351,9 @@ def test_prompts_and_completions_may_be_lists_of_messages(tokenizer: Any, tmp_pa
     [
         (TALK[1:2], "four", {}, "the completion is not a list of messages"),
         ("2 + 2", TALK[2:3], {}, "the prompt is not a list of messages"),
-        (TALK[1:3], TALK[4:], {}, r"goes on with what the assistant says[\s\S]*four"),
-        (TALK[1:2], [], {}, r"no token to learn[\s\S]*value:  user\n"),
-        ("2 + 2", "four", {}, "a chat template is given, and prompts and completions are texts"),
+        (TALK[1:3], TALK[4:], {}, r"continues the assistant's message[\s\S]*four"),
+        (TALK[1:2], [], {}, r"no assistant token to train on[\s\S]*value:  user\n"),
+        ("2 + 2", "four", {}, "a chat template is set, but prompts and completions are plain text"),
         (TALK[1:2], TALK[2:3], {"chat_template": None}, "the tokenizer has no chat template"),
     ],
 )

@@ -215,7 +215,7 @@ def test_fewer_samples_than_one_global_batch_make_one_batch_per_epoch(source: st
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(RecipeError, match="the data set is empty"):
         make(Numbers(0))
-    with pytest.raises(RecipeError, match="epoch 0 of the iterable data set gave no sample"):
+    with pytest.raises(RecipeError, match="epoch 0 of the iterable data set yields no sample"):
         next(iter(make(Stream(0))))
     with pytest.raises(RecipeError, match="drop_last drops them all"):
         make(Numbers(3), drop_last=True)
@@ -224,7 +224,7 @@ def test_an_empty_data_set_is_refused() -> None:
 
 
 def test_an_iterator_that_cannot_start_over_is_named_in_the_second_epoch() -> None:
-    with pytest.raises(RecipeError, match="epoch 1 of the iterable data set gave no sample"):
+    with pytest.raises(RecipeError, match="epoch 1 of the iterable data set yields no sample"):
         train(make(iter(Stream(4))), 2)
 
 
@@ -269,7 +269,9 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(monkeypatch: pytest.Monk
             os.kill(os.getpid(), 9)
 
     look_for_the_dead_every(monkeypatch, 0.1)
-    with pytest.raises(AutomodelError, match=r"a data loading worker died(.|\n)*1; process \d+ ended with -9"):
+    with pytest.raises(
+        AutomodelError, match=r"a data loading worker died(.|\n)*1; process \d+ ended with exit code -9"
+    ):
         list(make(Deadly(4), num_workers=1))
 
 
@@ -310,17 +312,19 @@ def test_worker_processes_end_with_the_iteration_or_its_failure(source: str) -> 
 
 def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
     state = make(Numbers(20)).state_dict()
-    with pytest.raises(RecipeError, match=r"saved with a data set of 20 samples, here is a data set of 21 samples"):
+    with pytest.raises(
+        RecipeError, match=r"saved with a data set of 20 samples, the recipe has a data set of 21 samples"
+    ):
         make(Numbers(21)).load_state_dict(state)
-    with pytest.raises(RecipeError, match="here is an iterable data set"):
+    with pytest.raises(RecipeError, match="the recipe has an iterable data set"):
         make(Stream(20)).load_state_dict(state)
 
 
 def test_a_foreign_state_is_refused() -> None:
-    with pytest.raises(CheckpointUnusable, match="without consumed_samples, "):
+    with pytest.raises(CheckpointUnusable, match="missing consumed_samples, "):
         make(Numbers(20)).load_state_dict({"epoch": 1})
     for absurd in ({"epoch": 2**63}, {"consumed_samples": -1}, {"epoch": 1.0}):
-        with pytest.raises(CheckpointUnusable, match="a position in the data that no run comes to"):
+        with pytest.raises(CheckpointUnusable, match="the saved position in the data is invalid"):
             make(Numbers(20)).load_state_dict({**make(Numbers(20)).state_dict(), **absurd})
 
 
@@ -332,7 +336,7 @@ def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(caplog:
     for second in seconds:
         second.load_state_dict(first.state_dict())
     assert [b.sample_ids for b in before + train(seconds[0], 5)] == [b.sample_ids for b in whole]
-    assert caplog.text.count("goes on as saved (seed 1)") == 1
+    assert caplog.text.count("keeping the saved data order (seed 1)") == 1
 
 
 def test_a_changed_global_batch_size_goes_on_after_the_same_sample(caplog: pytest.LogCaptureFixture) -> None:
@@ -341,7 +345,7 @@ def test_a_changed_global_batch_size_goes_on_after_the_same_sample(caplog: pytes
     second.load_state_dict(first.state_dict())
     after = train(second, 2)
     assert sorted(trained_on(before + after)) == list(range(20))
-    assert "changed from 4 to 6: training goes on after sample 8 of epoch 0" in caplog.text
+    assert "changed from 4 to 6: training continues after sample 8 of epoch 0" in caplog.text
 
 
 def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -349,7 +353,7 @@ def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(caplog: pytes
     train(first, 1)
     second.load_state_dict(first.state_dict())
     assert next(iter(second)).epoch == 1
-    assert "epoch 0 holds no further full global batch" in caplog.text
+    assert "epoch 0 has no further full global batch" in caplog.text
 
 
 def test_a_stateful_stream_goes_on_without_reading_again() -> None:
@@ -375,7 +379,7 @@ def test_a_stream_without_state_reads_and_drops_what_was_consumed(caplog: pytest
     second.load_state_dict(first.state_dict())
     assert next(iter(second)).sample_ids == [40, 41, 42, 43]
     assert source.read == 48
-    assert "reading and dropping 40 samples" in caplog.text
+    assert "reading and discarding 40 samples" in caplog.text
 
 
 def test_a_stream_says_which_settings_do_not_apply(caplog: pytest.LogCaptureFixture) -> None:

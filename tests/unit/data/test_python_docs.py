@@ -147,7 +147,7 @@ assert "this" not in sys.modules"""
 def test_cut_samples_are_counted_in_the_log(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     dataset = docstring_pairs(tokenizer, seq_length=96)
     cut = sum(dataset[i]["input_ids"][-1] != tokenizer.eos_token_id for i in range(len(dataset)))
-    assert f"{cut} of {len(dataset)} samples were cut to seq_length 96" in caplog.text
+    assert f"{cut} of {len(dataset)} samples were truncated to seq_length 96" in caplog.text
 
 
 def test_a_pair_longer_than_the_context_can_be_refused_with_its_place(tokenizer: Any) -> None:

@@ -81,7 +81,7 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
 def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match=r"nobody/nothing, None, train \([\s\S]*needs the network"):
+    with pytest.raises(RecipeError, match=r"nobody/nothing, None, train \([\s\S]*requires the network"):
         Source("nobody/nothing").fingerprint()
 
 
@@ -159,14 +159,14 @@ def test_the_one_line_that_is_no_json_is_named(directory: Path, line: bytes, fau
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("s3://bucket/a.jsonl", "copy the file here"),
-        ("s3://bucket/*.jsonl", "copy the file here"),
-        ("none/*.jsonl", r"no data file has such a name[\s\S]*working directory"),
+        ("s3://bucket/a.jsonl", "copy the file to a local disk"),
+        ("s3://bucket/*.jsonl", "copy the file to a local disk"),
+        ("none/*.jsonl", r"no data file matches this pattern[\s\S]*working directory"),
         ([], "the list of data files is empty"),
         (["train.jsonl", "no.jsonl"], r"cannot be read[\s\S]*no.jsonl"),
-        (["*.jsonl", "train.jsonl"], r"named twice[\s\S]*train.jsonl"),
-        (["train.jsonl", "a.csv"], r"several kinds[\s\S]*\*.csv, \*.jsonl"),
-        (["train.jsonl", "sub"], "kind of a data file is not known"),
+        (["*.jsonl", "train.jsonl"], r"listed twice[\s\S]*train.jsonl"),
+        (["train.jsonl", "a.csv"], r"different formats[\s\S]*\*.csv, \*.jsonl"),
+        (["train.jsonl", "sub"], "unknown data file format"),
     ],
 )
 def test_what_are_no_files_to_read_is_refused_with_what_to_do(
@@ -227,14 +227,14 @@ def test_files_in_several_directories_have_no_common_one(parts: Path) -> None:
     assert Source.of(f"{parts}/*.jsonl").folder == Source.of(str(parts)).folder == parts
     (parts / "sub").mkdir()
     (parts / "sub/a.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(RecipeError, match="lie in several directories"):
+    with pytest.raises(RecipeError, match="are in several directories"):
         _ = Source.of(f"{parts}/**/*.jsonl").folder
 
 
 def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
-    with pytest.raises(RecipeError, match=r"a directory holds no data file[\s\S]*\*\.tsv"):
+    with pytest.raises(RecipeError, match=r"the directory contains no data file[\s\S]*\*\.tsv"):
         Source(str(directory)).texts(["text"])
     (directory / "train.tsv").write_text("question\tanswer\nNamibia\tNA\n1\t2\n")
     assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
@@ -265,7 +265,7 @@ def test_files_that_a_directory_of_another_kind_leaves_out_are_named(
 ) -> None:
     (directory / "more.csv").write_text("text\nfour\n")
     assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
-    assert "files of another kind than most are not read: more.csv" in caplog.text
+    assert "ignoring files of other formats: more.csv" in caplog.text
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:

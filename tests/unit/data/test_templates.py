@@ -178,7 +178,7 @@ def test_a_template_of_fields_is_stopped_with_its_place(monkeypatch: pytest.Monk
     with pytest.raises(RecipeError, match="at most 1048576 characters"):
         FieldTemplate("{{ x }}" + "y" * 2**20)
     for nested in ("{{ " + "(" * 9999 + ")" * 9999 + " }}", LOOP * 30 + END * 30):
-        with pytest.raises(RecipeError, match="a template of fields is not Jinja"):
+        with pytest.raises(RecipeError, match="a field template is not valid Jinja"):
             FieldTemplate(nested)
     with pytest.raises(RecipeError, match="RecursionError"):
         FieldTemplate("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}").write({}, lambda: "here:3")

@@ -53,9 +53,9 @@ def test_a_text_may_be_written_from_several_fields(
     path = jsonl(tmp_path / "a.jsonl", *rows)
     with caplog.at_level("INFO"):
         dataset = prompt_completion(tokenizer, path, prompt_field=ALPACA, completion_field="output")
-        assert "not used" not in caplog.text
+        assert "unused fields" not in caplog.text
         prompt_completion(tokenizer, path, prompt_field="instruction", completion_field="output")
-    assert "of its fields these are not used: input" in caplog.text
+    assert "unused fields: input" in caplog.text
     assert [tokenizer.decode(dataset[i]["input_ids"]) for i in range(2)] == ["Add\n1 2\n3</s>", "Go\non</s>"]
     assert tokenizer.decode(text(tokenizer, path, field="{{ output }}!")[0]["labels"]) == "3!</s>"
 
@@ -64,8 +64,8 @@ def test_a_text_may_be_written_from_several_fields(
     ("template", "what"),
     [
         ("{{ instructions }}", "the data has no field instructions"),
-        ("{{ prompt }", "a template of fields is not Jinja"),
-        ("{{ prompt / 0 }}", "a template of fields fails on a sample\n.*a.jsonl:1"),
+        ("{{ prompt }", "a field template is not valid Jinja"),
+        ("{{ prompt / 0 }}", "a field template fails on a sample\n.*a.jsonl:1"),
         ("{{ prompt.__class__ }}x{{ prompt.__class__.__mro__ }}", "SecurityError"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_long_sample_is_cut_or_left_out_with_the_counts(
         caplog.clear()
         dataset = prompt_completion(tokenizer, path, seq_length=12, truncation="right")
         assert [len(dataset[i]["input_ids"]) for i in range(len(dataset))][1:] == [12]
-        assert "1 of 2 samples were cut to seq_length 12, 1 more left out" in caplog.text
+        assert "1 of 2 samples were truncated to seq_length 12, 1 more were skipped" in caplog.text
 
 
 def test_a_changed_file_is_prepared_anew(tokenizer: Any, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_data_that_changed_but_is_as_long_is_told_of_at_a_resume(
     (tmp_path / "b.jsonl").unlink()
     jsonl(tmp_path / "c.jsonl", {"text": "another"})
     loader().load_state_dict(saved)
-    assert "the data is not the one this checkpoint was saved with, though as long" in caplog.text
+    assert "the data has changed since this checkpoint was saved" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_data_that_changed_but_is_as_long_is_told_of_at_a_resume(
         ('{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"\n', r"a line is not JSON\n  where:  .*a\.jsonl:3\n"),
         ('{"prompt": "a"}\n', r"no field completion\n.*a\.jsonl\n.*its fields are prompt\n"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"completion of a sample is missing\n.*jsonl:2\n"),
-        ('\n{"prompt": "a", "completion": 4}\n', r"completion of a sample is not a text\n.*jsonl:2\n.*value:  4\n"),
+        ('\n{"prompt": "a", "completion": 4}\n', r"completion of a sample is not text\n.*jsonl:2\n.*value:  4\n"),
         ("", r"the data file is empty\n.*a\.jsonl\n"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_missing_or_unknown_file_is_refused(tokenizer: Any, tmp_path: Path) ->
         text(tokenizer, str(tmp_path / "none.jsonl"))
     with pytest.raises(RecipeError, match=r"use a file named \*\.jsonl"):
         text(tokenizer, str(tmp_path / "a.docx"))
-    with pytest.raises(RecipeError, match="truncation is not one of its choices"):
+    with pytest.raises(RecipeError, match="unknown value for truncation"):
         text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "a"}), truncation="left")
 
 
@@ -198,7 +198,7 @@ def test_what_is_blank_is_left_out_and_counted(
     with caplog.at_level("INFO"):
         dataset = text(tokenizer, str(path))
     assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == ["first</s>", "second</s>"]
-    assert "2 more left out because no label remained" in caplog.text
+    assert "2 more were skipped because no label remained" in caplog.text
     pairs = jsonl(tmp_path / "b.jsonl", {"prompt": "", "completion": ""}, *PAIRS)
     assert len(prompt_completion(tokenizer, pairs)) == 2
 
@@ -228,11 +228,11 @@ def test_empty_completions_are_counted(tokenizer: Any, tmp_path: Path, caplog: p
     for _ in ("prepared now", "from the cache"):
         caplog.clear()
         prompt_completion(tokenizer, path)
-        assert "3 of 4 samples have an empty completion: only its end token is learned" in caplog.text
+        assert "3 of 4 samples have an empty completion: only the end token is trained on" in caplog.text
     stream = prompt_completion(tokenizer, path, streaming=True)
     for row in stream:
         stream.prepare(row)
-    stream.tell()
+    stream.report()
     assert "this rank prepared, 3 have an empty completion" in caplog.text
 
 

@@ -250,7 +250,7 @@ def test_a_known_template_is_replaced_by_its_digest_and_the_log_reports_it(
     expected = ["<think>\nhm\n</think>\n\nHello<|im_end|>\n", "<think>\nok\n</think>\n\nSee you<|im_end|>\n"]
     assert [run for run in runs if run] == expected
     assert known.chat_template == OWN + "\n", "the tokenizer, and so the export, keeps its own"
-    with pytest.raises(RecipeError, match="differently when more follow"):
+    with pytest.raises(RecipeError, match="differently when more messages follow"):
         messages(known, str(path), chat_template="original")
 
 
