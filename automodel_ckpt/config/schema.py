@@ -108,38 +108,38 @@ def own_keys(section: Any) -> list[str]:
 
 @dataclass
 class ModelConfig:
-    """The model that is trained."""
+    """The model to train."""
 
     from_pretrained: str | None = None
-    """Directory or Hub name of a Hugging Face model to start from."""
+    """Directory or Hub name of the pretrained Hugging Face model."""
     from_config: dict[str, Any] | str | None = None
-    """Start from fresh weights: a transformers config (a mapping with model_type) or a path to a config.json."""
+    """Train from scratch: a transformers config (a mapping with model_type) or the path of a config.json."""
     dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = "float32"
-    """Type of the parameters; auto takes what the model's files say."""
+    """Data type of the parameters; auto uses the type in the model's config.json."""
     attn_implementation: str | None = None
-    """Attention of transformers: eager, sdpa, flash_attention_2, ...; null: its choice, on CPUs sample by sample."""
+    """Attention implementation: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters that are not trained: vision_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
+    """Parameters to freeze: vision_tower, projector, language_model, or glob patterns such as '*.embed_tokens.*'."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. Uses less memory and about a third more time."""
     router_aux_loss: Literal["global_batch", "micro_batch"] | bool = "global_batch"
-    """Load balancing loss of a model with output_router_logits: over each global_batch or micro_batch; false: none."""
+    """Load-balancing loss of a mixture-of-experts model, computed per global_batch or micro_batch; false: none."""
 
     vocab_size: Literal["tokenizer"] | int | None = setting(None, POSITIVE_OR_WORD)
-    """Tokens that the model has room for: a number, or tokenizer for as many as that has; null: as it is."""
+    """Resize the vocabulary to this many tokens, or to the tokenizer's size (tokenizer); null: no change."""
     new_tokens: Literal["mean", "init"] = "mean"
-    """Embeddings that vocab_size adds: the mean of the others, or fresh ones."""
+    """Initial values of the embeddings that vocab_size adds: mean of the others, or random (init)."""
     allow_missing: list[str] = field(default_factory=list)
-    """Weights that from_pretrained need not hold and that start untrained: glob patterns over their names."""
+    """Glob patterns of weights that may be missing in from_pretrained; they are randomly initialized."""
     allow_unexpected: list[str] = field(default_factory=list)
-    """Weights of from_pretrained that the model need not have: glob patterns over their names."""
+    """Glob patterns of weights in from_pretrained that the model may lack; they are ignored."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("from_pretrained", "from_config"),
             lambda model: (model.from_pretrained is None) != (model.from_config is None),
             "exactly one of from_pretrained and from_config must be given",
-            "name a model directory or Hub name in from_pretrained, or describe one in from_config",
+            "set from_pretrained to a directory or Hub name, or from_config to a transformers config",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -147,45 +147,45 @@ class ModelConfig:
             ("new_tokens",),
             ("vocab_size", "from_pretrained"),
             lambda model: model.vocab_size is not None and model.from_pretrained is not None,
-            "only vocab_size adds embeddings, to a model that from_pretrained names",
+            "embeddings are added only with vocab_size and from_pretrained",
             "set model.vocab_size, or remove new_tokens",
         ),
         Condition(
             ("allow_missing", "allow_unexpected"),
             ("from_pretrained",),
             lambda model: model.from_pretrained is not None,
-            "no weights are read, because from_pretrained is not given",
-            "remove it; weights of init_from have init_from.allow_missing and init_from.allow_unexpected",
+            "no weights are read without from_pretrained",
+            "remove the key; for the weights of init_from, set init_from.allow_missing or init_from.allow_unexpected",
         ),
     )
 
 
 @dataclass
 class InitFromConfig:
-    """Weights that a new run starts from, instead of the model's own; a run that is resumed goes on with its own."""
+    """Initial weights of a new run, instead of the pretrained ones. A resumed run ignores this section."""
 
     path: str = setting(MISSING, NOT_EMPTY)
-    """A run directory, checkpoint or pointer (checkpoints/LATEST), or a Hugging Face directory or Hub name."""
+    """A run directory, a checkpoint, a pointer (checkpoints/LATEST), a Hugging Face directory, or a Hub name."""
     allow_missing: list[str] = field(default_factory=list)
-    """Weights of this model that need not be there, and stay as built: glob patterns over their names."""
+    """Glob patterns of the model's weights that may be missing in path; they keep their initial values."""
     allow_unexpected: list[str] = field(default_factory=list)
-    """Weights there that this model need not have: glob patterns over their names."""
+    """Glob patterns of weights in path that the model may lack; they are ignored."""
 
 
 @dataclass
 class CompileConfig:
-    """torch.compile of each decoder layer; names of weights and checkpoints are the same with and without."""
+    """torch.compile for each decoder layer. It does not change the names of weights or the checkpoints."""
 
     enabled: bool = False
-    """Compile: the first steps take long, the others less time."""
+    """Compile the layers: the first steps are slower, the others faster."""
     backend: str = setting("inductor", NOT_EMPTY)
-    """What makes the kernels; inductor needs a C++ compiler or a GPU, aot_eager none."""
+    """torch.compile backend. inductor needs a C++ compiler or a GPU; aot_eager needs neither."""
     mode: str | None = None
-    """Preset of the backend, such as reduce-overhead or max-autotune; null: its default."""
+    """torch.compile mode, such as reduce-overhead or max-autotune; null: the default mode."""
     fullgraph: bool = False
-    """Refuse a layer that cannot be compiled as a whole, instead of running parts of it as they are."""
+    """Raise an error when a layer has graph breaks, instead of running parts of it uncompiled."""
     dynamic: bool | None = None
-    """true: expect every length at once; false: compile each anew; null: after the second one."""
+    """Dynamic shapes: true from the start, false never (recompile per length), null after the second length."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
@@ -200,141 +200,140 @@ class CompileConfig:
 
 @dataclass
 class TokenizerConfig:
-    """The tokenizer. tokenizer: null means none, for data that is tokenized already."""
+    """The tokenizer. Set tokenizer: null for data that is already tokenized."""
 
     from_pretrained: str | None = None
-    """Directory or Hub name of a tokenizer; null takes the model's own."""
+    """Directory or Hub name of a tokenizer; null uses the model's tokenizer."""
 
 
 @dataclass
 class ProcessorConfig:
-    """What prepares text and images for a vision-language model."""
+    """The processor, which prepares text and images for a vision-language model."""
 
     from_pretrained: str | None = None
-    """Directory or Hub name of a processor; null takes the model's own."""
+    """Directory or Hub name of a processor; null uses the model's processor."""
 
 
 @dataclass
 class PeftConfig:
-    """Adapters (LoRA) on a frozen base, by the peft library. No section: the model itself is trained."""
+    """LoRA adapters on a frozen base model, with the peft library. Without this section the model itself is trained."""
 
     method: Literal["lora"] = "lora"
-    """Kind of adapter."""
+    """Type of adapter."""
     r: int = setting(8, AT_LEAST_1)
-    """Rank: the inner dimension of an adapter."""
+    """LoRA rank."""
     alpha: int = setting(16, AT_LEAST_1)
-    """An adapter's output is multiplied by alpha / r; with use_rslora by alpha / sqrt(r)."""
+    """LoRA alpha. The adapter's output is scaled by alpha / r, or by alpha / sqrt(r) with use_rslora."""
     dropout: float = setting(0.0, BELOW_1)
-    """Part of an adapter's inputs that is dropped in training."""
+    """Dropout probability of the adapter's input during training."""
     target_modules: list[str] | str = "all-linear"
-    """Layers that get an adapter: names (q_proj), globs over whole names (*.self_attn.*), or all-linear."""
+    """Layers to adapt: names (q_proj), glob patterns over full names (*.self_attn.*), or all-linear."""
     exclude_modules: list[str] = field(default_factory=list)
-    """Layers that get none though target_modules says so, in the same way."""
+    """Layers to exclude from target_modules: names or glob patterns."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules that are trained and saved as a whole, in the same way, as lm_head."""
+    """Modules to train and save in full, such as lm_head: names or glob patterns."""
     use_dora: bool = False
-    """DoRA: train the length of each weight column apart from its direction."""
+    """Use DoRA (weight-decomposed low-rank adaptation)."""
     use_rslora: bool = False
-    """rsLoRA: a scale that suits large ranks."""
+    """Use rsLoRA (rank-stabilized scaling)."""
     init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """First values of an adapter; with default and gaussian it changes nothing before the first step."""
+    """Initialization of the adapters. With default and gaussian the initial output equals the base's."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases of the base are trained too."""
+    """Biases of the base to train: none, all, or those of adapted layers (lora_only)."""
     ensure_weight_tying: bool = True
-    """Where the base ties its embedding to the output layer and one is trained as a whole, keep them tied; adapters on
-    either need false."""
+    """Keep a tied embedding and output layer tied if one is in modules_to_save; false: allow LoRA on either."""
     dtype: Literal["float32", "base"] = "float32"
-    """Type of the adapters; base: that of the base's weights."""
+    """Data type of the adapters; base: that of the base model."""
     base_dir: str | None = None
-    """With model.from_config: the directory of the base, which the first start fills with fresh weights."""
+    """With model.from_config: the directory where the first start writes the randomly initialized base."""
     quantize_base: Literal["nf4", "fp4", "int8"] | None = None
-    """Keep the frozen base in so few bits (QLoRA): needs a CUDA device and bitsandbytes."""
+    """Quantize the frozen base (QLoRA). Requires a CUDA device and bitsandbytes."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("init", "r"),
             lambda peft: peft.init != "orthogonal" or peft.r % 2 == 0,
             "init orthogonal needs an even r",
-            "make r even, or leave init out",
+            "use an even r, or remove init",
         ),
     )
 
 
 @dataclass
 class DistributedConfig:
-    """How ranks share the work."""
+    """Parallelism: how the work is distributed across ranks."""
 
     strategy: Literal["auto", "fsdp2", "ddp", "single"] = "auto"
-    """Data parallel ranks: fsdp2 shards the model, ddp copies it; auto: single for one of them, fsdp2 for more."""
+    """Data parallelism: fsdp2 shards the model, ddp replicates it; auto: single on one rank, else fsdp2."""
     dp_size: int | None = setting(None, AT_LEAST_1)
-    """Parts that each global batch is cut into; null: as many as the other sizes leave ranks for."""
+    """Data-parallel size; null: the number of ranks divided by the other sizes."""
     dp_replicate_size: int = setting(1, AT_LEAST_1)
-    """fsdp2: copies of the sharded model, each sharded over dp_size / dp_replicate_size ranks (above 1: HSDP)."""
+    """fsdp2: replicas of the model, each sharded across dp_size / dp_replicate_size ranks (HSDP above 1)."""
     tp_size: int = setting(1, AT_LEAST_1)
-    """Tensor parallel ranks, which cut each layer's matrices and heads by the model's own plan."""
+    """Tensor-parallel size. Layers are sharded according to the model's tensor-parallel plan."""
     tp_plan: Target | None = field(default=None, metadata={"supplied": ("model",)})
-    """Builder of another plan: a mapping of module names (* for a layer's number) to styles; gets the model."""
+    """Builder of a custom tensor-parallel plan {module name: style}, called with the model; * matches any layer."""
     sequence_parallel: bool = False
-    """With tp_size: also cut what lies between the matrices, along the sequence (models built like Llama and Qwen)."""
+    """With tp_size: shard activations between layers along the sequence (Llama and Qwen architectures)."""
     pp_size: int = setting(1, AT_LEAST_1)
-    """Pipeline stages, each of which has some of the layers (models built like Llama and Qwen)."""
+    """Pipeline-parallel size: the number of stages (Llama and Qwen architectures)."""
     pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """With pp_size: 1f1b alternates forward and backward passes; gpipe makes all forward passes first."""
+    """With pp_size: 1f1b alternates forward and backward passes; gpipe runs all forward passes first."""
     cp_size: int = setting(1, AT_LEAST_1)
-    """Context parallel ranks, which cut each row along the sequence and share out the heads of attention."""
+    """Context-parallel size: each row is sharded along the sequence, and attention by heads."""
     backend: str | None = None
-    """torch.distributed backend; null: nccl with GPUs, else gloo."""
+    """torch.distributed backend; null: nccl on GPUs, otherwise gloo."""
     timeout_minutes: float = setting(30.0, WAIT)
-    """How long a collective may wait for the slowest rank, from 0.1 to a million."""
+    """Timeout of collectives, in minutes (0.1 to 1000000)."""
     reshard_after_forward: bool = True
-    """fsdp2: free gathered parameters between forward and backward (less memory, more traffic)."""
+    """fsdp2: free gathered parameters after the forward pass (less memory, more communication)."""
     cpu_offload: bool = False
-    """fsdp2 with GPUs: keep parameters, gradients and optimizer state in host memory between their uses."""
+    """fsdp2 on GPUs: keep parameters, gradients and optimizer state in CPU memory when not in use."""
     mixed_precision: Literal["bfloat16", "float16"] | None = None
-    """Compute in this type on any number of ranks; weights, gradients' sums and optimizer keep model.dtype."""
+    """Data type of forward and backward; weights, gradient reduction and optimizer state keep model.dtype."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("mixed_precision",),
             lambda ranks: ranks.mixed_precision != "float16",
-            "float16 needs a loss scaler, without which small gradients vanish; there is none here",
-            "set it to bfloat16, which has float32's range, or leave it out",
+            "float16 needs a loss scaler, which is not supported",
+            "set it to bfloat16, or remove it",
         ),
         Relation(
             ("sequence_parallel", "tp_plan"),
             lambda ranks: ranks.tp_size > 1 or not (ranks.sequence_parallel or ranks.tp_plan),
-            "sequence_parallel and tp_plan say how tensor parallel ranks share a layer, and there is one",
-            "set tp_size above 1, or leave them out",
+            "sequence_parallel and tp_plan require tensor parallelism, but tp_size is 1",
+            "set tp_size above 1, or remove them",
         ),
         Relation(
             ("pp_size", "sequence_parallel"),
             lambda ranks: ranks.pp_size == 1 or not ranks.sequence_parallel,
-            "pipeline stages exchange whole rows, and sequence_parallel cuts them",
-            "leave sequence_parallel out: tp_size works with stages without it",
+            "pp_size and sequence_parallel cannot be combined",
+            "remove sequence_parallel; tp_size works with pipeline stages without it",
         ),
         Relation(
             ("pp_size", "cp_size"),
             lambda ranks: ranks.pp_size == 1 or ranks.cp_size == 1,
-            "pipeline stages exchange whole rows, and context parallelism cuts them",
-            "leave one of them out",
+            "pp_size and cp_size cannot be combined",
+            "remove one of them",
         ),
         Relation(
             ("pp_schedule", "pp_size"),
             lambda ranks: ranks.pp_size > 1 or ranks.pp_schedule == "1f1b",
-            "pp_schedule is the order of passes in a pipeline, and there is none",
-            "set pp_size above 1, or leave pp_schedule out",
+            "pp_schedule requires pipeline parallelism, but pp_size is 1",
+            "set pp_size above 1, or remove pp_schedule",
         ),
         Relation(
             ("cpu_offload", "backend"),
             lambda ranks: not ranks.cpu_offload or ranks.backend in (None, "gloo") or "cpu:" in ranks.backend,
-            "with cpu_offload the ranks sum numbers in host memory too, for which this backend has no way",
-            "leave backend out, or set it to cpu:gloo,cuda:nccl",
+            "cpu_offload needs a backend that also reduces CPU tensors",
+            "remove backend, or set it to cpu:gloo,cuda:nccl",
         ),
         Relation(
             ("cp_size", "sequence_parallel"),
             lambda ranks: ranks.cp_size == 1 or not ranks.sequence_parallel,
-            "cp_size and sequence_parallel exclude each other: both cut rows along the sequence",
-            "leave sequence_parallel out",
+            "cp_size and sequence_parallel cannot be combined: both shard the sequence",
+            "remove sequence_parallel",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -350,64 +349,64 @@ class DistributedConfig:
 
 @dataclass
 class DataloaderConfig:
-    """How samples become batches."""
+    """How samples are batched."""
 
     shuffle: bool = True
-    """A new seeded order in each epoch."""
+    """Shuffle the samples in each epoch, with a seeded permutation."""
     num_workers: int = setting(0, AT_LEAST_0)
-    """Processes per rank that prepare samples ahead."""
+    """Worker processes per rank."""
     collate_fn: Target | None = field(default=None, metadata={"supplied": ("tokenizer", "processor")})
-    """Builder of the function from samples to a batch; null pads to the longest sample."""
+    """Builder of the function that collates samples into a batch; null: pad to the longest sample."""
     drop_last: bool = False
-    """Leave out an epoch's last global batch when it is not full."""
+    """Drop the last incomplete global batch of each epoch."""
     pad_to_multiple_of: int | None = setting(None, AT_LEAST_1)
-    """Round the length of each row up to a multiple of this many tokens, also of rows that samples share."""
+    """Pad each row to a multiple of this many tokens, including rows with several samples."""
     padding_free: bool = True
-    """Let samples of a micro-batch share rows where the model keeps them apart; false: pad each one."""
+    """Concatenate the samples of a micro-batch without padding if the model supports it; false: pad each one."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("pad_to_multiple_of",),
             ("collate_fn", "padding_free"),
             lambda section: section.collate_fn is None or section.padding_free,
-            "collate_fn makes the rows, and with padding_free false they stay as they are",
-            "round the lengths in your collate_fn, or remove the key",
+            "rows made by collate_fn are not padded when padding_free is false",
+            "pad to a multiple in your collate_fn, or remove the key",
         ),
     )
 
 
 @dataclass
 class PackedSequenceConfig:
-    """Packs of several samples, which then count as one: batch sizes are in packs. No section: no packing."""
+    """Sequence packing. A pack counts as one sample in batch sizes. Without this section, samples are not packed."""
 
     size: int = setting(2048, AT_LEAST_1)
-    """Tokens of a pack; at least the longest sample's."""
+    """Maximum tokens per pack; at least the length of the longest sample."""
     strategy: Literal["best_fit"] = "best_fit"
-    """How samples are chosen: best_fit puts each, the longest first, into the fullest pack with room."""
+    """Packing strategy: best_fit places samples, longest first, into the fullest pack that fits them."""
 
 
 @dataclass
 class OptimizerGroup:
-    """Parameters that fused AdamW trains with options of their own; an option that is null is the section's."""
+    """Parameters with their own options for fused AdamW; a null option uses the value of the optimizer section."""
 
     params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
-    """Which parameters: globs over their names, or hidden_matrices, vision_tower, projector, language_model."""
+    """Parameters of the group: glob patterns, or hidden_matrices, vision_tower, projector, language_model."""
     lr: float | None = setting(None, FINITE)
     """Peak learning rate."""
     betas: tuple[float, float] | None = setting(None, BETAS)
-    """Decay of the two running means."""
+    """Decay rates of the running averages of the gradient and its square."""
     eps: float | None = setting(None, FINITE)
-    """Added to the denominator."""
+    """Term added to the denominator for numerical stability."""
     weight_decay: float | None = setting(None, FINITE)
-    """Decoupled weight decay, of all these parameters: no_decay does not apply to them."""
+    """Decoupled weight decay of all parameters of the group; no_decay does not apply to them."""
 
 
 @dataclass
 class OptionsGroup:
-    """Parameters that an optimizer by ``_target_`` trains with options of their own."""
+    """Parameters with their own options for an optimizer given by ``_target_``."""
 
     params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
-    """Which parameters: globs over their names, or hidden_matrices, vision_tower, projector, language_model."""
+    """Parameters of the group: glob patterns, or hidden_matrices, vision_tower, projector, language_model."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The other keys: options of the optimizer."""
 
@@ -416,10 +415,10 @@ class OptionsGroup:
 
 @dataclass
 class TargetGroup(Target):
-    """Parameters that an optimizer of their own trains, such as torch.optim.Muon for matrices."""
+    """Parameters with their own optimizer, such as torch.optim.Muon for matrices."""
 
     params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
-    """Which parameters: globs over their names, or hidden_matrices, vision_tower, projector, language_model."""
+    """Parameters of the group: glob patterns, or hidden_matrices, vision_tower, projector, language_model."""
 
 
 @dataclass
@@ -429,34 +428,34 @@ class OptimizerConfig:
     lr: float = setting(1e-4, FINITE)
     """Peak learning rate."""
     betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
-    """Decay of the two running means."""
+    """Decay rates of the running averages of the gradient and its square."""
     eps: float = setting(1e-8, FINITE)
-    """Added to the denominator."""
+    """Term added to the denominator for numerical stability."""
     weight_decay: float = setting(0.01, FINITE)
     """Decoupled weight decay."""
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
-    """Parameters without weight decay: auto (norms and biases), none, or globs over their names."""
+    """Parameters without weight decay: auto (norms and biases), none, or a list of glob patterns."""
     groups: list[OptimizerGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
-    """Parameters with options or an optimizer of their own, the first match first: [{params: ['*.bias'], lr: 1e-5}]."""
+    """Parameter groups with their own options or optimizer; the first match wins: [{params: ['*.bias'], lr: 1e-5}]."""
     on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
-    """Options and peak rates of a resumed run: those of the checkpoint, or those of the recipe."""
+    """Where a resumed run takes its optimizer options and peak learning rates from."""
 
 
 @dataclass
 class OptimizerTarget(Target):
-    """An optimizer by ``_target_``, with the options of every parameter that no group has."""
+    """An optimizer given by ``_target_``, with the options of all parameters outside of groups."""
 
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
-    """Parameters without weight decay: auto (norms and biases; none if a function makes it), none, or globs."""
+    """Parameters without weight decay: auto (norms and biases; none if _target_ is a function), none, or globs."""
     groups: list[OptionsGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
-    """Parameters with options or an optimizer of their own."""
+    """Parameter groups with their own options or optimizer."""
     on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
-    """Options and peak rates of a resumed run: those of the checkpoint, or those of the recipe."""
+    """Where a resumed run takes its optimizer options and peak learning rates from."""
 
 
 @dataclass
 class LRSchedulerConfig:
-    """A learning rate schedule of transformers; no section: a constant rate."""
+    """Learning rate schedule from transformers. Without this section the learning rate is constant."""
 
     name: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -464,19 +463,19 @@ class LRSchedulerConfig:
     ] = "cosine"  # fmt: skip
     """Name of the schedule."""
     warmup_steps: int | None = setting(None, AT_LEAST_0)
-    """Optimizer steps from 0 to the peak rate."""
+    """Warmup, in optimizer steps."""
     warmup_ratio: float | None = setting(None, FRACTION)
-    """The same as a part of all steps."""
+    """Warmup, as a fraction of all optimizer steps."""
     decay_steps: int | None = setting(None, AT_LEAST_1)
-    """Optimizer steps until the schedule ends; null: all steps of the run."""
+    """Length of the schedule in optimizer steps; null: all steps of the run."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the schedule takes besides, such as num_cycles or min_lr."""
+    """Further arguments of the schedule, such as num_cycles or min_lr."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("warmup_steps", "warmup_ratio"),
             lambda schedule: schedule.warmup_steps is None or schedule.warmup_ratio is None,
-            "warmup_steps and warmup_ratio exclude each other",
+            "warmup_steps and warmup_ratio cannot be combined",
             "remove one of them",
         ),
     )
@@ -484,42 +483,42 @@ class LRSchedulerConfig:
 
 @dataclass
 class StepSchedulerConfig:
-    """How long to train, and when to validate and save."""
+    """Batch sizes, training length, and when to validate and save."""
 
     global_batch_size: int = setting(8, AT_LEAST_1)
-    """Samples per optimizer step, over all ranks; gradient accumulation follows from it."""
+    """Samples per optimizer step, across all ranks. It determines the gradient accumulation steps."""
     local_batch_size: int = setting(1, AT_LEAST_1)
-    """Samples per rank in one forward pass."""
+    """Samples per rank and forward pass (micro-batch)."""
     num_epochs: int | None = setting(None, AT_LEAST_1)
-    """Passes over the data set at most; null: as many as max_steps takes, or 1 if max_steps is null too."""
+    """Maximum number of epochs; null: as many as max_steps needs, or 1 if max_steps is null too."""
     max_steps: int | None = setting(None, AT_LEAST_1)
-    """Optimizer steps at most."""
+    """Maximum number of optimizer steps."""
     max_time: str | None = setting(None, DURATION)
-    """Training time at most, of this start of the run: seconds or HH:MM:SS."""
+    """Maximum training time since this start, in seconds or HH:MM:SS."""
     ckpt_every_steps: int | Literal["auto"] | None = setting(None, AT_LEAST_1_OR_AUTO)
-    """Save each time the step is a multiple of this; auto: as often as pays, by Young and Daly, from measured costs."""
+    """Save every N steps; auto: the Young/Daly interval, computed from measured save costs."""
     mtbf_hours: float = setting(24.0, POSITIVE)
-    """For ckpt_every_steps auto: the mean time between failures of the whole job."""
+    """For ckpt_every_steps auto: mean time between failures of the whole job, in hours."""
     ckpt_every_epochs: int | None = setting(1, AT_LEAST_1)
-    """Save each time this many epochs are complete."""
+    """Save every N epochs."""
     ckpt_every_minutes: float | None = setting(None, POSITIVE)
-    """Save when this many minutes have passed since the last save."""
+    """Save when N minutes have passed since the last save."""
     ckpt_on_best: bool = False
-    """Save when a validation improved checkpoint.best_metric_key."""
+    """Save when a validation improves checkpoint.best_metric_key."""
     val_every_steps: int | None = setting(None, AT_LEAST_1)
-    """Validate each time the step is a multiple of this; checkpoints are validated anyway."""
+    """Validate every N steps, in addition to the validation at each checkpoint."""
     stop_signals: list[str] = field(
         default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"], metadata={"rules": (KNOWN_SIGNALS,)}
     )
-    """Save and stop when one of these comes, to any rank or the launcher; Ctrl-C (SIGINT) always does. SIGHUP comes
-    when a terminal is closed; under nohup it is ignored."""
+    """Save and stop when any rank or the launcher receives one of these signals. SIGINT (Ctrl-C) is always handled.
+    SIGHUP is sent when a terminal closes; nohup ignores it."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("global_batch_size", "local_batch_size"),
             lambda steps: steps.global_batch_size % steps.local_batch_size == 0,
             "global_batch_size must be a multiple of local_batch_size",
-            "make global_batch_size = local_batch_size x ranks x a whole number of accumulated batches",
+            "set global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation steps",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -527,7 +526,7 @@ class StepSchedulerConfig:
             ("mtbf_hours",),
             ("ckpt_every_steps",),
             lambda steps: steps.ckpt_every_steps == "auto",
-            "only ckpt_every_steps auto uses it",
+            "it is only used with ckpt_every_steps auto",
             "set step_scheduler.ckpt_every_steps to auto, or remove the key",
         ),
     )
@@ -552,64 +551,64 @@ class StepSchedulerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Where and how checkpoints are written and read."""
+    """How checkpoints are saved and loaded."""
 
     enabled: bool = True
-    """false: save nothing and resume from nothing."""
+    """Save checkpoints and resume from them."""
     checkpoint_dir: str = setting("checkpoints/", NOT_EMPTY)
-    """The run's directory: checkpoints, training.jsonl, validation.jsonl."""
+    """Run directory, for checkpoints, training.jsonl and validation.jsonl."""
     model_save_format: Literal["safetensors", "torch_save"] = "safetensors"
-    """Format of the model's shards; torch_save is PyTorch's DCP."""
+    """Format of the model's shards; torch_save is the format of torch.distributed.checkpoint (DCP)."""
     model_layout: Literal["shards", "hf", "adapter"] | None = None
-    """shards: files of each rank, to be consolidated; hf, adapter: the final files, filled by all ranks; null: shards,
-    with peft adapter."""
+    """shards: each rank writes its own files; hf, adapter: all ranks write the final Hugging Face or peft files
+    together; null: shards, or adapter with peft."""
     save_consolidated: Literal["final", "every"] | bool | None = None
-    """Export Hugging Face files: final, every (or true), false; null: final with safetensors, else false. With
-    model_layout adapter any value is accepted: the adapter files in each checkpoint's model/ are the export."""
+    """Export Hugging Face files from the final or every (or true) checkpoint, or never (false); null: final with
+    safetensors, otherwise false. With model_layout adapter any value is accepted: model/ already holds the export."""
     is_async: bool = False
-    """Write checkpoints in the background: training waits only until its state is copied."""
+    """Save asynchronously: training continues as soon as the state is copied to CPU memory."""
     export_best: bool = False
-    """At the end also export the checkpoint that LOWEST_VAL points to; its adapter files already are the export."""
+    """At the end, also export the checkpoint that LOWEST_VAL points to. Not needed with adapters."""
     restore_from: str | None = None
-    """LATEST, LOWEST_VAL, a checkpoint's name or a path; null: the newest usable one."""
+    """Checkpoint to resume from: LATEST, LOWEST_VAL, a name or a path; null: the newest usable one."""
     save_optimizer: bool = True
-    """false: weights only; such a checkpoint cannot continue exactly."""
+    """Save the optimizer state; false: only weights, so that a resume is not exact."""
     best_metric_key: str = setting("val_loss", NOT_EMPTY)
-    """The value that LOWEST_VAL goes by."""
+    """Metric that selects the best checkpoint (LOWEST_VAL)."""
     best_mode: Literal["min", "max"] = "min"
-    """Whether the lowest or the highest best_metric_key is the best."""
+    """Whether a lower (min) or a higher (max) best_metric_key is better."""
     keep_last: int | None = setting(None, AT_LEAST_1)
-    """Remove all but the newest this many; null keeps all. Linked and pinned checkpoints always stay."""
+    """Keep the newest N checkpoints and remove others; null: keep all. Linked and pinned ones are never removed."""
     keep_best: int = setting(0, AT_LEAST_0)
-    """Of those that keep_last lets go, keep this many of the best by best_metric_key."""
+    """In addition to keep_last, keep the N best checkpoints by best_metric_key."""
     keep_every_steps: int | None = setting(None, AT_LEAST_1)
-    """Of those that keep_last lets go, keep the multiples of this many steps."""
+    """In addition to keep_last, keep checkpoints whose step is a multiple of N."""
     keep_steps: list[int] = field(default_factory=list)
-    """Of those that keep_last lets go, keep these steps."""
+    """In addition to keep_last, keep the checkpoints of these steps."""
     on_save_failure: Literal["stop", "continue"] = "stop"
-    """stop ends the run when a save fails; continue warns and tries again when the next save is due. The exit code is
-    then 4, unless a later save succeeds."""
+    """When a save fails: stop the run, or continue with a warning until the next save is due. The exit code is then 4
+    unless a later save succeeds."""
     verify: Literal["none", "size", "digest"] = "digest"
-    """What a resume checks of each file before use."""
+    """What to verify of each file before resuming."""
     allow_missing_state: list[str] = field(default_factory=list)
-    """Attributes that may be in the checkpoint or the recipe only."""
+    """Attributes that may be missing in the checkpoint or in the recipe."""
     allow_changed_model: bool = False
-    """Resume although the model's config changed what its weights compute, such as rope theta or num_heads."""
+    """Resume even if the model's config changed in a way that affects its outputs, such as rope_theta."""
     on_incompatible: Literal["error", "sibling"] = "error"
-    """Where the checkpoints found are of another model: stop, or start anew in a directory beside theirs."""
+    """If existing checkpoints are of another model: raise an error, or start a new run in a sibling directory."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("model_layout", "model_save_format"),
             lambda section: section.model_layout not in ("hf", "adapter") or section.model_save_format == "safetensors",
-            "only model_layout shards can have model_save_format torch_save",
-            "leave model_save_format out: Hugging Face files are safetensors",
+            "model_save_format torch_save requires model_layout shards",
+            "remove model_save_format: Hugging Face files are safetensors",
         ),
         Relation(
             ("save_consolidated", "export_best", "model_layout"),
             lambda section: section.model_layout != "hf" or not (section.save_consolidated or section.export_best),
-            "with model_layout hf there is nothing to export",
-            "leave save_consolidated and export_best out: each checkpoint's model/ holds the Hugging Face files",
+            "save_consolidated and export_best have no effect with model_layout hf",
+            "remove them: model/ in each checkpoint already holds the Hugging Face files",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -624,7 +623,7 @@ class CheckpointConfig:
             ("on_incompatible",),
             ("restore_from",),
             lambda section: section.restore_from is None,
-            "restore_from names the checkpoint, so that there is no other directory to start in",
+            "restore_from selects the checkpoint",
             "remove restore_from or on_incompatible",
         ),
     )
@@ -632,16 +631,16 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    """What a run says."""
+    """Console output, log files and trackers."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least important messages shown."""
+    """Minimum severity of the messages shown."""
     log_every_seconds: float = setting(10.0, FINITE)
-    """Pause between progress lines when the output is no terminal."""
+    """Seconds between progress lines when the output is not a terminal."""
     sample_ids: bool = False
-    """Add each global batch's sample numbers to training.jsonl."""
+    """Log the sample indices of each global batch to training.jsonl."""
     trackers: dict[str, Any] = field(default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS)})
-    """Trackers that follow the run, each with its own options: {tensorboard: {}}; also wandb, mlflow, trackio."""
+    """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
 
 
 @dataclass
@@ -649,9 +648,9 @@ class RecipeConfig:
     """A recipe file."""
 
     recipe: str = setting("llm_finetune", NOT_EMPTY)
-    """The training recipe: a registered name, package.module.Class or path/to/file.py:Class."""
+    """Training recipe: a registered name, package.module.Class, or path/to/file.py:Class."""
     seed: int = setting(42, SEED)
-    """Seeds data order, dropout and fresh weights."""
+    """Random seed for data order, dropout and weight initialization."""
     model: ModelConfig | Target = field(default_factory=ModelConfig)
     init_from: InitFromConfig | None = None
     tokenizer: TokenizerConfig | Target | None = field(default_factory=TokenizerConfig)
@@ -659,9 +658,9 @@ class RecipeConfig:
     peft: PeftConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer", "processor")})
-    """The training data: a builder of a map-style or iterable dataset; gets the tokenizer, or the processor."""
+    """Builder of the training data: a map-style or iterable dataset. Receives the tokenizer or the processor."""
     validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer", "processor")})
-    """The validation data, in the same way; null: no validation."""
+    """Builder of the validation data; null: no validation."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     packed_sequence: PackedSequenceConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(
@@ -669,12 +668,12 @@ class RecipeConfig:
     )
     lr_scheduler: LRSchedulerConfig | None = None
     loss_fn: Target | None = field(default=None, metadata={"supplied": ("reduction",)})
-    """Builder of the loss; null: cross-entropy over the label tokens of the global batch."""
+    """Builder of the loss; null: cross-entropy, averaged over the label tokens of the global batch."""
     clip_grad_norm: float | None = setting(1.0, POSITIVE)
-    """Largest norm of all gradients together; null: no clipping."""
+    """Maximum gradient norm; null: no clipping."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     deterministic: bool = False
-    """Only deterministic kernels, so that CUDA runs are repeatable too."""
+    """Use deterministic algorithms, so that CUDA runs are reproducible."""
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -692,44 +691,44 @@ class RecipeConfig:
         Relation(
             ("packed_sequence", "dataloader.collate_fn"),
             lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
-            "packed_sequence and dataloader.collate_fn exclude each other",
-            "remove one of them: only the built-in collator keeps the samples of a pack apart",
+            "packed_sequence and dataloader.collate_fn cannot be combined",
+            "remove one of them: packing requires the built-in collator",
         ),
         Relation(
             ("peft", "model.freeze"),
             lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
-            "peft and model.freeze exclude each other",
-            "leave model.freeze out: with peft the whole base is frozen but what peft.modules_to_save and bias name",
+            "peft and model.freeze cannot be combined",
+            "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias",
         ),
         Relation(
             ("distributed.pp_size", "peft"),
             lambda recipe: recipe.peft is None or recipe.distributed.pp_size == 1,
-            "pipeline stages are cut from models without adapters",
-            "leave pp_size out: adapters need little memory, and fsdp2 shards their base",
+            "peft and pp_size cannot be combined",
+            "remove pp_size: adapters need little memory, and fsdp2 shards the base",
         ),
         Relation(
             ("peft.use_dora", "distributed.tp_size"),
             lambda recipe: recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1,
-            "DoRA needs the norms of whole weights, which tensor parallel ranks do not have",
-            "leave peft.use_dora out, or leave tp_size out: fsdp2 shards adapters of any kind",
+            "peft.use_dora and tp_size cannot be combined: DoRA needs the norms of unsharded weights",
+            "remove peft.use_dora, or remove tp_size and use fsdp2",
         ),
         Relation(
             ("peft.quantize_base", "distributed.tp_size"),
             lambda recipe: recipe.peft is None or not recipe.peft.quantize_base or recipe.distributed.tp_size == 1,
-            "a quantized base cannot be sharded within its layers",
-            "leave peft.quantize_base out, or leave tp_size out",
+            "peft.quantize_base and tp_size cannot be combined",
+            "remove peft.quantize_base, or remove tp_size",
         ),
         Relation(
             ("peft", "model"),
             lambda recipe: recipe.peft is None or isinstance(recipe.model, ModelConfig),
-            "peft cannot be used with a model by _target_: its adapters must name a base that can be found again",
-            "name the base in model.from_pretrained, or leave the peft section out",
+            "peft cannot be used with model._target_: adapters must reference a base model by name",
+            "set model.from_pretrained, or remove the peft section",
         ),
         Relation(
             ("checkpoint.model_layout", "peft"),
             lambda recipe: recipe.checkpoint.model_layout != ("hf" if recipe.peft else "adapter"),
-            "model_layout adapter is that of a run with peft, and hf that of one without",
-            "leave model_layout out, or set it to shards",
+            "model_layout adapter requires peft, and model_layout hf requires a run without peft",
+            "remove model_layout, or set it to shards",
         ),
         Relation(
             ("peft.base_dir", "model.from_config"),
@@ -738,8 +737,8 @@ class RecipeConfig:
                 or not isinstance(recipe.model, ModelConfig)
                 or (recipe.peft.base_dir is None) == (recipe.model.from_config is None)
             ),
-            "with peft, model.from_config and peft.base_dir go together: adapters are of use with their base only",
-            "name a directory for the fresh base in peft.base_dir, or an existing base in model.from_pretrained",
+            "with peft, model.from_config and peft.base_dir must be set together",
+            "set peft.base_dir to a directory for the new base, or use an existing base in model.from_pretrained",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -747,14 +746,14 @@ class RecipeConfig:
             ("checkpoint.keep_best", "checkpoint.export_best", "checkpoint.best_metric_key", "checkpoint.best_mode"),
             ("validation_dataset",),
             lambda recipe: recipe.validation_dataset is not None,
-            "without a validation_dataset no checkpoint is the best",
+            "the best checkpoint is undefined without a validation_dataset",
             "add a validation_dataset section, or remove the key",
         ),
         Condition(
             ("dataloader.padding_free",),
             ("packed_sequence",),
             lambda recipe: recipe.packed_sequence is None,
-            "the samples of a pack share its row, so that packed_sequence needs a model that keeps them apart",
+            "packed_sequence always concatenates samples",
             "remove padding_free or packed_sequence",
         ),
     )

@@ -92,4 +92,4 @@ def test_packs_need_the_built_in_collator(tmp_path: Path) -> None:
     collate = "--dataloader.collate_fn={_target_: automodel_ckpt.data.collate.PadCollator, pad_token_id: 0}"
     error = failure(tmp_path, *PACKED, collate, text=TEXT)
     assert isinstance(error, RecipeError)
-    assert "packed_sequence and dataloader.collate_fn exclude each other" in str(error)
+    assert "packed_sequence and dataloader.collate_fn cannot be combined" in str(error)

@@ -268,5 +268,5 @@ def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_t
 
 
 def test_dora_on_tensor_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"DoRA needs the norms of whole weights(.|\n)*use_dora"):
+    with pytest.raises(RecipeError, match=r"DoRA needs the norms of unsharded weights(.|\n)*use_dora"):
         build(recipe_in(tmp_path), "--peft.use_dora", "--distributed.tp_size=2")
