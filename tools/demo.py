@@ -83,7 +83,7 @@ def claim(text: str) -> None:
 def check(holds: bool, text: str) -> None:
     """Print a claim that holds, or end the demo."""
     if not holds:
-        fail(f"not so: {text}")
+        fail(f"this does not hold: {text}")
     claim(text)
 
 
@@ -119,7 +119,7 @@ def steps_of(directory: Path) -> dict[int, dict[str, Any]]:
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     steps = [record for record in records if "event" not in record]
     if len({record["step"] for record in steps}) != len(steps):
-        fail(f"{path} has a step twice")
+        fail(f"{path} contains a step twice")
     return {record["step"]: record for record in steps}
 
 
@@ -165,9 +165,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def train_undisturbed() -> None:
-    heading(
-        "1  Two processes train a small Llama on the Python documentation", "Each of them keeps a half of the model."
-    )
+    heading("1  Two processes train a small Llama on the Python documentation", "Each process holds half of the model.")
     run(train_command(UNDISTURBED))
     losses = [record["loss"] for record in steps_of(UNDISTURBED).values()]
     check(len(losses) == NUM_STEPS, f"{NUM_STEPS} steps are in {UNDISTURBED}/training.jsonl")
@@ -176,7 +174,8 @@ def train_undisturbed() -> None:
 
 def show_tree() -> None:
     heading(
-        "2  What is on disk now", "A checkpoint gets its name when all its files are written, and never changes again."
+        "2  What is on disk now",
+        "A checkpoint is published when all its files are written. It never changes after that.",
     )
     say(f"{UNDISTURBED}/")
     newest = (ROOT / UNDISTURBED / "LATEST").resolve().name
@@ -184,13 +183,13 @@ def show_tree() -> None:
         say(line)
     steps = [int(name.rpartition("_")[2]) for name in checkpoints_of(UNDISTURBED)]
     every = list(range(CKPT_EVERY_STEPS, NUM_STEPS + 1, CKPT_EVERY_STEPS))
-    check(steps == every, f"complete checkpoints stand at the steps {every}")
+    check(steps == every, f"there are complete checkpoints for the steps {every}")
     run([program("ckpt"), "ls", str(UNDISTURBED)])
 
 
 def train_and_kill() -> float:
     """Start the same job in another directory and kill it between two checkpoints; returns when."""
-    heading("3  The same job again, killed between two checkpoints", "In another directory; watch the last step.")
+    heading("3  The same job again, killed between two checkpoints", "It uses another directory.")
     command = train_command(KILLED)
     show(command)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
@@ -199,11 +198,11 @@ def train_and_kill() -> float:
     finally:
         kill_group(process)
     killed_at = time.time()
-    say(f"\n$ kill -KILL -- -{process.pid}      # the launcher and both ranks, at once")
+    say(f"\n$ kill -KILL -- -{process.pid}      # the launcher and both ranks")
     last = max(steps_of(KILLED))
     check(CKPT_EVERY_STEPS < last < 2 * CKPT_EVERY_STEPS, f"the last step before the kill was {last}")
     complete = checkpoints_of(KILLED)
-    check(len(complete) == 1, f"the only complete checkpoint is {complete[0]}: the steps after it are lost")
+    check(len(complete) == 1, f"the only complete checkpoint is {complete[0]}; the steps after it are lost")
     return killed_at
 
 
@@ -217,12 +216,12 @@ def resume(killed_at: float) -> None:
     redone = [step for step, record in steps.items() if record["timestamp"] > killed_at]
     check(
         redone == list(range(CKPT_EVERY_STEPS + 1, NUM_STEPS + 1)),
-        f"it went on at step {CKPT_EVERY_STEPS + 1}; each step stands once in training.jsonl",
+        f"it resumed at step {CKPT_EVERY_STEPS + 1}; training.jsonl has each step exactly once",
     )
 
 
 def compare() -> None:
-    heading("5  Undisturbed, and killed + resumed, side by side")
+    heading("5  The undisturbed run and the killed and resumed run, side by side")
     expected, found = steps_of(UNDISTURBED), steps_of(KILLED)
     check(list(expected) == list(found) == list(range(1, NUM_STEPS + 1)), f"both runs have steps 1 to {NUM_STEPS}")
     say(f"\n  {'step':>4}  {'loss, undisturbed':20}  {'loss, killed + resumed':22}")
@@ -257,7 +256,7 @@ def digest_of(export: Path) -> str:
 
 def export_and_generate() -> None:
     heading("6  Export, and generate with plain transformers")
-    say("The run's last checkpoint was exported when the run ended. Any other can be, at any time and place:")
+    say("The last checkpoint was exported when the run ended. Other checkpoints can be exported later:")
     older = ROOT / KILLED / checkpoints_of(KILLED)[0] / "model"
     run(["env", "NUM_THREADS=1", "bash", os.path.relpath(older / "consolidate.sh")])
     check((older / "consolidated" / "model.safetensors.index.json").is_file(), "the older checkpoint has an export too")
@@ -266,8 +265,8 @@ def export_and_generate() -> None:
     say(f"\nIn a process that cannot import automodel_ckpt ({script}):")
     run([sys.executable, "-I", str(ROOT / script), str(export_of(KILLED))], cwd=Path("/"))
     say()
-    claim("transformers loaded the export, every weight in its place, and generated text")
-    say(f"    (After {NUM_STEPS} steps it knows the look of the documentation, not yet its sense.)")
+    claim("transformers loaded the export with no missing weights and generated text")
+    say(f"    (After {NUM_STEPS} steps the model imitates the look of the documentation, but not yet its meaning.)")
 
 
 def prepare() -> None:
@@ -290,7 +289,7 @@ def activation() -> str:
 
 def main() -> None:
     start = time.monotonic()
-    say(f"Every line that starts with $ is a command that you can run yourself, in {ROOT}.")
+    say(f"You can run every line that starts with $ yourself, in {ROOT}.")
     prepare()
     train_undisturbed()
     show_tree()
@@ -299,9 +298,9 @@ def main() -> None:
     compare()
     export_and_generate()
     heading(f"Done in {time.monotonic() - start:.0f} seconds")
-    say("A run that was killed and resumed gave the same losses and the same weights as one that was left alone.")
+    say("The killed and resumed run gave the same losses and weights as the undisturbed run.")
     say(f"To use ckpt-train and ckpt in this shell: source {activation()}")
-    say(f"Look around in {RUNS}/. Then: your own recipe from {RECIPE}, `ckpt-train --help`, README.md.")
+    say(f"The results are in {RUNS}/. Next, adapt {RECIPE}; see `ckpt-train --help` and README.md.")
 
 
 if __name__ == "__main__":
