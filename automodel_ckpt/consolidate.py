@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "--backend",
         choices=("auto", "gloo", "nccl"),
         default="auto",
-        help="for other tools' sake; nothing depends on it",
+        help="accepted for compatibility; has no effect",
     )
     return result
 

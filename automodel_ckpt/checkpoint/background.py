@@ -186,9 +186,9 @@ class Background:
             kind = ExportFailed if self._exporting.locked() else SaveFailed
             who = "the process that writes this rank's checkpoints" if self.is_at_work else "publishing"
             self._failure = kind(
-                f"{who} does not move", where=str(self._where),
-                value=f"process {self.writer_pid} for {self.still_seconds():.0f} s: distributed.timeout_minutes",
-                remedy="look what holds it up: a disk that does not answer, a stopped process; then start again",
+                f"{who} made no progress", where=str(self._where),
+                value=f"process {self.writer_pid}: none for {self.still_seconds():.0f} s (distributed.timeout_minutes)",
+                remedy="check for a disk that does not respond or a stopped process, then run the same command",
             )  # fmt: skip
 
     def wait(self, seconds: float | None = None) -> None:

@@ -134,10 +134,10 @@ class Checkpointer:
     ) -> None:
         if model_layout != "shards" and model_save_format != "safetensors":
             raise RecipeError(
-                "Hugging Face files cannot be written in that format",
+                "Hugging Face files are always written as safetensors",
                 where="checkpoint.model_save_format",
                 value=model_save_format,
-                remedy=f"leave it out: with checkpoint.model_layout {model_layout} the files are safetensors",
+                remedy=f"remove this key, or set checkpoint.model_layout to shards (now {model_layout})",
             )
         keep = policy.KeepPolicy(keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode)
         self._ranks, self._group = ranks, group
@@ -183,7 +183,7 @@ class Checkpointer:
                 self._run.hold()
                 if (warning := overlay_warning(self.directory)) is not None:
                     log.warning("%s", warning)
-        with self._failing_together("looking for shared storage", RecipeError):
+        with self._failing_together("checking for shared storage", RecipeError):
             refuse_separate_storage(self._run.root, self._ranks.rank, self._group)
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -213,7 +213,7 @@ class Checkpointer:
 
     def check_lease_together(self) -> None:
         """Raise :class:`LeaseLost` on all ranks where another run took over the directory. Called on all ranks."""
-        doing = "looking who holds the run directory"
+        doing = "checking which run holds the run directory"
         # Where that cannot be determined now (OSError), the next write fails instead.
         with self._failing_together(doing), contextlib.suppress(OSError):
             self.check_lease()
@@ -231,7 +231,7 @@ class Checkpointer:
         """Before the first step: log what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits on the
         disk, and :class:`RecipeError` where it would be too large to be read back. Returns the forecast on rank 0."""
         forecast = None
-        with self._failing_together("the forecast of a checkpoint's size"):
+        with self._failing_together("estimating the size of a checkpoint"):
             if self.is_leader:
                 forecast = self.forecast(state)
                 check_manifest_size(self._planner.forecast_manifest_bytes(classify(state)))
@@ -265,7 +265,9 @@ class Checkpointer:
             self._is_async = False
             self._end_async()
             if self.is_leader:
-                log.warning("saves will be synchronous, since not every rank can save asynchronously: %s", reasons[0])
+                log.warning(
+                    "saves will be synchronous: a rank does not support asynchronous checkpointing: %s", reasons[0]
+                )
 
     def _end_async(self) -> None:
         if self._async is not None:
@@ -439,7 +441,10 @@ class Checkpointer:
             log.warning("export_best: no checkpoint was validated, so there is no best one")
         if self._planner.model_files_are_the_export:
             if name is not None:
-                log.info("export_best: the model files of %s are the export", self._run.path / name)
+                log.info(
+                    "export_best: nothing to export, the model files of %s are already in Hugging Face format",
+                    self._run.path / name,
+                )
             return
         self._export_once(name)
 
@@ -526,7 +531,7 @@ class Checkpointer:
             self._refuse_other_base(path)
             items, loader = classify(state), self._loader(path, manifest)
             if manifest.left_out and not self._planner.save_optimizer and self.is_leader:
-                message = "checkpoint.save_optimizer is false, so %s has no %s: training goes on with fresh state"
+                message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
                 log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
             if not loader.incompatibilities(items):  # else loading names the tensors that do not fit
                 self._check_same_model(path)
@@ -555,7 +560,10 @@ class Checkpointer:
         before = self._run
         self._planner.run = before.sibling()
         if self.is_leader:
-            message = "THE CHECKPOINTS IN %s ARE OF ANOTHER MODEL and stay as they are: going on in %s. %s differs:%s"
+            message = (
+                "THE CHECKPOINTS IN %s BELONG TO A DIFFERENT MODEL and are not changed: continuing in %s. "
+                "Differences from %s:%s"
+            )
             log.warning(message, before.path, self.directory, path.name, shown(lines))
         with self._failing_together("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
             before.release()
@@ -583,7 +591,9 @@ class Checkpointer:
         if not self._allow_changed_model:
             require_same_function(path, changes)
         elif self.is_leader and changes.function:
-            message = "checkpoint.allow_changed_model: the model computes something else than the one saved in %s:%s"
+            message = (
+                "checkpoint.allow_changed_model: the model computes a different function than the one saved in %s:%s"
+            )
             log.warning(message, path.name, shown(list(changes.function)))
 
     # ---------------------------------------------------------------- both

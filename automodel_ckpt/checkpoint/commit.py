@@ -158,7 +158,11 @@ def _make_way(root: Path, pointer: str) -> None:
     while os.path.lexists(aside := root / f"{pointer}.copied-{number}"):
         number += 1
     os.rename(place, aside)
-    log.warning("%s is a directory, no link, as copying leaves it: it is kept as %s, and not needed", place, aside.name)
+    log.warning(
+        "%s is a directory and not a link (some copy tools do this); renamed to %s, which can be deleted",
+        place,
+        aside.name,
+    )
 
 
 def pointed(root: Path, pointer: str) -> str | None:

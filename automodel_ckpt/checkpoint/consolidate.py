@@ -117,7 +117,7 @@ def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
     started = time.monotonic()
     if problems := _problems(source, workers, "digest"):
         raise CheckpointUnusable.all_of(problems)
-    log(f"no need: the files in {source.model_directory} are the Hugging Face files already")
+    log(f"nothing to do: the files in {source.model_directory} are already in Hugging Face format")
     files = {tensor.slices[0].file for tensor in source.tensors.values()}
     nbytes = sum(tensor.nbytes for tensor in source.tensors.values())
     return ConsolidationReport(
@@ -181,5 +181,5 @@ def _damaged(source: Source, damaged: Sequence[Slice], workers: Workers) -> Auto
         "a slice changed while it was read",
         where=str(source.root / damaged[0].file),
         value=f"tensor {damaged[0].fqn} (slice at {list(damaged[0].offsets)})",
-        remedy="look for another program that writes there, or for failing memory; then export again",
+        remedy="check for another program that writes there or for faulty memory, then export again",
     )

@@ -63,7 +63,7 @@ def discover(recipe: object) -> dict[str, Any]:
                 "two objects with state have the same name",
                 where=f"recipe attribute {name!r}",
                 value=f"{type(found[name]).__name__} and {type(value).__name__}",
-                remedy="rename one of them (keys of a dict are told apart by their text)",
+                remedy="rename one of them (keys of a dict are compared as text)",
             )
     return found
 
@@ -153,7 +153,8 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
             "a learning-rate scheduler drives an optimizer that is not part of the recipe's state",
             where=f"recipe attribute {item.name!r}",
             value=type(item.value.optimizer).__name__,
-            remedy=f"keep the optimizer in an attribute too, or add {item.name!r} to the recipe's `untracked`",
+            remedy="assign the optimizer to an attribute of the recipe, "
+            f"or add {item.name!r} to the recipe's `untracked`",
         )
     return replace(item, owner=owner)
 
@@ -168,11 +169,13 @@ def _refuse_names(items: Iterable[Item]) -> None:
         elif len(os.fsencode(place)) > _MAX_NAME_BYTES and reason is None:
             reason = f"it is longer than {_MAX_NAME_BYTES} bytes"
         elif place in layout.RESERVED:
-            reason = "a checkpoint has a file of this name"
+            reason = "the name is reserved for a file of the checkpoint"
         if reason:
             remedy = f"rename it, or add {item.name!r} to the recipe's `untracked`"
             problems.append(
-                Problem("an attribute's name cannot be that of a file", "recipe", f"{item.name!r}: {reason}", remedy)
+                Problem(
+                    "an attribute's name cannot be used as a file name", "recipe", f"{item.name!r}: {reason}", remedy
+                )
             )
     if problems:
         raise RecipeError.all_of(problems)

@@ -39,7 +39,7 @@ def clear_checkpoint(checkpoint: Path, log: Log) -> None:
         for target in sorted(targets):
             clear_leftovers(target, log)
     except OSError as error:
-        log(f"could not remove what an interrupted export left in {checkpoint}: {error}")
+        log(f"could not remove the leftovers of an interrupted export in {checkpoint}: {error}")
 
 
 def clear_leftovers(target: Path, log: Log) -> None:

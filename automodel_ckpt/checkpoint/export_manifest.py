@@ -34,7 +34,9 @@ _DATA_RATIO = 64
 # The digests of about this many bytes are compared in one go, by one rank and one thread.
 _TASK_BYTES = 64 << 20
 _SHOWN = 5
-_CHANGED_ON_PURPOSE = f"if the files were changed on purpose, remove {layout.EXPORT_MANIFEST}: nothing is compared then"
+_CHANGED_ON_PURPOSE = (
+    f"if you changed the files on purpose, delete {layout.EXPORT_MANIFEST}: the files are then not verified"
+)
 
 
 class DigestedRange(NamedTuple):
@@ -88,7 +90,7 @@ class ExportManifest:
             files = {name: ListedFile.parse(entry) for name, entry in json.loads(text)["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointUnusable(
-                "an export without a usable manifest", where=str(path), value=repr(error)[:300],
+                "an export's manifest is missing or malformed", where=str(path), value=repr(error)[:300],
                 remedy=_remedy(directory),
             ) from error  # fmt: skip
         for name in files:
@@ -163,7 +165,7 @@ class ExportManifest:
         if len(tensors) > _SHOWN:
             shown.append(f"{len(tensors) - _SHOWN} more")
         value = f"damaged: {', '.join(shown)}" if tensors else "its digest differs"
-        what = "a file of the export is not what was written: its digest differs"
+        what = "a file of the export is damaged: its digest does not match"
         return Problem(what, str(self.directory / name), value, _remedy(self.directory))
 
     def _tensors_in(self, name: str, damaged: Sequence[DigestedRange]) -> list[str]:
@@ -243,7 +245,7 @@ class ExportManifest:
 
     def _refuse_ranges(self, name: str, fqn: str) -> None:
         raise CheckpointUnusable(
-            f"the export's manifest does not fit the tensor {fqn!r}", where=str(self.directory / name),
+            f"the export's manifest does not match the tensor {fqn!r}", where=str(self.directory / name),
             value="its byte ranges are not those of the file's header", remedy=_remedy(self.directory),
         )  # fmt: skip
 
@@ -266,7 +268,14 @@ def export_problems(directory: Path, *, num_threads: int = 2) -> list[Problem]:
     """Everything that is wrong with the export in *directory* by its own manifest."""
     if directory.is_symlink():
         value = os.readlink(directory)
-        return [Problem("an export is a symbolic link", str(directory), value, "replace the link by the directory")]
+        return [
+            Problem(
+                "an export is a symbolic link",
+                str(directory),
+                value,
+                "replace the link with the directory it points to",
+            )
+        ]
     try:
         return ExportManifest.read(directory).problems(num_threads=num_threads)
     except CheckpointUnusable as error:

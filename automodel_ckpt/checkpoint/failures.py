@@ -11,9 +11,9 @@ from automodel_ckpt.own_code import place_in_own_code
 
 log = logging.getLogger("automodel_ckpt")
 
-RETRY = "free space or mend the directory, then run the same command: it resumes from the checkpoint before"
-_NAME_ANOTHER = "name a directory with room, which this user can write, in checkpoint.checkpoint_dir"
-_EXPORT_AGAIN = "free space or mend the directory; `ckpt consolidate` makes the export from the checkpoint"
+RETRY = "free disk space or repair the directory, then run the same command to resume from the previous checkpoint"
+_NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enough free space"
+_EXPORT_AGAIN = "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
 
 
@@ -31,6 +31,6 @@ def as_failure(error: Exception, doing: str, where: Path, kind: type[AutomodelEr
         return kind.all_of([replace(problem, what=f"{doing} failed: {problem.what}")])
     place = place_in_own_code(error)
     if place is not None:
-        said, remedy = f"{type(error).__name__}: {error}", "correct that code, then run the same command"
-        return kind(f"{doing} failed in code that the recipe names", where=place, value=said, remedy=remedy)
+        said, remedy = f"{type(error).__name__}: {error}", "fix that code, then run the same command"
+        return kind(f"{doing} failed in user code that the recipe names", where=place, value=said, remedy=remedy)
     return kind(f"{doing} failed", where=str(where), value=repr(error), remedy=_DEFECT)

@@ -103,10 +103,10 @@ class HFAssets:
             _ = self._files
         except (ValueError, OSError) as error:
             raise RecipeError(
-                "the side files of an export cannot be made (config, generation config or tokenizer)",
+                "the side files of an export cannot be created (config, generation config or tokenizer)",
                 where=str(self._base_dir or "the model of this recipe"),
                 value=str(error).strip(),
-                remedy="correct the model's generation config, or its tokenizer",
+                remedy="fix the model's generation config or its tokenizer",
             ) from error
 
     @functools.cached_property
@@ -221,7 +221,7 @@ class HFAssets:
                 except (OSError, CheckpointUnusable) as error:
                     raise RecipeError(
                         "a file of the base model cannot be read", where=str(self._base_dir / name),
-                        value=str(error), remedy="load the base model again",
+                        value=str(error), remedy="download the base model again",
                     ) from error  # fmt: skip
         return tensors
 

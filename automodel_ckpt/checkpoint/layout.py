@@ -216,4 +216,4 @@ def unsafe_path(path: str) -> str | None:
         return "it is not a relative path"
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "it has an empty, '.' or '..' component"
-    return None if PurePosixPath(path).as_posix() == path else "it is not in its plain form"
+    return None if PurePosixPath(path).as_posix() == path else "it is not normalized"

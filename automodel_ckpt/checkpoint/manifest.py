@@ -156,7 +156,7 @@ class Manifest:
         with _refusing_other_forms(path):
             manifest = _from_json(_checked_json(data, path))
         if fault := manifest.fault():
-            raise _unusable("the manifest contradicts itself", path, fault)
+            raise _unusable("the manifest is inconsistent", path, fault)
         return manifest
 
     def to_bytes(self) -> bytes:
@@ -225,7 +225,7 @@ class Manifest:
                 return f"the slices of {path!r} do not fill it"
         blobs = (blob for tree in self.trees.values() for blob in tree.objects.values())
         return next(
-            (f"{blob.fqn!r} stands in {blob.file!r}, among slices" for blob in blobs if blob.file in ends), None
+            (f"{blob.fqn!r} is located in {blob.file!r}, among slices" for blob in blobs if blob.file in ends), None
         )
 
     def _holds(self, piece: Slice | Blob) -> bool:
@@ -254,7 +254,7 @@ def _refusing_other_forms(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _unusable("the manifest is not of the known form", path, repr(error)) from error
+        raise _unusable("the manifest is malformed", path, repr(error)) from error
 
 
 def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
@@ -279,7 +279,7 @@ def _read_sealed(path: Path) -> bytes:
 
 def _check_size(num_bytes: int, path: Path) -> None:
     if num_bytes > MAX_BYTES:
-        raise _unusable("the manifest is larger than any reader accepts", path, f"{num_bytes} bytes of {MAX_BYTES}")
+        raise _unusable("the manifest is too large", path, f"{num_bytes} bytes; at most {MAX_BYTES} are read")
 
 
 def parsed_bytes(data: bytes) -> int:
@@ -294,7 +294,7 @@ def _check_growth(data: bytes, path: Path) -> None:
     """Raise :class:`CheckpointUnusable` for a large manifest that would take far more memory than its own size."""
     if len(data) > FREE_BYTES and parsed_bytes(data) > MAX_GROWTH * len(data):
         value = f"{len(data)} bytes, about {parsed_bytes(data)} once parsed"
-        raise _unusable("the manifest takes far more memory than a list of tensors does", path, value)
+        raise _unusable("parsing the manifest would take too much memory", path, value)
 
 
 def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
@@ -304,15 +304,15 @@ def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     version = _claimed_version(data)
     if version is not None and version > FORMAT_VERSION:
-        raise _unusable("the checkpoint is of a later format than this program reads", path, f"version {version}")
+        raise _unusable("the checkpoint has a newer format than this version supports", path, f"version {version}")
     if tail != _TAIL % digest_of(head).encode():
-        raise _unusable("the manifest is damaged: its digest does not fit", path, f"{len(data)} bytes")
+        raise _unusable("the manifest is damaged: its digest does not match", path, f"{len(data)} bytes")
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _unusable("the manifest is not JSON", path, repr(error)) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise _unusable("the manifest is of another kind", path, "not " + FORMAT)
+        raise _unusable("the file is not a manifest of this format", path, "not " + FORMAT)
     return raw
 
 

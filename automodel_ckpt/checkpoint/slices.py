@@ -248,16 +248,16 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
             return f"a slice has {len(box.sizes)} dimensions, the tensor {len(shape)}"
         for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > extent:
-                return f"the slice at {list(box.offsets)} of size {list(box.sizes)} leaves the shape {list(shape)}"
+                return f"the slice at {list(box.offsets)} of size {list(box.sizes)} exceeds the shape {list(shape)}"
     filled = [box for box in boxes if box.numel]
     have, want = sum(box.numel for box in filled), math.prod(shape)
     if not filled and not want:
         return None
     if have < want:
-        return f"{want - have} of {want} elements are in no slice"
+        return f"{want - have} of {want} elements are not in any slice"
     cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in filled)]
     if len(cut) > MAX_CUT_DIMENSIONS:
-        return f"its slices cut {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
+        return f"its slices partition {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
     if _corners(filled, cut) == _corners([_whole(shape)], cut):
         return None
     if clash := _first_clash(filled[:_COMPARED]):

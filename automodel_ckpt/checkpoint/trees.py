@@ -115,10 +115,10 @@ def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> I
     """The *parts* of a tensor that this rank holds."""
     if isinstance(value, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in value.placements):
         raise RecipeError(
-            "experts are cut across ranks, and a checkpoint holds each whole",
+            "experts are sharded across ranks, but a checkpoint stores each expert whole",
             where="distributed.tp_plan",
             value=f"{fqn}: {value.placements}",
-            remedy="leave the experts out of the plan (fsdp2 shards them)",
+            remedy="remove the experts from the plan (fsdp2 shards them)",
         )
     local, first = _local_rows(value)
     return (name for name, (row, _) in parts.items() if 0 <= row - first < len(local))

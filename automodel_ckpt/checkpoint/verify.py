@@ -88,7 +88,7 @@ def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
 def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
     where = checkpoint / path
     if link := link_on_the_way(checkpoint, path):
-        return Problem("a symbolic link stands in a checkpoint", str(checkpoint / link), path, _REMEDY)
+        return Problem("a checkpoint contains a symbolic link", str(checkpoint / link), path, _REMEDY)
     try:
         status = os.lstat(where)
     except OSError as error:

@@ -286,8 +286,8 @@ def assert_same_late_state(one: SimpleNamespace, other: SimpleNamespace) -> None
 def test_state_that_an_optimizer_makes_late_is_loaded_by_ranks_or_refused(tmp_path: Path) -> None:
     for refused in ranks.run(late_state, 2, tmp_path):
         assert "only after some steps\n  where:  optimizer.state.model." in refused[0] and "[2], of a" in refused[0]
-        assert "of its own on each rank" in refused[1] and "optimizer.state.*.row" in refused[1]
-        assert "of its own on each rank" in refused[2] and "optimizer.state.*.deep" in refused[2]
+        assert "different state on each rank" in refused[1] and "optimizer.state.*.row" in refused[1]
+        assert "different state on each rank" in refused[2] and "optimizer.state.*.deep" in refused[2]
     assert not (tmp_path / "own/LATEST").exists()
     tiny.load(tmp_path / "run", alone := keeping("single", 1, late=False))
     assert alone.optimizer.state[alone.model.first.weight]["note"] == "late"

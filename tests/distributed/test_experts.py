@@ -114,7 +114,7 @@ def cut_across() -> None:
     experts.down_proj = kept
     assert len(module_state(model)[0]) == len(model.whole.tensors)
     experts.down_proj = torch.nn.Parameter(distribute_tensor(kept.full_tensor().data, mesh, [Shard(1)]))
-    with pytest.raises(RecipeError, match="experts are cut across ranks"):
+    with pytest.raises(RecipeError, match="experts are sharded across ranks"):
         module_state(model)
 
 

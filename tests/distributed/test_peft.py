@@ -188,7 +188,7 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
         (("--peft.alpha=32",), "alpha: saved 16, here 32"),
         (("--peft.use_rslora",), "use_rslora: saved False, here True"),
         (("--peft.target_modules=q_proj",), "targets: saved"),
-        (("--peft=null",), "is not the one of this recipe"),
+        (("--peft=null",), "does not match this recipe"),
     ],
 )
 def test_other_adapters_than_those_saved_are_refused(saved_run: Path, overrides: tuple[str, ...], said: str) -> None:

@@ -23,7 +23,7 @@ def test_another_models_run_starts_beside_and_goes_on_there(tmp_path: Path, capf
     capfd.readouterr()
     run(tmp_path, SIBLING, WIDER, *STEPS, num_ranks=2)
     said = capfd.readouterr().err
-    assert f"THE CHECKPOINTS IN {tmp_path}/run ARE OF ANOTHER MODEL" in said
+    assert f"THE CHECKPOINTS IN {tmp_path}/run BELONG TO A DIFFERENT MODEL" in said
     assert "~ model.layers.0.mlp.up_proj.weight: saved as F32 [48, 32], here F32 [52, 32]" in said
     assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
     sibling = tmp_path / "run.sibling-1"

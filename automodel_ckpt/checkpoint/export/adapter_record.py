@@ -39,7 +39,7 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
         "this checkpoint holds no adapters",
         where=str(checkpoint / directory),
         value=f"no {layout.AUTOMODEL_PEFT_CONFIG}",
-        remedy="resume without a peft section, or start anew in another checkpoint.checkpoint_dir",
+        remedy="resume without a peft section, or start a new run in another checkpoint.checkpoint_dir",
     )
 
 

@@ -78,7 +78,7 @@ def identify_base(name: str, directory: Path, *, run: Path, cache: Path | None =
         if new:
             _keep(_kept_file(cache, directory), stamps, records)
     except OSError as error:
-        problem = os_problem(error, "a file of the base model cannot be read", remedy="load the base model again")
+        problem = os_problem(error, "a file of the base model cannot be read", remedy="download the base model again")
         raise RecipeError.all_of([problem]) from error
     files = {file: records[file] for file in names}
     return BaseIdentity(shown, relative, files, time.monotonic() - started, sum(files[file].size for file in new))
@@ -111,7 +111,7 @@ def files_of_index(index: Path) -> list[str]:
         name, fault = next(iter(wrong.items()))
         raise RecipeError(
             "the index of the base model is none", where=str(index), value=f"{name[:200]}: {fault}",
-            remedy="load the base model again",
+            remedy="download the base model again",
         )  # fmt: skip
     return sorted(names)
 

@@ -19,7 +19,7 @@ def open_inside(root: Path, path: str) -> int:
     No link is followed below *root*; pipes and devices are not even opened. Raises OSError naming what is in the way.
     """
     if link := link_on_the_way(root, path):
-        raise OSError(errno.ELOOP, "a symbolic link stands in a checkpoint", str(root / link))
+        raise OSError(errno.ELOOP, "a checkpoint contains a symbolic link", str(root / link))
     return open_regular(root / path)
 
 
@@ -43,7 +43,7 @@ def read_inside(root: Path, path: str, *, limit: int | None = None) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         if limit is not None and size > limit:
-            raise OSError(errno.EFBIG, f"{size} bytes are more than such a file has", str(root / path))
+            raise OSError(errno.EFBIG, f"{size} bytes exceed the limit of such a file", str(root / path))
         return file.read()
 
 
@@ -61,8 +61,8 @@ def is_hollow(status: os.stat_result) -> bool:
 
 def _refuse(status: os.stat_result, path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise OSError(errno.ELOOP, "a symbolic link stands in its place", str(path))
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, f"not a regular file ({stat.filemode(status.st_mode)})", str(path))
     if is_hollow(status):
-        raise OSError(errno.EFBIG, f"{status.st_size} bytes of which nearly none are on the disk", str(path))
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes, nearly all of them unallocated (a sparse file)", str(path))

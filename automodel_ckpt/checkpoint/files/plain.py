@@ -77,7 +77,7 @@ def load(data: bytes, where: str) -> Any:
     except Exception as error:
         said = str(error).split("\n")[0] if isinstance(error, Fault) else repr(error)
         raise CheckpointUnusable(
-            "stored state that is not plain data", where=where, value=said[:300],
+            "stored state is not plain data", where=where, value=said[:300],
             remedy="use another checkpoint of this run (`ckpt ls`)",
         ) from error  # fmt: skip
 
@@ -136,7 +136,7 @@ def _storage(record: memoryview) -> UntypedStorage:
 
 
 def _refused(_: _Reader) -> NoReturn:
-    raise Fault("its pickle does what torch.save never asks for")
+    raise Fault("its pickle has an instruction that torch.save never writes")
 
 
 def _checked_tuple(build: Callable[[_Reader], None]) -> Callable[[_Reader], None]:
@@ -257,7 +257,7 @@ def _refuse_boundless(value: Any, budget: int) -> None:
         item, depth = waiting.pop()
         budget -= 1
         if budget < 0 or depth > MAX_DEPTH:
-            raise Fault("its values hold each other without end")
+            raise Fault("its values contain each other in a cycle")
         if isinstance(item, dict):
             waiting += [(inner, depth + 1) for pair in item.items() for inner in pair]
         elif isinstance(item, (list, tuple, set)):

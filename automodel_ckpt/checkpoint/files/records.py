@@ -78,7 +78,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]
 
 
 def _refused(_: _Reader) -> NoReturn:
-    raise Fault("its pickle does what such a pickle never asks for")
+    raise Fault("its pickle has an instruction that such a pickle never contains")
 
 
 def _new(reader: _Reader) -> None:

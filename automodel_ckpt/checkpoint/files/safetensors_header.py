@@ -115,9 +115,9 @@ def _header_length(prefix: bytes, file_bytes: int) -> int:
         raise _Fault(f"it has {file_bytes} bytes, too few for a header")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise _Fault(f"it states a header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
+        raise _Fault(f"its header has {length} bytes, the format allows {MAX_HEADER_BYTES}")
     if _LENGTH_BYTES + length > file_bytes:
-        raise _Fault(f"it states a header of {length} bytes, but the file has {file_bytes}")
+        raise _Fault(f"its header has {length} bytes, but the file has {file_bytes}")
     return length
 
 
@@ -189,10 +189,10 @@ def _check_data_section(tensors: Mapping[str, TensorEntry], data_start: int, fil
     at, before = data_start, "the header"
     for fqn, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:
-            relation = "overlaps" if entry.start < at else "leaves a hole after"
+            relation = "overlaps" if entry.start < at else "leaves a gap after"
             raise _Fault(f"{fqn!r} {relation} {before}")
         at, before = entry.end, repr(fqn)
     if at > file_bytes:
         raise _Fault(f"it is truncated: its tensors end at byte {at}, the file at {file_bytes}")
     if at < file_bytes:
-        raise _Fault(f"{file_bytes - at} bytes after its last tensor belong to nothing")
+        raise _Fault(f"{file_bytes - at} bytes after its last tensor belong to no tensor")

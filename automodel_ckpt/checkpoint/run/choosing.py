@@ -64,7 +64,7 @@ class Chooser:
             where=str(run.path),
             value="\n" + resume.refusal_table(refused),
             remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-            "or start anew in another checkpoint.checkpoint_dir",
+            "or start a new run in another checkpoint.checkpoint_dir",
         )
 
     def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:

@@ -22,7 +22,7 @@ from automodel_ckpt.errors import os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
-_NOT_RANKED = "LOWEST_VAL never names this checkpoint unless it is validated again"
+_NOT_RANKED = "LOWEST_VAL will not point to this checkpoint unless it is validated again"
 
 
 class RunDirectory:
@@ -131,7 +131,7 @@ class RunDirectory:
         if os.path.lexists(self.root / str(name)):
             # A file or a link that is no checkpoint: the save must not fail here at every start.
             aside = links.set_aside(self.root, str(name))
-            log.warning("%s is in the way of a checkpoint and is kept as %s", self.path / str(name), aside)
+            log.warning("%s has the name of a new checkpoint; renamed to %s", self.path / str(name), aside)
         path = commit.publish(staging, str(name))
         with contextlib.suppress(OSError):  # then it is read when it is asked for
             metric = policy.metric_of(losses, self._metric_key)
@@ -149,7 +149,7 @@ class RunDirectory:
             self._pointers_are_behind = False
         except OSError as error:
             # The checkpoint itself is safe, and the next start mends the pointers.
-            log.warning("%s", os_problem(error, "could not point to the new checkpoint", remedy=RETRY))
+            log.warning("%s", os_problem(error, "could not update LATEST and LOWEST_VAL", remedy=RETRY))
 
     def _mend_pointers(self) -> None:
         """A run killed between publishing and pointing left them behind."""
@@ -168,7 +168,7 @@ class RunDirectory:
         named = layout.parse_checkpoint_name(before) if before is not None else None
         now = layout.parse_checkpoint_name(newest)
         if named is not None and now is not None and named > now:
-            message = "LATEST named %s, which is no complete checkpoint now: it goes back to %s"
+            message = "LATEST pointed to %s, which is not a complete checkpoint any more; it now points to %s"
             log.warning(message, self.path / str(named), newest)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class RunDirectory:
             self._point_to_best(None if self._pointers_are_behind else name)
         except OSError as error:
             self._pointers_are_behind = True
-            log.warning("%s", os_problem(error, f"could not note the validation of {name}", remedy=_NOT_RANKED))
+            log.warning("%s", os_problem(error, f"could not record the validation of {name}", remedy=_NOT_RANKED))
 
     def _point_to_best(self, changed: str | None) -> None:
         """Mend LOWEST_VAL. Only the one that has *changed* can have overtaken a best that stands; where that is not
@@ -222,7 +222,7 @@ class RunDirectory:
             commit.unpoint(self.root, layout.LOWEST_VAL)
         for name in abandoned:
             aside = links.set_aside(self.root, str(name))
-            log.warning("Abandoned checkpoint %s is kept as %s", self.path / str(name), aside)
+            log.warning("Renamed the abandoned checkpoint %s to %s", self.path / str(name), aside)
 
     def prune(self, just_saved: str) -> tuple[str, ...]:
         """Remove what the keep policy lets go, in the background: a slow or failed removal never stops training."""
@@ -235,7 +235,7 @@ class RunDirectory:
                 protected.add(best.name)  # LOWEST_VAL is yet to name it
             removable = self._keep.removable(records, protected)
         except OSError as error:
-            log.warning("%s", os_problem(error, "could not look for checkpoints to remove", remedy=RETRY))
+            log.warning("%s", os_problem(error, "could not list the checkpoints to remove", remedy=RETRY))
             return ()
         withdrawn = {}
         for record in removable:
@@ -254,7 +254,7 @@ class RunDirectory:
             self.check_lease()
             return links.withdraw_unprotected(self.root, name)
         except OSError as error:
-            log.warning("%s", os_problem(error, f"could not remove {name}", remedy="it is tried again after a save"))
+            log.warning("%s", os_problem(error, f"could not remove {name}", remedy="it is retried after the next save"))
             return None
 
     def wait(self) -> None:

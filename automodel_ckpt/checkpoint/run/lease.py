@@ -432,13 +432,13 @@ def _reject_special_file(path: Path) -> None:
                 "the lock file of this directory is not a regular file",
                 where=str(path),
                 value=stat.filemode(mode),
-                remedy="remove it: no run makes such a file",
+                remedy="remove it: a run creates only regular files",
             )
 
 
 def _rejection(path: Path, holder: Holder | None) -> RecipeError:
     return RecipeError(
-        "another run is alive in this directory",
+        "another run is using this directory",
         where=str(path.parent),
         value=_described(holder),
         remedy="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
@@ -448,18 +448,18 @@ def _rejection(path: Path, holder: Holder | None) -> RecipeError:
 def _lost(path: Path, holder: Holder | None) -> LeaseLost:
     if holder is None and not os.path.lexists(path):
         return LeaseLost(
-            "this run does not hold its directory any more: its lock file was removed, by a person or by another run "
+            "this run lost the lock on its directory: its lock file was removed, by a user or by another run "
             "that has ended since",
             where=str(path),
             value="no such file",
-            remedy="nothing is written here from now on; the same command goes on from the newest checkpoint",
+            remedy="this run writes nothing more here; run the same command to resume from the newest checkpoint",
         )
     return LeaseLost(
-        "this run does not hold its directory any more: another run has taken over",
+        "this run lost the lock on its directory: another run has taken over",
         where=str(path.parent),
         value=_described(holder),
-        remedy="nothing is written here from now on. The other run took over because this one was silent for too "
-        "long: look for what suspended this process or stalled its disk",
+        remedy="this run writes nothing more here. The other run took over because this one wrote no heartbeat for "
+        "too long: check what suspended this process or stalled its disk",
     )
 
 

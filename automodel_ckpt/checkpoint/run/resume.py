@@ -117,7 +117,7 @@ def candidates(root: Path, restore_from: str | None) -> Request:
         return Request(newest, by_name=False)
     continued = _published_under(newest, root, restore_from)
     if continued is not None:
-        note = f"restore_from {restore_from} was applied before {continued.name} was saved: going on from there"
+        note = f"restore_from {restore_from} was applied before {continued.name} was saved: continuing from there"
         return Request(newest[newest.index(continued) :], by_name=False, note=note)
     return Request([named_checkpoint(root, restore_from)], by_name=True)
 
@@ -187,10 +187,10 @@ def named_checkpoint(root: Path, name: str) -> Path:
     if found is None or not found.is_dir() or (name in layout.POINTERS and is_second_name):
         there = ", ".join(str(n) for n in checkpoint_names(root)[:10]) or "no checkpoints"
         raise CheckpointUnusable(
-            "the checkpoint to restore from is not there",
+            "the checkpoint to restore from does not exist",
             where="checkpoint.restore_from",
             value=name,
-            remedy=f"name one that is ({root} holds {there}), LATEST, LOWEST_VAL, or a path",
+            remedy=f"use an existing one ({root} contains {there}), LATEST, LOWEST_VAL, or a path",
         )
     return found
 

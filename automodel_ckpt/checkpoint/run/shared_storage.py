@@ -41,10 +41,10 @@ def refuse_separate_storage(directory: Path, rank: int, group: ProcessGroup | No
     if not all(seen):
         blind = [number for number, sees in enumerate(seen) if not sees]
         raise RecipeError(
-            "the ranks do not share storage: a file that rank 0 made is not there for others",
+            "the ranks do not share storage: some do not see a file that rank 0 created",
             where=f"checkpoint.checkpoint_dir: {directory}",
             value="not seen by rank " + ", ".join(map(str, blind)),
-            remedy="name a directory on storage that all machines mount at the same path",
+            remedy="use a directory on storage that all nodes mount at the same path",
         )
 
 

@@ -168,6 +168,6 @@ def run_of(checkpoint: Path) -> tuple[Path, str]:
     if not layout.is_checkpoint(checkpoint.name):
         raise CheckpointUnusable(
             "not a checkpoint of a run", where=str(checkpoint), value=checkpoint.name,
-            remedy="name one like checkpoints/epoch_0_step_20, or a pointer to it",
+            remedy="use a path like checkpoints/epoch_0_step_20, or a pointer to it",
         )  # fmt: skip
     return checkpoint.parent, checkpoint.name

@@ -93,11 +93,11 @@ class AdapterAssets:
         lines = [f"{key}: saved {saved.get(key)}, here {here[key]}" for key in _BINDING if saved.get(key) != here[key]]
         if lines:
             raise CheckpointUnusable(
-                "the checkpoint's adapters are not those of this recipe",
+                "the checkpoint's adapters do not match this recipe",
                 where=where,
                 value="\n    " + "\n    ".join(lines),
                 remedy="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
-                "or start anew in another checkpoint.checkpoint_dir",
+                "or start a new run in another checkpoint.checkpoint_dir",
             )
 
 
@@ -105,13 +105,13 @@ def _refuse_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> No
     files = saved.get("files", {})
     differ = [n for n, record in here.files.items() if files.get(n, {}).get("digest") != record.digest]
     differ += [name for name in files if name not in here.files]
-    moved = f"; it was {saved.get('relative_to_run')} seen from the run" if saved.get("relative_to_run") else ""
+    moved = f" (relative to the run it was {saved.get('relative_to_run')})" if saved.get("relative_to_run") else ""
     raise CheckpointUnusable(
         "the adapters of this checkpoint were trained on another base model",
         where=where,
-        value=f"{saved.get('name')} then, {here.name} now; other content: {', '.join(differ[:5])}",
-        remedy=f"name the base they were trained on in model.from_pretrained{moved}; "
-        "or start anew in another checkpoint.checkpoint_dir",
+        value=f"saved with {saved.get('name')}, now {here.name}; files that differ: {', '.join(differ[:5])}",
+        remedy=f"set model.from_pretrained to the base they were trained on{moved}; "
+        "or start a new run in another checkpoint.checkpoint_dir",
     )
 
 

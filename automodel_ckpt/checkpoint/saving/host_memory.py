@@ -44,7 +44,7 @@ class HostMemory:
             return
         free = available_bytes()
         if free is not None and wanted - self.tensor.nbytes + _ROOM_BYTES > free:
-            raise OSError(12, f"a copy of this rank's state takes {wanted} bytes, {free} are available")
+            raise OSError(12, f"a copy of this rank's state needs {wanted} bytes of host memory, {free} are available")
         self._release()
         os.ftruncate(self.descriptor, wanted)
         self._view = memoryview(_faulted_in(mmap.mmap(self.descriptor, wanted)))

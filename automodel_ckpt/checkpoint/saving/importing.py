@@ -56,7 +56,7 @@ _MAX_RECIPE_BYTES = 1 << 20
 _WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA, layout.EXPORT_MANIFEST)
 SINGLE = "a safetensors file"
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
-_REMEDY = "name a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
+_REMEDY = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
 
 
@@ -157,27 +157,29 @@ def run_import(planned: Import) -> Path:
 def _located(source: Path) -> tuple[Path, str]:
     """The directory of the weights, and its kind in words. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
-        raise _unusable("there is nothing to import", source, "no file or directory has this name")
+        raise _unusable("there is nothing to import", source, "no such file or directory")
     if unsupported := unsupported_directory(source):
         raise unsupported.error(source)
     if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(source.parent / layout.MANIFEST):
         raise CheckpointUnusable(
-            "this is a checkpoint of ours: there is nothing to import", where=str(source), value=layout.MANIFEST,
-            remedy="name it in init_from.path (a new run), or in checkpoint.restore_from (the same run)",
-        )  # fmt: skip
+            "this is already a checkpoint of automodel_ckpt: there is nothing to import",
+            where=str(source),
+            value=layout.MANIFEST,
+            remedy="use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
+        )
     for place in _PLACES:
         directory = source / place
         if not directory.is_symlink() and directory.is_dir() and (kind := _kind(directory)) is not None:
             return directory, kind
-    raise _unusable("there are no weights here that can be imported", source, _found(source))
+    raise _unusable("no weights that can be imported were found", source, _found(source))
 
 
 def _kind(directory: Path) -> str | None:
     if os.path.lexists(directory / layout.ADAPTER_MODEL):
         raise CheckpointUnusable(
-            "an adapter is of no use without its base, which it does not name for certain", where=str(directory),
+            "an adapter cannot be imported without its base, which it does not identify", where=str(directory),
             value=layout.ADAPTER_MODEL,
-            remedy="give a recipe the base and the peft section, and name this in init_from.path",
+            remedy="use a recipe with the base and the peft section, and set init_from.path to this adapter",
         )  # fmt: skip
     _refuse_links_out(directory, lambda file: file.endswith(_WEIGHT_FILES))
     if os.path.lexists(directory / layout.DCP_METADATA):
@@ -204,20 +206,22 @@ def _refuse_links_out(directory: Path, concerned: Callable[[str], bool]) -> None
     for path in directory.iterdir():
         target = Path(os.path.realpath(path))
         if concerned(path.name) and path.is_symlink() and not any(target.is_relative_to(root) for root in allowed):
-            raise _unusable("a symbolic link leads out of the directory", path, os.readlink(path))
+            raise _unusable("a symbolic link points outside of the directory", path, os.readlink(path))
 
 
 def _refuse_hollow(weights: Tensors) -> None:
     for file in sorted({piece.file for tensor in weights.tensors.values() for piece in tensor.slices}):
         status = os.lstat(weights.root / file)
         if is_hollow(status):
-            raise _unusable("this file is nearly all hole", weights.root / file, f"{status.st_size} bytes")
+            raise _unusable(
+                "this file is sparse: nearly all of it is unallocated", weights.root / file, f"{status.st_size} bytes"
+            )
 
 
 def _refuse_taken(target: Path) -> None:
     if os.path.lexists(target):
         raise CheckpointUnusable(
-            "there is a checkpoint of this step already", where=str(target), value=target.name,
+            "a checkpoint of this step already exists", where=str(target), value=target.name,
             remedy="import into another run directory, or under another --step",
         )  # fmt: skip
 
@@ -228,9 +232,11 @@ def _refuse_overtaking(run: Path, name: layout.CheckpointName) -> None:
     if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
         return
     raise CheckpointUnusable(
-        "weights alone would become the newest checkpoint of a run that trains", where=str(run), value=newest.name,
-        remedy="import into a run directory of its own, and start from it with init_from",
-    )  # fmt: skip
+        "the imported weights would become the newest checkpoint of an existing training run",
+        where=str(run),
+        value=newest.name,
+        remedy="import into a separate run directory, and start from it with init_from",
+    )
 
 
 def _side_files(source: Path, directory: Path) -> dict[str, bytes]:

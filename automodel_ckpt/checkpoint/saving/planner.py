@@ -187,7 +187,7 @@ class Planner:
             raise SaveFailed(
                 "a checkpoint does not fit on the disk",
                 where=str(self.run.path),
-                value=f"it takes about {size_text(forecast.nbytes)}, {size_text(forecast.free_bytes)} are free",
+                value=f"it needs about {size_text(forecast.nbytes)}, {size_text(forecast.free_bytes)} are free",
                 remedy="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
                 "or another checkpoint.checkpoint_dir",
             )

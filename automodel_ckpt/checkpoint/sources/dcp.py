@@ -22,7 +22,7 @@ def open_dcp(directory: Path) -> Source:
     for name in (layout.DCP_METADATA, layout.HF_METADATA):
         if (directory / name).is_symlink():
             raise CheckpointUnusable(
-                "a symbolic link stands in a checkpoint", where=str(directory / name),
+                "a checkpoint contains a symbolic link", where=str(directory / name),
                 value=os.readlink(directory / name), remedy="put the file itself in its place",
             )  # fmt: skip
     content = read_content(directory)

@@ -38,7 +38,7 @@ def open_source(path: Path) -> Source:
     Raises :class:`CheckpointUnusable` where there is none, or where what is there contradicts itself.
     """
     if path.is_symlink() and os.path.lexists(path.parent / layout.MANIFEST):
-        raise unusable("a symbolic link stands in a checkpoint", path, os.readlink(path))
+        raise unusable("a checkpoint contains a symbolic link", path, os.readlink(path))
     path = Path(os.path.realpath(path))
     if not path.is_dir():
         raise unusable("there is no such checkpoint directory", path, "not a directory")
@@ -94,7 +94,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
 def _refuse_links(root: Path, paths: Iterable[str]) -> None:
     for path in paths:
         if (root / path).is_symlink():
-            raise unusable("a symbolic link stands in a checkpoint", root / path, os.readlink(root / path))
+            raise unusable("a checkpoint contains a symbolic link", root / path, os.readlink(root / path))
 
 
 def _refuse_foreign_files(directory: Path, known: set[str]) -> None:

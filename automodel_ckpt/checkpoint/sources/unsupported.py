@@ -106,7 +106,7 @@ def file_format(path: Path) -> Format | None:
         return Format("HDF5, as Keras writes", "load it with the program that wrote it, and save it as safetensors")
     if path.suffix == ".safetensors" or head[8:9] == b"{":
         return None  # whether it is a whole one, its reader finds out
-    return Format("unknown", "name a directory of *.safetensors or of PyTorch DCP, or a .safetensors file")
+    return Format("unknown", "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file")
 
 
 def _zip_format(head: bytes) -> Format:

@@ -77,9 +77,9 @@ class Loader:
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
             self._refuse(
-                "the checkpoint holds other state than this recipe",
+                "the state in the checkpoint does not match this recipe",
                 lines,
-                f"to go on without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
+                f"to continue without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
             )
         return matched
 
@@ -149,10 +149,11 @@ class Loader:
     ) -> None:
         if lines := [*differences(tree, state), *further]:
             self._refuse(
-                f"the checkpoint's {item.name!r} is not the one of this recipe",
+                f"the checkpoint's {item.name!r} does not match this recipe",
                 lines,
                 "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
-                "or start anew in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling makes one)",
+                "or start a new run in another checkpoint.checkpoint_dir "
+                "(checkpoint.on_incompatible sibling creates one)",
             )
 
     def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
@@ -191,7 +192,7 @@ class Loader:
         except Exception as error:
             log.debug("unexpected", exc_info=True)
             self._refuse(
-                f"{item.name!r} does not take the state that was saved",
+                f"{item.name!r} could not load the state that was saved",
                 [repr(error), *([f"in {place}"] if (place := place_in_own_code(error)) else [])],
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
             )
@@ -202,13 +203,13 @@ class Loader:
         if derive is None:
             self._refuse(
                 f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
-                [f"~ {item.name}: here are {self._ranks.world_size} ranks"],
-                f"resume on as many ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
+                [f"~ {item.name}: this run has {self._ranks.world_size} ranks"],
+                f"resume on the same number of ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
             )
         if self._ranks.rank == 0:
             same = self._manifest.world_size == self._ranks.world_size
-            what = "The ranks share the work otherwise" if same else "The number of ranks changed"
-            log.warning("%s: %s is derived anew from seed and step", what, item.name)
+            what = "The data-parallel size changed" if same else "The number of ranks changed"
+            log.warning("%s: %s is recomputed from the seed and the step", what, item.name)
         derive(self._manifest.step)
 
     def _file_of(self, item: Item, record: StateRecord) -> str | None:

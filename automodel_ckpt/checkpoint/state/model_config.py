@@ -112,10 +112,10 @@ def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
     """Raise :class:`CheckpointUnusable` where the weights in *checkpoint* would compute something else."""
     if changes.function:
         raise CheckpointUnusable(
-            "the model is not the one that the checkpoint was saved from: its weights fit, but compute something else",
+            "the model differs from the one that was saved: the weights fit, but compute a different function",
             where=str(checkpoint),
             value="\n    " + "\n    ".join(changes.function[:_MOST_LINES]),
-            remedy="set the saved values again (the checkpoint's config.yaml is the recipe that wrote it), or accept "
+            remedy="restore the saved values (the checkpoint's config.yaml is the recipe that wrote it), or accept "
             "the change with --checkpoint.allow_changed_model true",
         )
 

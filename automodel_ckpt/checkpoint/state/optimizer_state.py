@@ -45,7 +45,7 @@ def places(root: Any, prefix: str = "") -> dict[str, Place]:
         inner = places(value, name) if _is_container(value) else {name: (root, key)}
         if doubled := inner.keys() & found.keys():
             raise RecipeError(
-                "two values of an optimizer would have one name",
+                "two values in the state of an optimizer have the same name",
                 where=min(doubled),
                 value=f"the key {key!r}",
                 remedy="use keys that differ as text, without dots",
@@ -121,10 +121,11 @@ def refuse_unlike(digests: Sequence[Mapping[str, str]]) -> None:
     for key, digest in digests[0].items():
         if _OF_ALL in key and any(theirs.get(key) != digest for theirs in digests):
             raise RecipeError(
-                "an optimizer keeps something of its own on each rank for parameters that are sharded",
+                "an optimizer keeps different state on each rank for sharded parameters",
                 where=key,
                 value="it differs between the ranks",
-                remedy="compute it from the whole parameter (a DTensor), or do not shard: distributed.strategy ddp",
+                remedy="compute it from the whole parameter (a DTensor), "
+                "or do not shard it (distributed.strategy: ddp)",
             )
 
 
@@ -205,10 +206,10 @@ def _room(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and stored.shape:
         raise CheckpointUnusable(
-            "an optimizer makes state of another shape than the parameter's only after some steps",
+            "an optimizer creates state of a different shape than the parameter's after its first step",
             where=stored.fqn,
             value=f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
-            remedy="let its first step() make it, so that a resume can tell how it is shared out",
+            remedy="create it in the first step(), so that a resume knows how it is sharded",
         )
     return torch.zeros(stored.shape, dtype=dtype, device=parameter.device)
 

@@ -91,10 +91,10 @@ class Owners:
         strangers = [tuple(parameter.shape) for parameter in mine if id(parameter) not in known]
         if strangers:
             raise RecipeError(
-                "an optimizer trains parameters of no module that the recipe keeps in an attribute",
+                "an optimizer trains parameters of a module that is not an attribute of the recipe",
                 where=f"recipe attribute {item.name!r}",
                 value=f"{len(strangers)} parameter(s), the first of shape {list(strangers[0])}",
-                remedy="keep their module in an attribute of the recipe, so that it is saved too",
+                remedy="assign their module to an attribute of the recipe, so that it is saved too",
             )
 
 
@@ -146,10 +146,11 @@ def _made(item: Item) -> Iterator[None]:
         raise
     except Exception as error:
         raise RecipeError(
-            "the optimizer does not make its state by a step without gradients",
+            "the optimizer cannot create its state: its step() failed with zero gradients",
             where=f"recipe attribute {item.name!r}",
             value=repr(error),
-            remedy="let its step() work where all gradients are zero: its state is read into what it makes then",
+            remedy="change step() so that it works with zero gradients: "
+            "a resume reads the saved state into what it creates",
         ) from error
     finally:
         vars(optimizer).pop("step", None)

@@ -31,7 +31,7 @@ _SEQUENCES = frozenset({list, tuple, set})
 _MAX_DEPTH = 25
 # Of values that are met again because what holds them is held twice; the reader takes no more than twice as many.
 _MAX_REPEATED = 1_000_000
-_CLONE = "keep a clone() of it"
+_CLONE = "store a clone() of it"
 
 
 def refuse_unsafe(name: str, state: Any) -> str:
@@ -46,7 +46,7 @@ def refuse_unsafe(name: str, state: Any) -> str:
     raise RecipeError.all_of(
         [
             Problem(
-                "state that could not be read back safely",
+                "state that cannot be read back safely",
                 f"recipe attribute {name!r}, key {key or '(the whole state)'!r}",
                 found,
                 f"store numbers, text, lists, dicts, tensors or NumPy arrays, or add {name!r} to the recipe's "
@@ -68,10 +68,10 @@ def refuse_unstorable(name: str, module: Mapping[str, Any]) -> None:
     """Raises :class:`RecipeError` naming the tensors of a module's state that no file of a checkpoint takes."""
     problems = [
         Problem(
-            "a tensor that no checkpoint can hold",
+            "a tensor that cannot be stored in a checkpoint",
             f"recipe attribute {name!r}, {key}",
             found,
-            "register it with persistent=False, or keep it in another form",
+            "register it with persistent=False, or store it in another format",
         )
         for key, value in module.items()
         if isinstance(value, torch.Tensor) and (found := _unstorable(value))
@@ -108,7 +108,7 @@ class _Walk:
         kind = type(value)
         self.digest.update(f"{key}\0{kind.__name__}\0".encode(errors="surrogatepass"))
         if depth > _MAX_DEPTH:
-            self.unsafe.append((key, f"{_name(kind)}: more than {_MAX_DEPTH} containers in each other"))
+            self.unsafe.append((key, f"{_name(kind)}: containers nested more than {_MAX_DEPTH} levels deep"))
         elif kind in _TENSORS:
             self._tensor(key, value, depth)
         elif kind in _SCALARS:
@@ -127,7 +127,9 @@ class _Walk:
         self._repeated += len(value) if again else 0
         if self._repeated > _MAX_REPEATED:
             if again:
-                self.unsafe = [(key, f"{_name(type(value))}: the same containers are held more than a million times")]
+                self.unsafe = [
+                    (key, f"{_name(type(value))}: the same containers are referenced more than a million times")
+                ]
             return
         attributes = vars(value) if type(value) is OrderedDict else {}
         if type(value) in _MAPPINGS:

@@ -93,6 +93,6 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
         value = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointUnusable(
             f"the tensor {tensor.fqn!r} cannot be read", where=str(root / tensor.slices[0].file), value=value,
-            remedy="`ckpt verify` names all that is damaged; restore it from a copy",
+            remedy="run `ckpt verify` to list all damaged files; restore them from a copy",
         ) from error  # fmt: skip
     return sums.result()

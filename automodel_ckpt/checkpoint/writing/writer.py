@@ -35,7 +35,7 @@ NICENESS = 10
 _LOOK_SECONDS = 1.0
 _REPORT_SECONDS = 0.25
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-_GONE = "the process that writes this rank's checkpoints ended"
+_GONE = "the process that writes this rank's checkpoints ended unexpectedly"
 # The trainer's own search path, whatever it was started as: nothing may be found in the working directory instead.
 _START = (
     "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
@@ -168,8 +168,8 @@ class Writer:
         where = command.sources[0] if isinstance(command, Export) else command.staging
         return SaveFailed(
             _GONE, where=where, value=f"process {self.pid}: {how}",
-            remedy="look for what killed it (the system's log names a lack of memory), then run the same command: it "
-            "resumes from the checkpoint before",
+            remedy="check what killed it (the system log reports out-of-memory kills), then run the same command "
+            "to resume from the previous checkpoint",
         )  # fmt: skip
 
     def kill(self) -> None:

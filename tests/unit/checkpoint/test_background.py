@@ -201,7 +201,7 @@ def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_e
     saver.save(1)
     writer = saver.writer
     with pytest.raises(
-        SaveFailed, match=rf"does not move[\s\S]*epoch_0_step_1[\s\S]*process {writer} for 1 s"
+        SaveFailed, match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for 1 s"
     ) as caught:
         saver.checkpointer.settle()
     assert caught.value.exit_code == 4 and names(tmp_path) == [] and not is_there(writer)
@@ -537,7 +537,7 @@ def test_with_adapter_files_nothing_more_is_exported(tmp_path: Path, caplog: pyt
     assert (report.export, report.export_failure) == (None, None)
     assert (report.path / "model/adapter_model.safetensors").is_file()
     assert not (report.path / "model/consolidated").exists()
-    assert f"export_best: the model files of {report.path} are the export" in caplog.text
+    assert f"export_best: nothing to export, the model files of {report.path} are already" in caplog.text
 
 
 def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(exporter: Saver) -> None:
@@ -588,7 +588,7 @@ def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(capfd:
 
     memory = os.memfd_create("test")
     child = writer.Writer(memory)
-    with pytest.raises(SaveFailed, match="the process that writes this rank's checkpoints ended"):
+    with pytest.raises(SaveFailed, match="the process that writes this rank's checkpoints ended unexpectedly"):
         child.do(Renamed())  # type: ignore[arg-type]
     os.close(memory)
     child.end()

@@ -271,7 +271,7 @@ def test_damage_is_named_and_nothing_is_written(tmp_path: Path, damage: Callable
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda d: next(iter(sorted(d.glob("shard-00002*")))).unlink(), "in no slice"),
+        (lambda d: next(iter(sorted(d.glob("shard-00002*")))).unlink(), "not in any slice"),
         (lambda d: (d / "z.safetensors").write_bytes(next(d.glob("shard-00001*")).read_bytes()), "overlap"),
         (lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "), "is not a shard"),
         (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "truncated"),

@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.files.inside import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving import importing
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
@@ -50,7 +50,7 @@ def found(checkpoint: Path) -> str:
     ("files", "said"),
     [
         ({"../x": {"size": 1, "digest": "00"}}, "names a file outside of it"),
-        ({"a": {"size": 1, "digest": "00"}}, "a file of the export is not what was written"),
+        ({"a": {"size": 1, "digest": "00"}}, "a file of the export is damaged"),
         ({"a": {"size": 1, "parts": [[2, "00"]]}}, "byte ranges of 2 bytes for a file of 1"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_pointer_that_cannot_be_moved_is_a_warning(tmp_path: Path, warnings: p
     recipe = tiny.recipe()
     tiny.train(recipe)
     tiny.save(tmp_path, recipe)
-    assert "could not point to the new checkpoint" in warnings.text
+    assert "could not update LATEST and LOWEST_VAL" in warnings.text
     assert f"{tmp_path / 'LATEST.txt'}" in warnings.text and "EISDIR" in warnings.text
 
 
@@ -131,9 +131,9 @@ def test_checkpoints_to_remove_that_cannot_be_looked_for_are_a_warning(
     def failing(_: Path) -> set[str]:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
 
-    monkeypatch.setattr(resume, "protected_names", failing)
+    monkeypatch.setattr(links, "protected_names", failing)
     assert RunDirectory(tmp_path, KeepPolicy(last=1), "val_loss").prune("epoch_0_step_1") == ()
-    assert "could not look for checkpoints to remove" in warnings.text and str(tmp_path) in warnings.text
+    assert "could not list the checkpoints to remove" in warnings.text and str(tmp_path) in warnings.text
 
 
 class Stubborn(tiny.Counter):
@@ -145,7 +145,7 @@ def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None
     recipe = tiny.recipe(count=tiny.Counter(3))
     tiny.train(recipe)
     tiny.save(tmp_path, recipe)
-    with pytest.raises(CheckpointUnusable, match=r"'count' does not take the state that was saved[\s\S]*another"):
+    with pytest.raises(CheckpointUnusable, match=r"'count' could not load the state that was saved[\s\S]*another"):
         tiny.load(tmp_path, tiny.recipe(count=Stubborn()))
 
 
@@ -179,7 +179,7 @@ def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_state_that_does_not_fit_into_memory() -> None:
     memory = HostMemory()
-    with pytest.raises(OSError, match=r"takes 1152921504606846976 bytes, \d+ are available"):
+    with pytest.raises(OSError, match=r"needs 1152921504606846976 bytes of host memory, \d+ are available"):
         memory.reserve(1 << 60)
     memory.close()
 
@@ -195,8 +195,12 @@ def hollow(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "provoke", "said"),
     [
-        (hollow, lambda path: importing.prepare(path, path.parent / "run"), "this file is nearly all hole"),
-        (hollow, lambda path: verify_weights(path), "nearly none are on the disk"),
+        (
+            hollow,
+            lambda path: importing.prepare(path, path.parent / "run"),
+            "this file is sparse: nearly all of it is unallocated",
+        ),
+        (hollow, lambda path: verify_weights(path), "nearly all of them unallocated"),
     ],
 )
 def test_a_source_of_weights_that_is_no_use(
@@ -273,7 +277,7 @@ def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> 
     with pytest.raises(CheckpointUnusable, match="this checkpoint was never finished"):
         open_source(unfinished)
     (checkpoint / "link").symlink_to(checkpoint / "model")
-    with pytest.raises(CheckpointUnusable, match="a symbolic link stands in a checkpoint"):
+    with pytest.raises(CheckpointUnusable, match="a checkpoint contains a symbolic link"):
         open_source(checkpoint / "link")
     odd = tmp_path / "odd"
     odd.mkdir()

@@ -165,7 +165,7 @@ def _transposed(directory: Path, metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (damaged(_missing_chunk), "elements are in no slice"),
+        (damaged(_missing_chunk), "elements are not in any slice"),
         (damaged(_no_place), "does not say where the chunk"),
         (damaged(_outside), "'..' component"),
         (damaged(_beyond), "the item ends at"),

@@ -220,7 +220,7 @@ def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
         others.append(Lease(tmp_path))
 
     at_the_first_lock(monkeypatch, the_next_run_comes)
-    with pytest.raises(RecipeError, match="another run is alive"):
+    with pytest.raises(RecipeError, match="another run is using"):
         Lease(tmp_path)
     others[0].check()
     others[0].release()
@@ -236,7 +236,7 @@ def test_a_run_that_starts_during_the_watch_is_respected(tmp_path: Path, monkeyp
             others.append(Lease(tmp_path))
 
     monkeypatch.setattr(lease, "_is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds))
-    with pytest.raises(RecipeError, match="another run is alive"):
+    with pytest.raises(RecipeError, match="another run is using"):
         Lease(tmp_path)
     others[0].check()
     others[0].release()
@@ -250,7 +250,7 @@ def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
 
     monkeypatch.setattr(lease.os, "link", unsupported)
     held = Lease(tmp_path)
-    with pytest.raises(RecipeError, match="another run is alive"):
+    with pytest.raises(RecipeError, match="another run is using"):
         Lease(tmp_path)
     held.check()
     held.release()
@@ -264,7 +264,7 @@ def test_where_there_are_no_locks_the_beat_alone_decides(tmp_path: Path, monkeyp
     monkeypatch.setattr(fcntl, "flock", unsupported)
     Lease(tmp_path, watch_seconds=0.3).release()
     alive = Lease(tmp_path, beat_seconds=0.05)
-    with pytest.raises(RecipeError, match="another run is alive"):
+    with pytest.raises(RecipeError, match="another run is using"):
         Lease(tmp_path, watch_seconds=5)
     alive.release()
 
@@ -333,7 +333,7 @@ def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_not
     try:
         assert line(first) == "wrote\n"
         rejected = start(mounts[1])
-        assert "another run is alive" in rejected.communicate(timeout=30)[0]
+        assert "another run is using" in rejected.communicate(timeout=30)[0]
         os.kill(first.pid, signal.SIGSTOP)
         second = start(mounts[1])
         assert line(second) == "wrote\n"

@@ -231,11 +231,11 @@ def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside
     saver = tiny.checkpointer(moved)
     resumed = saver.load(tiny.discover(made))
     assert resumed is not None and resumed.step == 20
-    assert "LATEST named" in caplog.text and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
+    assert "LATEST pointed to" in caplog.text and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
     saver.save(tiny.discover(made), step=30, epoch=0, config_yaml="", losses={}, progress={})
     saver.save(tiny.discover(made), step=40, epoch=0, config_yaml="", losses={}, progress={})
     saver.close()
-    assert "epoch_0_step_40 is in the way of a checkpoint" in caplog.text
+    assert "epoch_0_step_40 has the name of a new checkpoint" in caplog.text
     assert Manifest.read(moved / "epoch_0_step_30").step == 30 and Manifest.read(moved / "epoch_0_step_40").step == 40
     (tmp_path / "unmounted").rename(tmp_path / "big")
     assert Manifest.read(moved / "epoch_0_step_30.superseded-1").step == 30

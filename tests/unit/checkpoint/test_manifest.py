@@ -78,15 +78,15 @@ def resealed(text: bytes) -> bytes:
         (b'"model/a":{"size":24', b'"/etc/passwd":{"size":24', "not a relative path"),
         (b'"size":24', b'"size":20', "is not in 'model/a'"),
         (b'"size":24', b'"size":-24', "is not a count"),
-        (b'"sizes":[2,2]', b'"sizes":[1,2]', "elements are in no slice"),
+        (b'"sizes":[2,2]', b'"sizes":[1,2]', "elements are not in any slice"),
         (b'"dtype":"F32"', b'"dtype":"F99"', "unknown dtype"),
         (b'"tied":"w"', b'"tied":"v"', "which is not stored"),
         (b'"files":["rng/r.pt"]', b'"files":["rng/s.pt"]', "not among the files"),
         (b'"step":20', b'"step":"20"', "is not a count"),
-        (b'"format_version":1', b'"format_version":2', "later format"),
-        (b'"step":20,', b"", "not of the known form"),
+        (b'"format_version":1', b'"format_version":2', "newer format"),
+        (b'"step":20,', b"", "the manifest is malformed"),
         (b'"validated":true', b'"validated":1', "neither true nor false"),
-        (b'"format":"automodel_ckpt"', b'"format":"another"', "another kind"),
+        (b'"format":"automodel_ckpt"', b'"format":"another"', "not a manifest of this format"),
     ],
 )
 def test_a_manifest_that_lies_is_refused_whatever_its_digest(old: bytes, new: bytes, message: str) -> None:
@@ -145,7 +145,7 @@ def test_names_as_short_as_can_be_take_no_more_memory_than_readers_allow() -> No
 def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed(element: bytes) -> None:
     head = b'{"format":"automodel_ckpt","format_version":1,"x":['
     bomb = head + (element + b",") * (FREE_BYTES // len(element)) + b'1],\n"digest": "'
-    with pytest.raises(CheckpointUnusable, match="far more memory"):
+    with pytest.raises(CheckpointUnusable, match="too much memory"):
         Manifest.parse(resealed(bomb), WHERE)
 
 

@@ -153,8 +153,8 @@ def test_an_optimizer_that_loads_in_its_own_way_is_given_all_of_it(tmp_path: Pat
     ("make", "said"),
     [
         (lambda p: {"bag": defaultdict(list, {1: p.detach()})}, r"model\.embed(.|\n)*collections\.defaultdict"),
-        (lambda p: {"history": {1: p.detach(), "1": 2}}, r"one name(.|\n)*embed\.history\.1(.|\n)*differ as text"),
-        (lambda p: {"a": {"b.c": 1}, "a.b": {"c": 2}}, r"one name(.|\n)*a\.b\.c"),
+        (lambda p: {"history": {1: p.detach(), "1": 2}}, r"the same name(.|\n)*embed\.history\.1(.|\n)*differ as text"),
+        (lambda p: {"a": {"b.c": 1}, "a.b": {"c": 2}}, r"the same name(.|\n)*a\.b\.c"),
     ],
     ids=["unknown container", "keys of one text", "dots"],
 )  # fmt: skip
@@ -170,7 +170,7 @@ def test_what_could_not_come_back_is_refused_at_the_save(
 
 def test_keys_of_one_text_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
     made = keeping(dict, plan={1: 0, "1": 0})
-    with pytest.raises(RecipeError, match=r"one name(.|\n)*param_groups\.0\.plan\.1"):
+    with pytest.raises(RecipeError, match=r"the same name(.|\n)*param_groups\.0\.plan\.1"):
         tiny.checkpointer(tmp_path).check(discover(made))
 
 

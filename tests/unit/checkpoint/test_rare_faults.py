@@ -184,7 +184,7 @@ def full(directory: Path) -> object:
 @pytest.mark.parametrize(
     ("provoke", "said"),
     [
-        (links_to_itself, "a symbolic link stands in a checkpoint"),
+        (links_to_itself, "a checkpoint contains a symbolic link"),
         (broken_map, "this side file cannot be read"),
         (lambda d: base_maps._file_numbers({"a": 0}, d), "no.* file numbers from 1|not give file numbers"),
         (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
@@ -237,7 +237,7 @@ def test_experts_that_a_plan_cuts_are_refused(monkeypatch: Patch) -> None:
         placements = (torch.distributed.tensor.Shard(1),)
 
     monkeypatch.setattr(trees, "DTensor", Cut)
-    with pytest.raises(AutomodelError, match="experts are cut across ranks") as caught:
+    with pytest.raises(AutomodelError, match="experts are sharded across ranks") as caught:
         list(trees._rows_here("experts.up", torch.ones(2, 2).as_subclass(Cut), {}))
     assert "experts.up" in caught.value.problems[0].value
 

@@ -84,9 +84,9 @@ def test_a_name_given_twice_or_reserved_is_not_built() -> None:
         ({"a": entry("F32", [2], 0, 4)}, bytes(4), "does not take the bytes"),
         ({"a": entry("F32", [1], 4, 0)}, bytes(4), "does not take the bytes"),
         ({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, bytes(6), "'b' overlaps 'a'"),
-        ({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 5, 9)}, bytes(9), "hole after 'a'"),
+        ({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 5, 9)}, bytes(9), "gap after 'a'"),
         ({"a": entry("U8", [4], 0, 4)}, bytes(3), "truncated"),
-        ({"a": entry("U8", [4], 0, 4)}, bytes(5), "belong to nothing"),
+        ({"a": entry("U8", [4], 0, 4)}, bytes(5), "belong to no tensor"),
         (b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "not valid Unicode"),
     ],
 )

@@ -62,9 +62,9 @@ def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(case: tu
 @pytest.mark.parametrize(
     ("boxes", "shape", "message"),
     [
-        ([Box((0,), (2,))], (4,), "2 of 4 elements are in no slice"),
+        ([Box((0,), (2,))], (4,), "2 of 4 elements are not in any slice"),
         ([Box((0,), (3,)), Box((2,), (2,))], (4,), r"the slices at \[0\] and \[2\] overlap"),
-        ([Box((0,), (5,))], (4,), "leaves the shape"),
+        ([Box((0,), (5,))], (4,), "exceeds the shape"),
         ([Box((0, 0), (1, 1))], (1,), "2 dimensions, the tensor 1"),
         ([], (), "1 of 1 elements"),
         ([Box((), ()), Box((), ())], (), "overlap"),

@@ -109,7 +109,7 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
     lease = Lease(run)
     assert main(["prune", str(run), "--keep-last", "1"]) == 2
     lease.release()
-    assert "another run is alive" in capsys.readouterr().err and len(names(run)) == 4
+    assert "another run is using" in capsys.readouterr().err and len(names(run)) == 4
 
 
 def test_a_link_below_the_run_directory_protects_like_one_in_it(run: Path) -> None:

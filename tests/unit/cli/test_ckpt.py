@@ -155,7 +155,7 @@ def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(tmp_pa
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     capsys.readouterr()
     assert main(["verify", str(export)]) == 3
-    assert "a file of the export is not what was written" in capsys.readouterr().out
+    assert "a file of the export is damaged" in capsys.readouterr().out
     (export / "export_manifest.json").unlink()
     assert main(["verify", str(export)]) == 3
     text = capsys.readouterr().out

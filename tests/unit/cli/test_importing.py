@@ -161,7 +161,7 @@ def test_a_model_in_the_hubs_cache_is_read_through_its_links_and_others_are_refu
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
         (tmp_path / "elsewhere" / name).symlink_to(real / name)
     assert imported(capsys, hub / "snapshots" / "abc", tmp_path / "run")["num_tensors"] == 5
-    assert "symbolic link leads out" in refused(capsys, tmp_path / "elsewhere", tmp_path / "other")
+    assert "symbolic link points outside" in refused(capsys, tmp_path / "elsewhere", tmp_path / "other")
 
 
 def adapter(path: Path) -> Path:
@@ -191,8 +191,8 @@ def config_link(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: checkpoint_in(path, 20), "checkpoint of ours"), (adapter, "init_from.path"), (pickled, "pickle"),
-        (lambda path: path, "nothing to import"), (taken, "already"), (config_link, "symbolic link leads out"),
+        (lambda path: checkpoint_in(path, 20), "already a check"), (adapter, "init_from.path"), (pickled, "pickle"),
+        (lambda path: path, "nothing to import"), (taken, "already"), (config_link, "symbolic link points outside"),
         (lambda path: path.mkdir() or path, "it is empty"),
     ],
 )  # fmt: skip
@@ -299,7 +299,7 @@ def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(tmp_pa
     tiny.save(tmp_path / "run", made, step=20, losses={}, validated=False)
     source = hugging_face(tmp_path / "source", weights())
     assert main(["import", str(source), str(tmp_path / "run"), "--step", "30"]) == 3
-    assert "weights alone would become the newest" in capsys.readouterr().err
+    assert "the imported weights would become the newest" in capsys.readouterr().err
     killed = tmp_path / "run" / f".epoch_0_step_0.staging-{'0' * 32}"
     killed.mkdir()  # an import that was killed
     imported(capsys, source, tmp_path / "run")
