@@ -120,7 +120,7 @@ def _portable(error: BaseException) -> AutomodelError:
         describe(error)[1],
         where="",
         value="",
-        remedy="this is a defect, not a mistake of yours: please report it with the traceback of that rank",
+        remedy="this is a bug: please report it with the traceback of that rank",
     )
 
 

@@ -46,10 +46,10 @@ def check_context_heads(config: Any, cp_size: int, tp_size: int = 1) -> None:
         return
     fitting = max(size for size in range(1, cp_size) if heads % (size * tp_size) == 0 or size == 1)
     raise RecipeError(
-        "the attention heads cannot be shared out evenly among the slices of a row",
+        "the number of attention heads is not divisible by cp_size",
         where=_WHERE,
         value=f"{cp_size}; the model has num_attention_heads {heads}" + (f", tp_size is {tp_size}" * (tp_size > 1)),
-        remedy=f"set it to {fitting}" if fitting > 1 else "leave cp_size out",
+        remedy=f"set it to {fitting}" if fitting > 1 else "remove cp_size",
     )
 
 
@@ -62,10 +62,10 @@ def check_context_parallel(model: nn.Module) -> None:
 def cannot_be_cut(model: nn.Module, reason: str) -> RecipeError:
     """What a model is refused with whose rows cannot be cut."""
     return RecipeError(
-        "the rows of this model cannot be cut along the sequence",
+        "this model does not support context parallelism",
         where=_WHERE,
         value=f"{type(_base(model)).__name__.removeprefix('FSDP')}: {reason}",
-        remedy="leave cp_size out; fsdp2, tp_size and activation_checkpointing save memory too",
+        remedy="remove cp_size; fsdp2, tp_size and activation_checkpointing save memory too",
     )
 
 
@@ -78,11 +78,11 @@ def _why_not(model: nn.Module) -> str:
     inside = {type(part).__name__ for layer in _layers(base) for part in layer.modules() if isinstance(part, nn.Conv1d)}
     if getattr(base, "_is_stateful", False) or kinds or inside:
         named = ", ".join(sorted(kinds | inside)) or "a state along the sequence"
-        return f"tokens meet in its layers elsewhere than in attention ({named})"
+        return f"its layers mix tokens outside of attention ({named})"
     if "deepstack_visual_embeds" in inspect.signature(base.get_decoder().forward).parameters:
-        return "what images give joins whole rows between its layers"
+        return "image features are inserted between its layers"
     if not getattr(base, "_supports_attention_backend", False):
-        return "its attention is not one of transformers' attention interface"
+        return "its attention does not use transformers' attention interface"
     if attention_name(base) == "eager":
         if getattr(base, "_supports_sdpa", False):
             return "eager attention is each model's own (model.attn_implementation sdpa is not)"

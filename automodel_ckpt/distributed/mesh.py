@@ -162,18 +162,18 @@ def _refuse_unknown(backend: str) -> None:
     names = [part.rpartition(":")[2] for part in backend.split(",")]
     if not set(names) <= set(known):
         raise RecipeError(
-            "torch.distributed has no such backend",
+            "unknown torch.distributed backend",
             where="distributed.backend",
             value=backend,
-            remedy="leave distributed.backend out, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
+            remedy="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
         )
     for name in names:
         if (name == dist.Backend.NCCL and not torch.cuda.is_available()) or not dist.is_backend_available(name):
             raise RecipeError(
-                f"the backend {name} cannot be used here: this machine has no device for it, or torch is built without",
+                f"the backend {name} is unavailable: this node has no device for it, or torch is built without it",
                 where="distributed.backend",
                 value=backend,
-                remedy="leave distributed.backend out: it follows the machine",
+                remedy="remove distributed.backend: the default matches the node",
             )
 
 
@@ -194,7 +194,7 @@ def _device(backend: str | None, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise RecipeError(
-            "more ranks on this machine than it has GPUs",
+            "this node has fewer GPUs than ranks",
             where=f"local rank {local_rank}",
             value=f"{torch.cuda.device_count()} GPUs",
             remedy="lower --nproc-per-node, or set distributed.backend to gloo to train on the CPU",

@@ -44,17 +44,17 @@ def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
     strategy = choose_strategy(how.strategy, layout.sizes)
     if how.cpu_offload and strategy != "fsdp2":
         raise RecipeError(
-            "only fsdp2 keeps parameters in host memory",
+            "only fsdp2 supports CPU offload",
             where="distributed.cpu_offload",
             value=f"strategy {strategy}",
-            remedy="set distributed.strategy to fsdp2, or leave cpu_offload out",
+            remedy="set distributed.strategy to fsdp2, or remove cpu_offload",
         )
     if how.cpu_offload and layout.device.type != "cuda":
         raise RecipeError(
             "there is no GPU memory to offload from: FSDP2's CPUOffloadPolicy needs an accelerator",
             where="distributed.cpu_offload",
             value=f"device {layout.device}",
-            remedy="leave cpu_offload out on the CPU",
+            remedy="remove cpu_offload when training on the CPU",
         )
 
 

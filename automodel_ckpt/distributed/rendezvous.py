@@ -70,7 +70,7 @@ class MasterRendezvous(RendezvousHandler):
         (host, port), serves = self._address, self._number == 0
         self._store = None  # frees a port that was given
         if not serves:
-            wait_for(lambda: can_be_reached(host, port), f"machine 0 does not answer at {host}:{port}")
+            wait_for(lambda: can_be_reached(host, port), f"node 0 does not answer at {host}:{port}")
         self._store = TCPStore(host, port, is_master=serves, wait_for_workers=False)
         if self._machines > 1:
             self._meet(PrefixStore(f"meeting/{self._run_id}", self._store))
@@ -80,18 +80,18 @@ class MasterRendezvous(RendezvousHandler):
     def _meet(self, store: PrefixStore) -> None:
         told = store.compare_set("machines", "", str(self._machines)).decode()
         if told != str(self._machines):
-            self._contradict("--nnodes", self._machines, f"another machine of this run was told {told}")
+            self._contradict("--nnodes", self._machines, f"another node of this run was started with --nnodes {told}")
         if store.add(f"machine_{self._number}", 1) > 1:
-            self._contradict("--node-rank", self._number, "another machine of this run has the same number")
+            self._contradict("--node-rank", self._number, "another node of this run has the same node rank")
         store.add("here", 1)
-        wait_for(lambda: store.add("here", 0) >= self._machines, "not all machines came")
+        wait_for(lambda: store.add("here", 0) >= self._machines, "not all nodes joined")
 
     def _contradict(self, flag: str, value: object, why: str) -> None:
         raise RecipeError(
-            f"the machines contradict each other: {why}",
+            f"the nodes are inconsistent: {why}",
             where=flag,
             value=value,
-            remedy="start each machine with the same --nnodes and --master-addr, and a --node-rank of its own",
+            remedy="start each node with the same --nnodes and --master-addr, and a unique --node-rank",
         )
 
     @property
@@ -188,7 +188,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         return HostedRendezvous(MasterRendezvous(address, parameters.run_id, number, parameters.max_nodes), host)
     if not is_own_address(place):
         with host.waiting():
-            wait_for(lambda: can_be_reached(place, int(port)), f"nobody answers at {place}:{port}")
+            wait_for(lambda: can_be_reached(place, int(port)), f"no node answers at {place}:{port}")
     configs = {name: value for name, value in parameters.config.items() if name not in ("host", "master")}
     inner = RendezvousParameters(
         "c10d", parameters.endpoint, parameters.run_id, parameters.min_nodes, parameters.max_nodes,

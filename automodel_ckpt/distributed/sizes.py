@@ -62,14 +62,14 @@ def share_out(
     dp = dp_size or world_size // sharing
     if dp * sharing != world_size:
         raise RecipeError(
-            "the sizes do not make up the number of ranks",
+            "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
             value=f"{named}, {world_size} rank{'' if world_size == 1 else 's'}",
             remedy=_product_remedy(dp_size, sharing, world_size),
         )
     if dp % dp_replicate_size:
         raise RecipeError(
-            "the data parallel ranks cannot be divided into that many replicas",
+            "the data parallel ranks are not divisible by dp_replicate_size",
             where=f"{_WHERE}.dp_replicate_size",
             value=f"{dp_replicate_size} of {dp} data parallel ranks",
             remedy=f"set it to a divisor of {dp}",
@@ -79,8 +79,8 @@ def share_out(
 
 def _product_remedy(dp_size: int | None, sharing: int, world_size: int) -> str:
     if dp_size is not None:
-        return f"leave dp_size out, so that it follows, or start {dp_size * sharing} ranks"
-    return f"start a multiple of {sharing} ranks (tp_size x pp_size x cp_size); here are {world_size}"
+        return f"remove dp_size to derive it, or start {dp_size * sharing} ranks"
+    return f"start a multiple of {sharing} ranks (tp_size x pp_size x cp_size); there are {world_size}"
 
 
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
@@ -100,17 +100,17 @@ def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     problems = []
     if strategy == "single" and sizes.token_parts > 1:
         remedy, found = "set it to auto, fsdp2 or ddp, or start one process", f"single, with {sizes.token_parts} ranks"
-        problems.append(Problem("strategy single trains on one data parallel rank", where, found, remedy))
+        problems.append(Problem("strategy single supports only one data parallel rank", where, found, remedy))
     if strategy == "ddp" and sizes.dp_replicate > 1:
-        remedy = "use fsdp2, or leave dp_replicate_size out: ddp replicates over all ranks"
+        remedy = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
         problems.append(
-            Problem("ddp shards nothing, so it has no replicas of shards", where, f"ddp, with {sizes}", remedy)
+            Problem("dp_replicate_size requires fsdp2: ddp does not shard", where, f"ddp, with {sizes}", remedy)
         )
     if strategy == "ddp" and sizes.tp > 1:
         remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
         problems.append(Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", remedy))
     if strategy == "ddp" and sizes.pp > 1:
         remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
-        what = "ddp takes one forward pass before each backward pass, a pipeline makes several"
+        what = "ddp supports one forward pass per backward pass, but a pipeline runs several"
         problems.append(Problem(what, where, f"ddp, with {sizes}", remedy))
     return problems

@@ -109,7 +109,7 @@ def check_heads(config: Any, tp_size: int) -> None:
     if uneven:
         fitting = [size for size in range(1, tp_size) if not any(count % size for count in heads.values() if count)]
         raise RecipeError(
-            "the attention heads cannot be shared out evenly",
+            "the number of attention heads is not divisible by tp_size",
             where=_WHERE,
             value=f"{tp_size}; the model has " + ", ".join(f"{name} {count}" for name, count in uneven.items()),
             remedy=f"set it to {max(fitting)}" + (", and shard with fsdp2" if max(fitting) == 1 else ""),
@@ -165,18 +165,18 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
     found = dict(_matches(plan, (name for name, _ in model.named_modules())))
     if not found:
         raise RecipeError(
-            "this model brings no plan for tensor parallelism",
+            "this model has no tensor parallel plan",
             where=_WHERE,
             value=f"{tp_size}, with {type(model).__name__}",
-            remedy="leave tp_size out (fsdp2 shards any model), or write a plan and name it in distributed.tp_plan",
+            remedy="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
         )
     bare = dict(_matches(plan, (name for name, _ in model.named_parameters())))
     if experts := _experts(model, found, bare):
         raise RecipeError(
-            "tensor parallelism cannot shard the experts of this model, which its plan asks for",
+            "tensor parallelism cannot shard the experts of this model, although its plan requires it",
             where=_WHERE,
             value=f"{tp_size}; {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
-            remedy="leave tp_size out (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
+            remedy="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
         )
     problems = [*_unmatched(given or {}, model), *_unknown(found, bare), *_uneven(model, found, tp_size)]
     if problems:
@@ -201,8 +201,8 @@ def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
     names = [name for name, _ in model.named_modules()]
     for pattern in given:
         if not any(map(_compiled(pattern).fullmatch, names)):
-            remedy = "name modules as model.named_modules() does, with * for a layer's number"
-            yield Problem("no module of the model has a name in the plan", "distributed.tp_plan", pattern, remedy)
+            remedy = "use the names of model.named_modules(), with * for a layer's number"
+            yield Problem("the plan matches no module of the model", "distributed.tp_plan", pattern, remedy)
 
 
 def _experts(model: nn.Module, found: Plan, bare: Plan) -> list[str]:
@@ -215,16 +215,16 @@ def _experts(model: nn.Module, found: Plan, bare: Plan) -> list[str]:
 def _unknown(found: Plan, bare: Plan) -> Iterator[Problem]:
     """Styles that are not known, and styles of parameters instead of modules."""
     for name in bare:
-        remedy = f"name the module, {name.rpartition('.')[0]}"
+        remedy = f"use the module, {name.rpartition('.')[0]}"
         yield Problem("the tensor parallel plan names a parameter instead of a module", _WHERE, name, remedy)
     unknown = {name: s for name, s in found.items() if isinstance(s, str) and s not in _STYLES}
     for style in sorted({str(style) for style in unknown.values()}):
         names = [name for name, its in unknown.items() if str(its) == style]
         yield Problem(
-            f"the tensor parallel plan asks for what is not supported, {style!r}",
+            f"the tensor parallel plan uses an unsupported style, {style!r}",
             _WHERE,
             f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0],
-            "leave tp_size out (fsdp2 shards any model), or write a plan for distributed.tp_plan that gives modules "
+            "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan that gives modules "
             f"the styles {', '.join(_STYLES)}",
         )
 
@@ -235,7 +235,7 @@ def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:
         size = getattr(model.get_submodule(name), _SPLIT[style], 0) if style in _SPLIT else 0
         if size % tp_size:
             yield Problem(
-                "a layer cannot be cut evenly",
+                "a layer cannot be sharded evenly",
                 _WHERE,
                 f"{tp_size}; {name} has {_SPLIT[style]} {size}",  # type: ignore[index]
                 f"set it to a divisor of {size}",
@@ -283,10 +283,10 @@ def _tie(model: nn.Module, alias: str, kept: str) -> None:
     one, other = model.get_parameter(kept), model.get_parameter(alias)
     if getattr(one, "placements", None) != getattr(other, "placements", None):
         raise RecipeError(
-            "the tensor parallel plan cuts tied parameters differently",
+            "the tensor parallel plan shards tied parameters differently",
             where="distributed.tp_plan",
             value=f"{kept} and {alias}",
-            remedy="give both the same dimension (embedding_rowwise goes with colwise_gather_output), or untie them",
+            remedy="shard both along the same dimension (embedding_rowwise with colwise_gather_output), or untie them",
         )
     parent, _, name = alias.rpartition(".")
     setattr(model.get_submodule(parent), name, one)
@@ -335,9 +335,9 @@ def _blocks(model: nn.Module) -> tuple[str, list[str]]:
     rows = alike and all(hasattr(layer.self_attn, "o_proj") and hasattr(layer.mlp, "down_proj") for layer in layers)
     if not rows or not hasattr(inner, "norm"):
         raise RecipeError(
-            "sequence parallelism is for models built like Llama and Qwen",
+            "sequence parallelism supports only models built like Llama and Qwen",
             where="distributed.sequence_parallel",
             value=type(model).__name__,
-            remedy="leave sequence_parallel out: tensor parallelism works without it",
+            remedy="remove sequence_parallel: tensor parallelism works without it",
         )
     return prefix, [f"{prefix}layers.{number}" for number in range(len(layers))]

@@ -143,7 +143,7 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
         found |= _all_linear(model, adaptable) - _within(saved, adaptable)
         if lost := sorted(found & mistaken - set(excluded)):
             log.warning(
-                "peft takes layers of these names for experts, and they get no adapter: %s", ", ".join(_leaves(lost))
+                "peft treats layers with these names as experts, so they get no adapter: %s", ", ".join(_leaves(lost))
             )
         found -= mistaken
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
@@ -152,10 +152,10 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
     if lost := sorted(found & mistaken):
         problems.append(_mistaken(lost))
     if both := sorted(found & _within(saved, adaptable)):
-        what = "these modules would be trained as a whole and get an adapter too"
-        problems.append(Problem(what, "peft.modules_to_save", both[:5], "name them in one of the two lists only"))
+        what = "these modules would be both fully trained and adapted"
+        problems.append(Problem(what, "peft.modules_to_save", both[:5], "list them in only one of the two settings"))
     if not found and not problems:
-        what = "no layer is left to get an adapter"
+        what = "no layer is left to adapt"
         problems.append(Problem(what, "peft.target_modules", patterns, _there_are(adaptable)))
     if problems:
         raise RecipeError.all_of(problems)
@@ -218,8 +218,8 @@ def _taken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
 
 
 def _mistaken(names: Sequence[str]) -> Problem:
-    what = "peft takes layers of these names for the experts, and would adapt those instead"
-    return Problem(what, "peft.target_modules", names[:5], "name other layers, or use all-linear")
+    what = "peft treats layers with these names as experts, and would adapt the experts instead"
+    return Problem(what, "peft.target_modules", names[:5], "select other layers, or use all-linear")
 
 
 def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
@@ -235,7 +235,7 @@ def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
 def _there_are(wanted: Iterable[str]) -> str:
     leaves = _leaves(wanted)
     more = f" and {len(leaves) - 20} more" if len(leaves) > 20 else ""
-    return f"there are {', '.join(leaves[:20])}{more}" if leaves else "there is no such layer in this model"
+    return f"there are {', '.join(leaves[:20])}{more}" if leaves else "the model has no such layer"
 
 
 def _leaves(names: Iterable[str]) -> list[str]:
@@ -249,10 +249,10 @@ def _lora_config(model: Any, lora: Lora, targets: list[str], saved: list[str], t
     keep_tied = bool(getattr(model, "all_tied_weights_keys", None)) and lora.ensure_weight_tying
     if keep_tied and (adapted := _ends_of_model(targets)):
         raise RecipeError(
-            "adapters on an embedding and on the output layer that is tied to it cannot be kept equal",
+            "adapters on an embedding and on its tied output layer cannot be kept equal",
             where="peft.target_modules",
             value=adapted,
-            remedy="set peft.ensure_weight_tying to false, or name the embedding in peft.modules_to_save instead",
+            remedy="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
         )
     options: dict[str, Any] = {"ensure_weight_tying": True} if keep_tied and _ends_of_model(saved) else {}
     return LoraConfig(
@@ -288,10 +288,10 @@ def _peft_names(wanted: Sequence[str], names: Sequence[str], selects: Callable[[
             return ends
     if wanted and selects is str.endswith:
         raise RecipeError(
-            "peft cannot tell these modules from others whose names end alike",
+            "peft cannot distinguish these modules from others with the same name suffix",
             where="peft.modules_to_save",
             value=list(wanted)[:5],
-            remedy="name all modules with these endings, or others",
+            remedy="list all modules with these suffixes, or other modules",
         )
     return []
 
@@ -304,7 +304,7 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
         try:
             wrapped = get_peft_model(model, peft_config, ADAPTER_NAME, autocast_adapter_dtype=autocast)
         except ValueError as error:
-            remedy = "leave such layers out by peft.exclude_modules, or name others in peft.target_modules"
+            remedy = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
             what = "peft cannot put adapters there"
             raise RecipeError(what, where="peft.target_modules", value=error, remedy=remedy) from error
     for text in {str(w.message) for w in caught if not issubclass(w.category, FutureWarning | DeprecationWarning)}:
@@ -326,4 +326,4 @@ def _log_what_is_saved(model: nn.Module, targets: Sequence[str], saved: Sequence
     log.info("adapters on %d layers%s: %s of %s parameters are trained, and checkpoints hold only these",
              len(targets), wholes, f"{num_trained:,}", f"{num_all:,}")  # fmt: skip
     if getattr(model, "save_embedding_layers", False):
-        log.info("the embeddings are saved too: their size is not the base's")
+        log.info("the embeddings are saved too: their size differs from the base's")

@@ -96,7 +96,7 @@ def _nearest_directory(path: Path) -> str:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {path.parent / near[0]}? " if near else ""
-    return f"{hint}name a directory with a config.json, or a model of the Hugging Face Hub"
+    return f"{hint}use a directory with a config.json, or a model of the Hugging Face Hub"
 
 
 def _read_config(name: str, where: str) -> PreTrainedConfig:
@@ -124,7 +124,7 @@ def _config_from_mapping(settings: dict[str, Any], tokenizer: Any, processor: An
         return config_class(**copy.deepcopy(settings))
     except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise RecipeError(
-            f"transformers refuses this configuration of a {model_type} model",
+            f"transformers rejects this configuration of a {model_type} model",
             where="model.from_config",
             value=first_line(error, 3),
             remedy="correct the value; the settings are those of the model type's config.json",
@@ -138,7 +138,7 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
         return found
     near = difflib.get_close_matches(str(model_type), known, n=3)
     raise RecipeError(
-        "from_config needs a model_type that transformers knows",
+        "from_config requires a model_type that transformers supports",
         where="model.from_config.model_type",
         value=model_type,
         remedy=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
@@ -183,11 +183,11 @@ def refuse_other_task(config: PreTrainedConfig, auto_class: Any) -> None:
     made_by = getattr(auto_class, "_model_mapping", None)  # one class of models has none
     if made_by is None or type(config) in made_by or auto_class.__name__ in (getattr(config, "auto_map", None) or {}):
         return
-    made = ", ".join(getattr(config, "architectures", None) or ()) or "no class named in its config"
+    made = ", ".join(getattr(config, "architectures", None) or ()) or "no class listed in its config"
     raise RecipeError(
-        "this recipe trains another kind of models",
+        "this recipe does not support this kind of model",
         where="model",
-        value=f"a {config.model_type} model ({made}), of which {auto_class.__name__} makes none",
+        value=f"a {config.model_type} model ({made}), which {auto_class.__name__} does not support",
         remedy="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
         "encoder-decoders need a recipe of your own",
     )
@@ -212,7 +212,7 @@ def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None
             "samples may be longer than the model's context",
             where=where,
             value=f"{seq_length} tokens; the model's max_position_embeddings is {limit}",
-            remedy=f"set it to {limit} or less, or take a model with a longer context",
+            remedy=f"set it to {limit} or less, or use a model with a longer context",
         )
 
 
@@ -266,7 +266,7 @@ def build_model(
             "a file of the model's weights is damaged",
             where=_damaged_file(os.path.expanduser(str(from_pretrained))),
             value=first_line(error),
-            remedy="fetch or copy it again, and compare its size with the original's",
+            remedy="download or copy it again, and compare its size with the original",
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         remedy = "correct the model section; weights are read from *.safetensors beside config.json"
@@ -359,7 +359,7 @@ def check_complete(model: object) -> None:
     """Raise :class:`RecipeError` for what is no module, or has tensors without values, as lazy ones and those on the
     meta device are."""
     if not isinstance(model, nn.Module):
-        remedy = "let the function or class of this section make one"
+        remedy = "return one from the function or class of this section"
         raise RecipeError(
             "the model is not a torch.nn.Module", where="model", value=type(model).__name__, remedy=remedy
         )
@@ -367,7 +367,7 @@ def check_complete(model: object) -> None:
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta]
     if lazy:
         raise RecipeError(
-            "tensors of the model have no values yet",
+            "tensors of the model are not initialized",
             where="model",
             value=f"{len(lazy)} of {len(tensors)}, the first {lazy[0]}",
             remedy="let what makes the model run it once on a few tokens (lazy layers), and leave the meta device out",
@@ -379,9 +379,9 @@ def check_trained_types(model: nn.Module) -> None:
     short = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if short:
         raise RecipeError(
-            "float16 needs a loss scaler, without which small gradients and updates vanish; there is none here",
+            "float16 training requires a loss scaler (small gradients underflow), which is not supported",
             where="model.dtype",
-            value=f"{len(short)} parameters in float16 to be trained, the first {short[0]}",
+            value=f"{len(short)} trainable parameters in float16, the first {short[0]}",
             remedy="set it to bfloat16, which has float32's range, or to float32; adapters on a base in float16 are "
             "trained in peft.dtype float32",
         )
@@ -394,7 +394,7 @@ def checkpoint_activations(model: Any) -> None:
             "this model cannot recompute its activations",
             where="model.activation_checkpointing",
             value=type(model).__name__,
-            remedy="leave activation_checkpointing out",
+            remedy="remove activation_checkpointing",
         )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

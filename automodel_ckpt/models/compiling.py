@@ -28,7 +28,7 @@ def compile_layers(
     Raises :class:`RecipeError` for no layers, and for a backend or mode that is not there or cannot work on *device*.
     """
     if not layers:
-        raise _refused("this model has no repeated layers to compile", "enabled", True, "leave compile out")
+        raise _refused("this model has no repeated layers to compile", "enabled", True, "remove the compile section")
     _check_backend(backend, device or torch.device("cpu"))
     _check_mode(backend, mode)
     for layer in layers:
@@ -49,7 +49,7 @@ def _check_backend(backend: str, device: torch.device) -> None:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
         remedy = "install g++, or set compile.backend aot_eager"
-        raise _refused("inductor finds no C++ compiler for the CPU", "backend", backend, remedy) from error
+        raise _refused("inductor cannot find a C++ compiler for the CPU", "backend", backend, remedy) from error
 
 
 def _check_mode(backend: str, mode: str | None) -> None:
@@ -57,7 +57,7 @@ def _check_mode(backend: str, mode: str | None) -> None:
         return
     known = list(torch._inductor.list_mode_options())
     if backend != "inductor":
-        raise _refused("only the backend inductor has modes", "mode", mode, "leave compile.mode out")
+        raise _refused("only the inductor backend has modes", "mode", mode, "remove compile.mode")
     if mode not in known:
         raise _refused("inductor has no such mode", "mode", mode, f"it has {', '.join(known)}")
 

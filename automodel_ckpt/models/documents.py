@@ -90,7 +90,7 @@ def attend_by_document(
             _ask(model)
             by_document = _logits(model, tokens, restarted, options)
     except Exception as error:
-        log.debug("the model cannot attend by document: %s: %s", type(error).__name__, error)
+        log.debug("attention cannot be limited to each sample: %s: %s", type(error).__name__, error)
         attend_by_mask(model)
         return False
     # What crossing attention does is the measure: rounding is far below it in every dtype.

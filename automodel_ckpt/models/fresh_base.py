@@ -41,7 +41,7 @@ def make_base(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        problem = os_problem(error, "the base model cannot be written", remedy=f"name another directory in {_WHERE}")
+        problem = os_problem(error, "the base model cannot be written", remedy=f"set another directory in {_WHERE}")
         raise RecipeError.all_of([problem]) from error
     return True
 
@@ -56,7 +56,7 @@ def _fill(directory: Path, config: PreTrainedConfig, auto_class: Any, dtype: str
     for path in directory.iterdir():
         fsync_file(path)
     fsync_directory(directory)
-    log.info("made a base with fresh weights: %s, %s parameters", type(model).__name__,
+    log.info("created a base with fresh weights: %s, %s parameters", type(model).__name__,
              f"{sum(p.numel() for p in model.parameters()):,}")  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def _refuse_other_model(directory: Path, config: PreTrainedConfig) -> None:
     ]
     if not stored or differ:
         raise RecipeError(
-            "another model stands in the directory of the base",
+            "the directory of the base contains another model",
             where=_WHERE,
             value=f"{directory} (differs in {', '.join(differ[:5])})" if stored else f"{directory} (no config.json)",
             remedy="name another directory; or, to train on what stands there, name it in model.from_pretrained "

@@ -71,7 +71,7 @@ class Verdict:
         raise RecipeError.all_of(
             [
                 Problem(
-                    "the weights are not those of this model",
+                    "the weights do not match this model",
                     where,
                     "\n    ".join([str(value), *lines]),
                     _remedy(self, section),
@@ -84,7 +84,7 @@ class Verdict:
         lines = self.lines(allowed=True)
         lines += [f"~ {name}: {there[0]} rows there, {here[0]} here" for name, (there, here) in self.resized.items()]
         if lines:
-            log.info("%s differ, as the recipe allows:\n    %s", between, "\n    ".join(lines))
+            log.info("%s differ, which the recipe allows:\n    %s", between, "\n    ".join(lines))
 
     @classmethod
     def of_differences(

@@ -296,19 +296,19 @@ def install_loss_head(
     layer = _output_layer(model)
     weight = next(layer.parameters(), None) if layer is not None else None
     if layer is None or weight is None or _is_cut_across(layer):
-        log.info("the loss is computed from full logits: %s has no output layer that alone gives them", _name(model))
+        log.info("computing the loss from full logits: %s has no single output layer", _name(model))
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
     try:
-        vocabulary, why = _num_logits(model, layer, tokens, options), "does more to its logits than its output layer"
+        vocabulary, why = _num_logits(model, layer, tokens, options), "modifies its logits after the output layer"
     except Exception as error:
         log.debug("the model cannot be asked about its output layer", exc_info=True)
         vocabulary, why = (
             0,
-            f"cannot be asked about its output layer, a few tokens through it raised {described(error)}",
+            f"could not be probed for its output layer; a forward pass of a few tokens raised {described(error)}",
         )
     if not vocabulary:
-        log.info("the loss is computed from full logits: %s %s", _name(model), why)
+        log.info("computing the loss from full logits: %s %s", _name(model), why)
         return None
     return LossHead.of(layer) if type(layer) is nn.Linear else ModuleLossHead.of(layer, vocabulary)
 

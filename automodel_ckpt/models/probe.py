@@ -34,7 +34,7 @@ class Answer:
     @property
     def reason(self) -> str:
         """The model's error as the end of a message; empty where it ran."""
-        return f" (a few tokens through the model raised {self.error})" if self.error else ""
+        return f" (a forward pass of a few tokens raised {self.error})" if self.error else ""
 
 
 def attention_of(model: nn.Module) -> str:
@@ -80,7 +80,7 @@ def keeps_samples_apart(
         allowed = 0.1 * _distance(crossed, alone)
         return Answer(max(_distance(after_first, alone), _distance(after_other, alone)) <= allowed)
     except Exception as error:
-        log.debug("the model cannot be asked about samples that share a row", exc_info=True)
+        log.debug("could not probe the model for packed samples", exc_info=True)
         return Answer(False, described(error))
 
 

@@ -39,7 +39,7 @@ def read_processor(name: str) -> Any:
             processor = without_videos(processor_class).from_pretrained(name, trust_remote_code=False)
         except (AttributeError, TypeError):  # it is not made without that part
             raise error from None
-    log.info("%s is read without its part for videos, which needs torchvision", processor_class.__name__)
+    log.info("%s is loaded without its video processor, which requires torchvision", processor_class.__name__)
     return processor
 
 

@@ -31,7 +31,7 @@ def quantized_loading(kind: Quantization, *, device: torch.device, strategy: str
     or sharded.
     """
     if device.type != "cuda":
-        _refuse(kind, f"it needs a CUDA device; this is a {device.type}", "leave it out, or train on a GPU")
+        _refuse(kind, f"it needs a CUDA device; this is a {device.type}", "remove it, or train on a GPU")
     if strategy == "fsdp2":
         _refuse(kind, "packed weights cannot be sharded by fsdp2", "set distributed.strategy to ddp")
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -76,7 +76,7 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
             found[parameter.dtype] += 1
             parameter.data = parameter.data.to(dtype)
     for other, number in found.items():
-        log.info("%d parameters that were read in %s are cast to %s (model.dtype)", number, _name(other), _name(dtype))
+        log.info("casting %d parameters from %s to %s (model.dtype)", number, _name(other), _name(dtype))
 
 
 def check_not_quantized(model: nn.Module) -> None:
@@ -86,10 +86,10 @@ def check_not_quantized(model: nn.Module) -> None:
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     method = getattr(settings, "quant_method", None) or (settings or {}).get("quant_method", "unknown")
     raise RecipeError(
-        "the weights of this base stay quantized, and cannot have the type of model.dtype",
+        "the base's weights stay quantized and cannot be cast to model.dtype",
         where="model.from_pretrained",
         value=f"quantization_config with quant_method {getattr(method, 'value', method)}",
-        remedy="name a base that is not quantized, or train adapters on it (a peft section)",
+        remedy="use a base that is not quantized, or train adapters on it (add a peft section)",
     )
 
 

@@ -60,7 +60,7 @@ def check_router_loss(
             return
         found = f"the model's is {float(expected):g}, the load balancing loss of its router logits {float(computed):g}"
     raise RecipeError(
-        "this model's router loss is not the load balancing loss that this program can compute",
+        "the model's router loss is not the supported load balancing loss",
         where=WHERE,
         value=f"{type(model).__name__}: {found}",
         remedy=_OFF,
@@ -71,8 +71,8 @@ def refuse_stages(num_stages: int) -> None:
     """:class:`RecipeError` for pipeline stages: no stage sees the routers of all layers."""
     if num_stages > 1:
         raise RecipeError(
-            "the router's load balancing loss needs the routers of all layers, and a pipeline stage has only some",
+            "the router's load balancing loss requires the routers of all layers, but a pipeline stage has only some",
             where=WHERE,
             value=f"distributed.pp_size {num_stages}, and the model's config has output_router_logits: true",
-            remedy=f"{_OFF}, or leave pp_size out",
+            remedy=f"{_OFF}, or remove pp_size",
         )

@@ -48,15 +48,15 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
     """
     if reason := _why_not(model):
         raise RecipeError(
-            "pipeline stages can be cut from models built like Llama and Qwen, and this one is not",
+            "pipeline parallelism supports only models built like Llama and Qwen",
             where=_WHERE,
             value=f"{num_stages}; {type(model).__name__}: {reason}",
-            remedy="leave pp_size out: fsdp2 shards any model",
+            remedy="remove pp_size: fsdp2 shards any model",
         )
     num_layers = len(_inner(model).layers)
     if num_layers < num_stages:
         raise RecipeError(
-            "a pipeline stage needs a layer of its own",
+            "there are more pipeline stages than layers",
             where=_WHERE,
             value=f"{num_stages}; the model has {num_layers} layers",
             remedy=f"set it to {num_layers} or less",
@@ -115,7 +115,7 @@ def _why_not(model: nn.Module) -> str:
     elsewhere = [name for name, _ in model.named_parameters() if not name.startswith(tuple(f"{n}." for n in names))]
     if elsewhere:
         return f"it has parameters elsewhere ({elsewhere[0]})"
-    return "" if _hands_on(model) else "it does more to hidden states than its layers do"
+    return "" if _hands_on(model) else "it modifies hidden states outside of its layers"
 
 
 def _hands_on(model: nn.Module) -> bool:
@@ -127,7 +127,7 @@ def _hands_on(model: nn.Module) -> bool:
         with torch.no_grad():
             output = hull(inputs_embeds=hidden, position_ids=torch.arange(3).unsqueeze(0), use_cache=False)
     except Exception as error:
-        log.debug("the model cannot be asked about stages: %s: %s", type(error).__name__, error)
+        log.debug("could not probe the model for pipeline stages: %s: %s", type(error).__name__, error)
         return False
     return torch.equal(logits_of(output), hidden)
 

@@ -23,10 +23,10 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if tokenizer is None:
         raise RecipeError(
-            "there is no tokenizer for the vocabulary to follow",
+            "vocab_size tokenizer requires a tokenizer",
             where="model.vocab_size",
             value=option,
-            remedy="give a tokenizer section, or a number",
+            remedy="add a tokenizer section, or set a number",
         )
     return len(tokenizer)
 
@@ -46,7 +46,7 @@ def refuse_unknown_ids(batches: Iterable[Mapping[str, torch.Tensor]], size: int 
             unknown = ids[(ids != ignored) & ((ids < 0) | (ids >= (size or math.inf)))]
             if len(unknown):
                 raise RecipeError(
-                    f"a sample has {name} that are not tokens of the model",
+                    f"a sample has {name} outside of the model's vocabulary",
                     where=where,
                     value=f"{int(unknown[0])}; the model has tokens from 0 to {size - 1 if size else '?'}",
                     remedy="prepare the data with the model's own tokenizer, or set model.vocab_size",

@@ -129,7 +129,7 @@ class Follower:
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
             told = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._complain(f"tracker {name} gets nothing more, training goes on: {told}")
+            self._complain(f"tracker {name} is disabled, training continues: {told}")
 
     def _remember(self) -> None:
         staged = self.run / (MEMORY + ".tmp")
@@ -233,7 +233,7 @@ def _redirected(run: Path) -> Callable[[str], None]:
 
     def complain(message: str) -> None:
         sys.stderr.write(f"{time.strftime('%F %T')} {message}\n")
-        user.write(f"warning: {message} ({run / OUTPUT} has what it printed)\n")
+        user.write(f"warning: {message} ({run / OUTPUT} has its output)\n")
         user.flush()
 
     return complain

@@ -99,9 +99,11 @@ def read_history(path: Path, name: str | None = None) -> History:
     checkpoints = tuple(_checkpoints(path)) if path.is_dir() else ()
     if not (records or checkpoints):
         raise CheckpointUnusable(
-            "there is no run to plot here", where=str(path), value=f"neither {layout.TRAINING_LOG} nor a checkpoint",
-            remedy="name a run's directory, the checkpoint.checkpoint_dir of its recipe",
-        )  # fmt: skip
+            "the directory contains no run to plot",
+            where=str(path),
+            value=f"neither {layout.TRAINING_LOG} nor a checkpoint",
+            remedy="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
+        )
     steps = [record for record in records if "event" not in record]
     saves = [record for record in records if record.get("event") == "save"]
     series = {name: _series(steps, name) for name in ("loss", "grad_norm", "lr", "tps")}
@@ -125,7 +127,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         return
     except OSError as error:
         raise CheckpointUnusable(
-            "a log of this run cannot be read", where=str(path), value=error.strerror, remedy="remove what stands there"
+            "a log of this run cannot be read", where=str(path), value=error.strerror, remedy="remove it"
         ) from error
     for line in lines:
         try:

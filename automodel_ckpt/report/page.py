@@ -128,7 +128,7 @@ def _legend(charts: Sequence[Chart]) -> str:
     said = [text for kind, text in _LEGEND.items() if kind in kinds]
     if any(line.style == "dots" for chart in charts for line in chart.lines):
         said.append("┄ validation")
-    spans = "".join(f"<span>{text}</span>" for text in (*said, "all over optimizer steps"))
+    spans = "".join(f"<span>{text}</span>" for text in (*said, "x axis: optimizer steps"))
     return f'<p class="legend">{spans}</p>'
 
 

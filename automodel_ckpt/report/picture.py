@@ -30,8 +30,8 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise RecipeError(
-            "a PNG is drawn by matplotlib, which is not installed", where="--output", value=str(file),
-            remedy="pip install 'automodel_ckpt[plot]', or name an .html file, which needs nothing",
+            "writing a PNG requires matplotlib, which is not installed", where="--output", value=str(file),
+            remedy="pip install 'automodel_ckpt[plot]', or write an .html file, which requires nothing",
         ) from error  # fmt: skip
     pyplot.switch_backend("agg")
     figure = drawn(pyplot, runs)

@@ -55,7 +55,7 @@ class AutoInterval:
         lost = stall / interval + interval / 2 / self._mtbf_seconds
         limit = f", but the next save waits for the {total:.3g} s that writing takes" if total > best else ""
         return (
-            f"saving every {self.steps} steps: a save keeps the training {stall:.3g} s, a step takes {step:.3g} s, "
+            f"saving every {self.steps} steps: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
             f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}. "
             f"Saves, and work done again after failures, will take {100 * lost:.2g} % of the time"
         )

@@ -82,10 +82,10 @@ def next_token_loss(
     loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
     if loss.dim() != 0:
         raise RecipeError(
-            "a loss has to be one number, the sum over all positions",
+            "the loss must be a scalar, the sum over all positions",
             where="loss_fn",
             value=f"a tensor of shape {list(loss.shape)}",
-            remedy="add up what loss_fn computes for each position",
+            remedy="sum the values that loss_fn computes for each position",
         )
     return loss
 
@@ -96,10 +96,10 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
     if len(shape) == 3 and shape[:2] == list(labels.shape):
         return
     raise RecipeError(
-        "the model gives no logits for each token, from which the loss on the next one is computed",
+        "the model returns no logits for each token, which the next-token loss requires",
         where="model",
         value=f"a tensor of shape {shape} for {list(labels.shape)} tokens" if is_tensor else type(logits).__name__,
-        remedy="name a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
+        remedy="use a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
         "or compute another loss in a recipe of your own (micro_batch_loss)",
     )
 
@@ -113,7 +113,7 @@ def refuse_unfit(loss_fn: LossFn) -> None:
         loss_fn(torch.zeros(2, 3), torch.tensor([1, IGNORE_INDEX]))
     except Exception as error:
         raise RecipeError(
-            "this loss does not take logits of each position and the labels' ids",
+            "this loss does not accept logits and label ids",
             where="loss_fn",
             value=f"{type(loss_fn).__name__}: {error}",
             remedy="use torch.nn.CrossEntropyLoss, or a function of your own with the arguments (logits, labels)",

@@ -37,10 +37,10 @@ def build_schedule(
     _check_kwargs(name, kwargs or {}, {key: p for key, p in parameters.items() if key not in _FILLED})
     if length is None and (decays or warmup_ratio is not None):
         raise RecipeError(
-            "this schedule needs to know how many steps there will be, and the data set does not tell",
+            "this schedule requires the number of steps, which the data set does not define",
             where="lr_scheduler.name",
             value=name,
-            remedy="set step_scheduler.max_steps or lr_scheduler.decay_steps, or take the schedule constant",
+            remedy="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
         )
     warmup = round(warmup_ratio * length) if warmup_ratio is not None and length is not None else warmup_steps or 0
     try:
@@ -52,7 +52,7 @@ def build_schedule(
             f"the schedule {name} cannot be computed with these values",
             where="lr_scheduler.kwargs",
             value=f"{dict(kwargs or {})} ({type(error).__name__}: {error})",
-            remedy="correct them, or leave them out to have the schedule's own",
+            remedy="correct them, or remove them to use the schedule's defaults",
         ) from error
     return schedule
 
@@ -92,7 +92,7 @@ def _refuse_unused(name: str, settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if value is not None:
             raise RecipeError(
-                f"the schedule {name} makes no use of {key}",
+                f"the schedule {name} does not use {key}",
                 where=f"lr_scheduler.{key}",
                 value=value,
                 remedy="remove it, or choose another schedule",
@@ -104,7 +104,9 @@ def _check_kwargs(name: str, given: Mapping[str, Any], taken: Mapping[str, inspe
     missing = [key for key, p in taken.items() if p.default is p.empty and key not in given]
     if unknown or missing:
         raise RecipeError(
-            f"the schedule {name} needs {', '.join(missing)}" if missing else f"the schedule {name} does not take this",
+            f"the schedule {name} requires {', '.join(missing)}"
+            if missing
+            else f"the schedule {name} does not accept this",
             where="lr_scheduler.kwargs",
             value=", ".join(unknown) or dict(given),
             remedy=f"it takes {', '.join(sorted(taken)) or 'nothing besides'}",

@@ -98,9 +98,9 @@ class JsonlLog:
             yield
         except OSError as error:
             error.filename = error.filename or str(self.path)
-            remedy = "remove what stands there or free space, then run the same command"
+            remedy = "remove what is stored there or free space, then run the same command"
             raise SaveFailed.all_of(
-                [os_problem(error, "a log of the run cannot be cut back", remedy=remedy)]
+                [os_problem(error, "a log of the run cannot be truncated", remedy=remedy)]
             ) from error
 
     def _cut_back(self, step: float) -> int:
@@ -167,11 +167,11 @@ class _Content:
     def reports(self) -> Iterator[tuple[str, list[bytes]]]:
         """What a user has to know, each with the lines that it is about."""
         if self._damaged:
-            yield "removed lines that are damaged (the steps they were about have no record now)", self._damaged
+            yield "removed damaged lines (their steps now have no record)", self._damaged
         if self._duplicates:
-            yield "removed lines about steps that a later line is about too", self._duplicates
+            yield "removed lines for steps that a later line repeats", self._duplicates
         if self._without_step:
-            yield "lines that are not of this run were found and left as they are", self._without_step
+            yield "found lines from another run and kept them unchanged", self._without_step
 
 
 def _is_step(value: object) -> bool:

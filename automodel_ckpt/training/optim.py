@@ -32,13 +32,13 @@ def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
             "the optimizer is not a torch.optim.Optimizer",
             where="optimizer",
             value=type(optimizer).__name__,
-            remedy="let this section's function or class make one",
+            remedy="return one from this section's function or class",
         )
     needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty
               and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     if needed and not takes_own_steps:
         raise RecipeError(
-            "this optimizer evaluates the loss several times in a step, and the recipe computes it once",
+            "this optimizer evaluates the loss several times in a step, but the recipe computes it once",
             where="optimizer",
             value=f"{type(optimizer).__name__}.step({', '.join(needed)})",
             remedy="use another optimizer, or override train_step in a recipe of your own",
@@ -54,8 +54,8 @@ def refuse_unsharded(optimizer: torch.optim.Optimizer, error: Exception) -> None
             "the optimizer cannot update sharded parameters",
             where="optimizer",
             value=f"{type(optimizer).__name__}: {str(error).splitlines()[0][:160]}",
-            remedy="use another one, such as torch.optim.AdamW or SGD, or distributed.strategy ddp, where parameters "
-            "are whole",
+            remedy="use another one, such as torch.optim.AdamW or SGD, or distributed.strategy ddp, which does "
+            "not shard parameters",
         ) from error
 
 

@@ -106,9 +106,9 @@ class RouterLoss:
         """The sums of the last micro-batch. Raises :class:`RecipeError` where no forward pass was noted."""
         if self._noted is None:
             raise RecipeError(
-                "the router's load balancing loss needs the forward pass, which this recipe makes in its own way",
+                "the router's load balancing loss requires the standard forward pass, which this recipe replaces",
                 where="micro_batch_loss",
-                value="a micro-batch without a call of outcome()",
+                value="outcome() was not called for a micro-batch",
                 remedy="call self.outcome(self.rows_of(micro_batch)), or set model.router_aux_loss: false",
             )
         noted, self._noted = self._noted, None

@@ -108,7 +108,7 @@ def _refuse_absurd(state: Mapping[str, Any]) -> None:
     wrong += [name for name, number in numbers.items() if type(number) is not float or not math.isfinite(number)]
     if wrong:
         raise CheckpointUnusable(
-            "counters that no run comes to",
+            "the saved step counters are invalid",
             where="step_scheduler",
             value=", ".join(f"{name} {str(state[name])[:40]}" for name in wrong),
             remedy="resume from another checkpoint (checkpoint.restore_from)",

@@ -23,14 +23,14 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
     """Raise :class:`RecipeError` for trackers whose library is not installed, and for any of a run without logs."""
     if names and not has_logs:
         raise RecipeError(
-            "trackers read the run's logs, and this run writes none", where="logging.trackers",
-            value="checkpoint.enabled is false", remedy="set checkpoint.enabled, or leave the trackers out",
+            "trackers read the run's logs, but this run writes none", where="logging.trackers",
+            value="checkpoint.enabled is false", remedy="set checkpoint.enabled, or remove the trackers",
         )  # fmt: skip
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise RecipeError(
             "a tracker's library is not installed", where="logging.trackers", value=", ".join(missing),
-            remedy=f"pip install {' '.join(missing)}, or leave it out: `ckpt track` can send the run later",
+            remedy=f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
         )  # fmt: skip
 
 
@@ -67,4 +67,4 @@ class Tracking:
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            log.warning("trackers are still sending; they end by themselves within a minute")
+            log.warning("trackers are still sending; they end within a minute")

@@ -68,7 +68,7 @@ def test_memory_and_size_are_what_training_then_takes(
     assert of_half_rows == pytest.approx(of_rows / 2, rel=0.2)
     taller = ["--init_from.path=checkpoints", "--model.from_config.num_hidden_layers=5", "--checkpoint.enabled=false"]
     assert main(["--dry-run", "recipe.yaml", *taller]) == 2
-    assert "the weights are not those of this model" in capsys.readouterr().err
+    assert "the weights do not match this model" in capsys.readouterr().err
     assert main(["--dry-run", "recipe.yaml", *taller, "--init_from.allow_missing=['model.layers.4.*']"]) == 0
     there = Path("checkpoints/epoch_0_step_2").absolute()
     wanted = rf"init_from: +{there}: 39 of 48 tensors match.*\n +\+ model.layers.4.input_layernorm.weight: not there"

@@ -143,7 +143,7 @@ MISTAKES = {
         ("--distributed.backend=cpu:gloo,cuda:nccl",), r"backend nccl cannot be used here[\s\S]*leave"
     ),
     "a backend that torch lacks": Mistake(("--distributed.backend=mpi",), "backend mpi cannot be used here"),
-    "a backend of no name": Mistake(("--distributed.backend=foo",), "torch.distributed has no such backend"),
+    "a backend of no name": Mistake(("--distributed.backend=foo",), "unknown torch.distributed backend"),
     "a mean for a loss": Mistake(
         ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}",), "has to be the sum over the labels"
     ),

@@ -131,10 +131,10 @@ def test_a_model_whose_tokens_meet_elsewhere_is_found_out_by_a_few_of_them() -> 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model_type": "mamba"}, "MambaForCausalLM: tokens meet in its layers elsewhere than in attention (Conv1d"),
+        ({"model_type": "mamba"}, "MambaForCausalLM: its layers mix tokens outside of attention (Conv1d"),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "attention (Conv1d, conv)"),
         ({"model_type": "rwkv"}, "(a state along the sequence)"),
-        ({"model_type": "bloom"}, "is not one of transformers' attention interface"),
+        ({"model_type": "bloom"}, "does not use transformers' attention interface"),
         ({"model_type": "llama", "attn_implementation": "eager"}, "eager attention is each model's own"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_model_whose_class_tells_is_refused_without_weights(settings: dict[str
 
 def test_a_model_that_images_join_between_the_layers_is_refused() -> None:
     config = Qwen3VLConfig(text_config={"num_hidden_layers": 1}, vision_config={"depth": 1})
-    with pytest.raises(RecipeError, match="joins whole rows between its layers"):
+    with pytest.raises(RecipeError, match="are inserted between its layers"):
         check_context_parallel(on_meta(lambda: AutoModelForImageTextToText.from_config(config)))
 
 
@@ -157,7 +157,7 @@ def test_what_is_none_of_transformers_models_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "remedy"), [((4, 2), "set it to 2"), ((3, 1), "set it to 2"), ((2, 4), "leave cp_size out")]
+    ("sizes", "remedy"), [((4, 2), "set it to 2"), ((3, 1), "set it to 2"), ((2, 4), "remove cp_size")]
 )
 def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], remedy: str) -> None:
     check_context_heads(config_of(), 2, 2)
@@ -169,4 +169,4 @@ def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], rem
 def test_rows_that_cannot_be_cut_evenly_are_refused(tmp_path: Path) -> None:
     collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
     error = failure(tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2)
-    assert "17 tokens among 2 ranks" in str(error) and "leave cp_size out" in str(error)
+    assert "17 tokens among 2 ranks" in str(error) and "remove cp_size" in str(error)

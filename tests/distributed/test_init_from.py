@@ -216,7 +216,7 @@ def test_a_vocabulary_that_follows_no_tokenizer_is_refused() -> None:
 
     assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (None, 7, 2)
     assert wanted_size("tokenizer", SimpleNamespace(tokenizer=[1])) == 1
-    with pytest.raises(RecipeError, match="no tokenizer for the vocabulary"):
+    with pytest.raises(RecipeError, match="vocab_size tokenizer requires a tokenizer"):
         wanted_size("tokenizer", None)
 
 

@@ -441,10 +441,13 @@ def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((["--nnodes=2", "--node-rank=0"], ["--nnodes=3", "--node-rank=1"]), "another machine of this run was told 2"),
+        (
+            (["--nnodes=2", "--node-rank=0"], ["--nnodes=3", "--node-rank=1"]),
+            "another node of this run was started with --nnodes 2",
+        ),
         (
             (["--nnodes=3", "--node-rank=1"], ["--nnodes=3", "--node-rank=1"]),
-            "another machine of this run has the same",
+            "another node of this run has the same",
         ),
     ],
 )
@@ -457,7 +460,7 @@ def test_machines_that_contradict_each_other_are_refused(
     wait_until(lambda: any(command.process.poll() is not None for command in commands), 30)
     refused, other = sorted(commands, key=lambda command: command.process.poll() is None)
     assert refused.wait().code == 2
-    assert refused.err.startswith(f"error: the machines contradict each other: {said}")
+    assert refused.err.startswith(f"error: the nodes are inconsistent: {said}")
     for waiting in filter(None, (other, master)):
         waiting.process.terminate()
         assert waiting.wait(20).code == 75

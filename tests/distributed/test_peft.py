@@ -213,7 +213,7 @@ def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refus
     assert alone(recipe, fresh, "--step_scheduler.max_steps=1") is None
     assert {path: path.stat().st_mtime_ns for path in base.iterdir()} == before
     error = alone(recipe, fresh, "--model.from_config.hidden_size=48")
-    assert isinstance(error, RecipeError) and "another model stands in the directory of the base" in str(error)
+    assert isinstance(error, RecipeError) and "the directory of the base contains another model" in str(error)
     assert "hidden_size" in str(error)
     error = alone(recipe, fresh, "--peft.quantize_base=nf4")
     assert isinstance(error, RecipeError) and "it needs a CUDA device; this is a cpu" in str(error)

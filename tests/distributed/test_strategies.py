@@ -119,7 +119,7 @@ def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_m
     offloaded = failure(tmp_path, "--distributed.cpu_offload=true", "--distributed.strategy=fsdp2")
     assert "CPUOffloadPolicy needs an accelerator" in str(offloaded)
     half = failure(tmp_path, "--model.dtype=float16")
-    assert "float16 needs a loss scaler" in str(half) and "model.embed_tokens.weight" in str(half)
+    assert "float16 training requires a loss scaler" in str(half) and "model.embed_tokens.weight" in str(half)
     assert not (tmp_path / "run").exists()
 
 
@@ -133,7 +133,7 @@ def cut_differently() -> str:
 def test_a_plan_that_cuts_tied_weights_differently_is_refused() -> None:
     for text in ranks.run(cut_differently, 2):
         assert "lm_head.weight" in text
-        assert "give both the same dimension" in text
+        assert "shard both along the same dimension" in text
 
 
 def odd_rows(tokenizer: Any) -> Any:

@@ -365,15 +365,15 @@ def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
     [
         ("--model.from_config.hidden_sise=8", "did you mean hidden_size"),
         ("--model.from_config.model_type=lama", "did you mean llama"),
-        ("--model.from_config.hidden_size=30", "transformers refuses"),
+        ("--model.from_config.hidden_size=30", "transformers rejects"),
         ("--model.from_config.vocab_size=299", "300 tokens; the model's vocab_size is 299"),
         ("--model.from_config.max_position_embeddings=15", "longer than the model's context"),
         ("--model.freeze=['*embed_tokns*']", "no parameter's name matches"),
         ("--model.freeze=['*']", "no parameter is left to train"),
         ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}", "has to be the sum"),
-        ("--lr_scheduler={name: constant, warmup_steps: 3}", "makes no use of warmup_steps"),
-        ("--lr_scheduler.kwargs={cycles: 3}", "does not take this"),
-        ("--distributed.backend=smoke-signals", "has no such backend"),
+        ("--lr_scheduler={name: constant, warmup_steps: 3}", "does not use warmup_steps"),
+        ("--lr_scheduler.kwargs={cycles: 3}", "does not accept this"),
+        ("--distributed.backend=smoke-signals", "unknown torch.distributed backend"),
     ],
 )
 def test_what_is_wrong_with_the_recipe_is_refused_before_training(tmp_path: Path, override: str, what: str) -> None:

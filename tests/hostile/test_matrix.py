@@ -74,7 +74,7 @@ def test_a_hostile_checkpoint_harms_nobody(attack: attacks.Attack, reader: str, 
     assert not outcome.violations, said
     assert not case.marker.exists() and sorted(os.listdir(case.outside)) == untouched
     assert outcome.code in CLEAN[reader] and "Traceback" not in outcome.text, said
-    assert "this is a defect" not in outcome.text, said
+    assert "this is a bug" not in outcome.text, said
     assert outcome.seconds < sandbox.SECONDS and outcome.extra_bytes < sandbox.EXTRA_BYTES, said
     assert not any(ord(character) < 32 and character not in "\n\t" for character in outcome.text), said
     if reader in attack.refusing:

@@ -63,7 +63,7 @@ def tied_apart() -> object:
         (lambda: accumulation_steps(0, 1, 1), "at least 1"),
         (lambda: require_trackers(["tensorboard"], has_logs=False), "writes none"),
         (lambda: checkpoint_activations(torch.nn.Linear(1, 1)), "recompute its activations"),
-        (tied_apart, "cuts tied parameters differently"),
+        (tied_apart, "shards tied parameters differently"),
     ],
 )  # fmt: skip
 def test_an_argument_that_cannot_be_followed(provoke: Callable[[], object], said: str) -> None:
@@ -96,7 +96,7 @@ def test_a_python_without_its_documentation(monkeypatch: Patch, tmp_path: Path) 
 def test_ranks_that_the_gpus_of_a_machine_do_not_suffice_for(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(lambda: _device(None, 1), "more ranks on this machine than it has GPUs")
+    refused(lambda: _device(None, 1), "this node has fewer GPUs than ranks")
 
 
 def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:

@@ -30,7 +30,7 @@ def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
     ("world_size", "sizes", "remedy"),
     [
         (2, {"tp_size": 3}, "start a multiple of 3 ranks"),
-        (6, {"tp_size": 2, "dp_size": 2}, "leave dp_size out, so that it follows, or start 4 ranks"),
+        (6, {"tp_size": 2, "dp_size": 2}, "remove dp_size to derive it, or start 4 ranks"),
         (4, {"dp_replicate_size": 3}, "set it to a divisor of 4"),
         (6, {"tp_size": 2, "cp_size": 2}, "start a multiple of 4 ranks (tp_size x pp_size x cp_size)"),
     ],
@@ -54,7 +54,7 @@ def test_auto_shards_over_data_parallel_ranks_where_there_are_several() -> None:
     [
         ("single", Sizes(dp_shard=2), "one data parallel rank"),
         ("single", Sizes(cp=2), "one data parallel rank"),
-        ("ddp", Sizes(dp_replicate=2), "ddp shards nothing"),
+        ("ddp", Sizes(dp_replicate=2), "ddp does not shard"),
         ("ddp", Sizes(dp_shard=2, tp=2), "ddp cannot wrap a tensor parallel model"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("config", "given", "what"),
     [
-        (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), None, "brings no plan"),
+        (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), None, "has no tensor parallel plan"),
         (config_of(), {"model.layers.*.mlp.up_prj": "colwise", "lm_head": "colwise_rep"}, "model.layers.*.mlp.up_prj"),
         (config_of(), {"lm_head": "sideways"}, "'sideways'"),
         (config_of(), {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise"}, "a parameter instead"),

@@ -60,8 +60,8 @@ def test_names_wildcards_and_all_linear_choose_layers() -> None:
         ({"target_modules": "self_attn"}, "model.layers.0.self_attn is a LlamaAttention"),
         ({"modules_to_save": ["head"]}, "no module has this name"),
         ({"exclude_modules": ["lm_haed"]}, "did you mean lm_head"),
-        ({"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]}, "trained as a whole and get an adapter too"),
-        ({"exclude_modules": ["*"]}, "no layer is left to get an adapter"),
+        ({"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]}, "both fully trained and adapted"),
+        ({"exclude_modules": ["*"]}, "no layer is left to adapt"),
     ],
 )
 def test_names_that_choose_nothing_or_contradict_each_other_are_refused(lora: dict[str, Any], said: str) -> None:
@@ -79,8 +79,8 @@ def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(caplo
     mixture = AutoModelForCausalLM.from_config(experts)
     added = add_adapters(mixture, Lora(), task_type="CAUSAL_LM")
     assert not [name for name, _ in added.model.named_parameters() if "lora_" in name and ".experts." in name]
-    assert "for experts, and they get no adapter: down_proj, gate_proj, up_proj" in caplog.text
-    with pytest.raises(RecipeError, match=r"would adapt those instead[\s\S]*shared_experts\.up_proj"):
+    assert "as experts, so they get no adapter: down_proj, gate_proj, up_proj" in caplog.text
+    with pytest.raises(RecipeError, match=r"would adapt the experts instead[\s\S]*shared_experts\.up_proj"):
         find_modules(mixture, Lora(target_modules=["q_proj", "*.shared_experts.*"]))
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes, state_size=2))
     with pytest.raises(RecipeError, match=r"peft cannot put adapters there[\s\S]*out_proj"):
@@ -103,7 +103,7 @@ def test_what_peft_is_given_selects_exactly_the_layers_that_were_found() -> None
 
 def test_modules_to_save_whose_names_end_like_others_are_refused() -> None:
     model = Twins()
-    with pytest.raises(RecipeError, match="cannot tell these modules from others"):
+    with pytest.raises(RecipeError, match="cannot distinguish these modules from others"):
         add_adapters(model, Lora(target_modules=["*subproj"], modules_to_save=["te*.proj"]), task_type=None)
 
 

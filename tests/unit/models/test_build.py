@@ -266,7 +266,7 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
         assert {parameter.dtype for parameter in parameters.values()} == {dtype}
         assert all(torch.equal(parameters[key], value.to(dtype)) for key, value in values.items())
         assert model.config.dtype == dtype and not hasattr(model.config, "quantization_config")
-    assert "read in bfloat16 are cast to float32 (model.dtype)" in caplog.text
+    assert "from bfloat16 to float32 (model.dtype)" in caplog.text
 
 
 def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:

@@ -73,7 +73,7 @@ def test_a_model_that_fails_when_asked_is_not_used_so_and_its_own_error_is_kept(
 
     answer = keeps_samples_apart(Broken(2, 2), False, {})
     assert not answer
-    assert answer.reason == " (a few tokens through the model raised KeyError: 'pixel_values')"
+    assert answer.reason == " (a forward pass of a few tokens raised KeyError: 'pixel_values')"
 
 
 def test_asking_leaves_mode_gradients_and_random_numbers_alone() -> None:

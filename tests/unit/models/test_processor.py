@@ -45,7 +45,7 @@ def hub_layout(directory: Path) -> Path:
 def test_a_family_with_videos_is_read_for_its_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "automodel_ckpt"):
         made = read_processor(str(hub_layout(tmp_path)))
-    assert "Qwen2_5_VLProcessor is read without its part for videos" in caplog.text
+    assert "Qwen2_5_VLProcessor is loaded without its video processor" in caplog.text
     assert made.get_attributes() == ["image_processor", "tokenizer"]
     text = "<|vision_start|><|image_pad|><|vision_end|>what is this?"
     batch = made(text=[text], images=[[Image.new("RGB", (16, 8))]], return_tensors="pt")

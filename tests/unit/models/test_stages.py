@@ -70,7 +70,7 @@ def test_a_model_that_does_more_to_hidden_states_than_its_layers_do_is_refused()
     model: Any = model_of()
     scaled = model.model.forward
     model.model.forward = lambda inputs_embeds, **rest: scaled(inputs_embeds=2 * inputs_embeds, **rest)
-    assert "does more to hidden states" in refusal(model)
+    assert "modifies hidden states" in refusal(model)
     model = model_of()
     model.model.extra = torch.nn.Linear(2, 2)
     assert "parameters elsewhere (model.extra.weight)" in refusal(model)

@@ -157,7 +157,7 @@ def test_a_failing_tracker_is_told_of_once_and_gets_nothing_more(run: Path) -> N
     told: list[str] = []
     Follower(run, {"recorder": {"fails_at": 2}}, None, told.append).close()
     assert steps() == [1]
-    assert told == ["tracker recorder gets nothing more, training goes on: SystemExit: no"]
+    assert told == ["tracker recorder is disabled, training continues: SystemExit: no"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"sent": {"train": "x"}}}'])

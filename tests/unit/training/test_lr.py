@@ -61,12 +61,12 @@ def test_every_other_schedule_of_the_schema_takes_its_settings(name: str, kwargs
 @pytest.mark.parametrize(
     ("name", "settings", "what"),
     [
-        ("cosine", {"total_steps": None}, "how many steps"),
-        ("constant", {"total_steps": None, "warmup_steps": 3}, "makes no use of warmup_steps"),
-        ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "makes no use of decay_steps"),
-        ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "does not take this"),
+        ("cosine", {"total_steps": None}, "requires the number of steps"),
+        ("constant", {"total_steps": None, "warmup_steps": 3}, "does not use warmup_steps"),
+        ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "does not use decay_steps"),
+        ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "does not accept this"),
         ("cosine", {"total_steps": 9, "warmup_steps": 3, "kwargs": {"num_cycles": "abc"}}, "with these values"),
-        ("warmup_stable_decay", {"total_steps": 9}, "needs num_decay_steps"),
+        ("warmup_stable_decay", {"total_steps": 9}, "requires num_decay_steps"),
     ],
 )
 def test_what_a_schedule_cannot_use_is_refused(name: str, settings: dict[str, Any], what: str) -> None:

@@ -82,7 +82,7 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
         ['    {"step": 2, "loss": 2.0}', '    {"event": "save", "step": 2}'],
         ['    {"note": "mine"}'],
     ]
-    assert "damaged" in reports[0][0] and "a later line" in reports[1][0] and "left as they are" in reports[2][0]
+    assert "damaged" in reports[0][0] and "a later line" in reports[1][0] and "kept them unchanged" in reports[2][0]
     assert JsonlLog(path).truncate_after(4) == 0
 
 
