@@ -164,19 +164,19 @@ class _Limit:
 
 _MEMORY_LIMIT = (resource.RLIMIT_AS, "ulimit -v", 1024)
 _OPEN_FILES = _Limit(
-    "too many files are open for this system's limit", ((resource.RLIMIT_NOFILE, "ulimit -n", 1),),
+    "too many open files", ((resource.RLIMIT_NOFILE, "ulimit -n", 1),),
     "raise the limit on open files: ulimit -n 65536",
 )  # fmt: skip
 _THREADS = _Limit(
-    "the system does not let this program start a thread",
+    "cannot start a thread",
     ((resource.RLIMIT_NPROC, "ulimit -u", 1), _MEMORY_LIMIT, (resource.RLIMIT_STACK, "ulimit -s", 1024)),
-    "raise the limit on processes (ulimit -u; in a container pids.max) or on memory (ulimit -v), or lower that on "
-    "stacks (ulimit -s)",
+    "raise the limit on processes (ulimit -u; in a container pids.max) or on memory (ulimit -v), or lower the limit on "
+    "stack size (ulimit -s)",
 )  # fmt: skip
 _MEMORY = _Limit(
-    "the system does not give this program more memory", (_MEMORY_LIMIT,),
-    "raise the limit on memory (ulimit -v; in a job or a container its own), or use less: a smaller local batch, fewer "
-    "workers and threads",
+    "out of memory: the system refused to allocate more", (_MEMORY_LIMIT,),
+    "raise the memory limit (ulimit -v, or that of the job or container), or use less: a smaller local batch, fewer "
+    "workers or threads",
 )  # fmt: skip
 _LIMIT_TEXTS = {
     "can't start new thread": _THREADS,

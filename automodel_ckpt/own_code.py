@@ -44,9 +44,9 @@ def telling_own_failures(kind: type[AutomodelError]) -> Iterator[None]:
         if place is None:
             raise
         problem = Problem(
-            "code that the recipe names has failed",
+            "user code failed",
             place,
             f"{type(error).__name__}: {error}",
-            "correct that code, or what the recipe gives it",
+            "fix this code, or the arguments that the recipe passes to it",
         )
         raise kind.all_of([problem]) from error

@@ -66,11 +66,7 @@ class Comparison:
     def verdict(self) -> str:
         if self.num_ranks[0] == self.num_ranks[1]:
             return "bit-identical" if self.is_good else "different"
-        return (
-            ("equal but for the order of additions" if self.judged else "the same samples")
-            if self.is_good
-            else "different"
-        )
+        return ("equal within tolerance" if self.judged else "same samples") if self.is_good else "different"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict}
@@ -112,7 +108,7 @@ def _differences(rank: int, one: Step, other: Step) -> Iterator[Difference]:
             yield Difference(one["step"], rank, name, _shown(name, one[name]), _shown(name, other[name]))
     states = one["state"], other["state"]
     for name in sorted(states[0].keys() | states[1].keys(), key=lambda name: ("/" not in name, name)):
-        mine, theirs = (state.get(name, "not there") for state in states)
+        mine, theirs = (state.get(name, "missing") for state in states)
         if mine != theirs:
             yield Difference(one["step"], rank, name, mine, theirs)
 

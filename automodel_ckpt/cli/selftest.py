@@ -58,12 +58,12 @@ def plan_of(line: CommandLine) -> Plan:
     (steps,) = line.modes.get("selftest_steps", [str(DEFAULT_STEPS)])
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
-        _refuse("a resume needs at least two steps", "--selftest-steps", steps, "give 2 or more")
+        _refuse("the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more")
     if not is_number(ranks) or int(ranks) < 1:
-        _refuse("not a number of ranks", "--selftest-nproc", ranks, "give 1 or more")
+        _refuse("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
     if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
-        _refuse("the selftest starts its ranks itself, on one machine", "--selftest-resume", line.flags.nnodes,
-                "leave --nnodes, torchrun and srun out")  # fmt: skip
+        _refuse("the selftest runs on a single node and starts its own ranks", "--selftest-resume", line.flags.nnodes,
+                "run it without --nnodes, torchrun and srun")  # fmt: skip
     flags = dataclasses.replace(line.flags, max_restarts=0)
     return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
 
@@ -84,7 +84,7 @@ def selftest(path: str, line: CommandLine, observe: Observe) -> int:
             found = runs.compare()
         except RunFailed as failure:
             print(failure.output, file=sys.stderr)
-            print(f"selftest: the run {failure.name!r} ended with {failure.code}; see above", file=sys.stderr)
+            print(f"selftest: the run {failure.name!r} ended with exit code {failure.code}; see above", file=sys.stderr)
             return failure.code or EXIT_INTERNAL
     print(json.dumps(found.to_json(), indent=2) if "json" in line.modes else report(found))
     return EXIT_DONE if found.is_good else EXIT_INTERNAL
@@ -173,9 +173,11 @@ def report(found: Comparison) -> str:
     if found.first_difference is not None:
         lines.append(f"  first difference: {found.first_difference}")
         if found.first_difference.step <= found.stopped_after:
-            lines.append("  that is before the stop: two runs differ without any resume (deterministic: true may help)")
+            lines.append(
+                "  it is before the stop: two runs differ even without a resume (deterministic: true may help)"
+            )
     for name, value in found.largest.items():
-        limit = f"at most {found.tolerance:g} is rounding" if found.judged else "not judged: the model has dropout"
+        limit = f"tolerance {found.tolerance:g}" if found.judged else "not compared: the model has dropout"
         lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
     return "\n".join(lines)
 
@@ -183,7 +185,7 @@ def report(found: Comparison) -> str:
 def _step_line(step: StepSummary) -> str:
     numbers = f"samples {step.num_samples}  loss {step.loss:.6g}  grad norm {step.grad_norm:.6g}  lr {step.lr:.6g}"
     digests = "  ".join(f"{name} {digest}" for name, digest in step.digests.items())
-    return f"step {step.step}  {numbers}  {digests}  {'same' if step.same else 'not the same'}"
+    return f"step {step.step}  {numbers}  {digests}  {'same' if step.same else 'different'}"
 
 
 def refuse_stray_modes(line: CommandLine) -> None:
@@ -191,5 +193,5 @@ def refuse_stray_modes(line: CommandLine) -> None:
     stray = sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"})
     if stray and "selftest_resume" not in line.modes:
         flags = [f"--{name.replace('_', '-')}" for name in stray]
-        problems = [Problem(f"{flag} belongs to a selftest", flag, "", "add --selftest-resume") for flag in flags]
+        problems = [Problem(f"{flag} requires --selftest-resume", flag, "", "add --selftest-resume") for flag in flags]
         raise RecipeError.all_of(problems)

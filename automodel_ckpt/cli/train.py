@@ -128,10 +128,10 @@ def _refuse_no_directory() -> None:
         os.getcwd()
     except FileNotFoundError as error:
         raise RecipeError(
-            "the current directory is gone",
+            "the current directory does not exist",
             where=os.environ.get("PWD", "."),
-            value="it was removed while this shell was in it",
-            remedy="cd to another one, or to the same name if it was made again",
+            value="it was removed",
+            remedy="cd to an existing directory",
         ) from error
 
 
@@ -143,10 +143,10 @@ def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: 
     recipe = targets.prepare(loaded, targets.Trust(line.flags.trust))
     if not issubclass(recipe, FinetuneRecipe):
         raise RecipeError(
-            "only recipes that are built on FinetuneRecipe can be observed",
+            "the selftest requires a recipe derived from FinetuneRecipe",
             where="--selftest-resume",
             value=f"{recipe.__module__}.{recipe.__qualname__}",
-            remedy="derive it from automodel_ckpt.recipes.base.FinetuneRecipe",
+            remedy="derive the recipe from automodel_ckpt.recipes.base.FinetuneRecipe",
         )
     made: type = observed(recipe, notes, stop_after=stop_after)
     return made
@@ -158,11 +158,11 @@ def _recipe_path(line: CommandLine) -> str:
     if files:
         rest.remove(files[0])
     for word in rest:
-        remedy = f"did you mean --{word}?" if "=" in word else "a run has one recipe file; overrides begin with --"
+        remedy = f"did you mean --{word}?" if "=" in word else "give only one recipe file; overrides begin with --"
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", remedy))
     if not files:
-        remedy = "ckpt-train RECIPE.yaml; ckpt-train --list shows the recipes that come with it"
-        line.problems.append(Problem("no recipe file was given", "command line", "", remedy))
+        remedy = "run ckpt-train RECIPE.yaml; ckpt-train --list lists the example recipes"
+        line.problems.append(Problem("no recipe file given", "command line", "", remedy))
         raise RecipeError.all_of(line.problems)
     return files[0]
 
@@ -216,7 +216,7 @@ def warn_of_machines(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
     if problems:
         numbers = ", ".join(map(str, list(problems)[:10])) + (", ..." if len(problems) > 10 else "")
         why = next(iter(problems.values()))
-        print_error(f"warning: the run would end with code 2 when it has {numbers} machines\n{why}")
+        print_error(f"warning: with {numbers} nodes, the run will end with exit code 2\n{why}")
 
 
 def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:
@@ -260,8 +260,8 @@ def copy_example(name: str, directory: str) -> Path:
     found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]
     if not found:
         meant = closest(name, [*known, *(path.stem for path in known.values())])
-        remedy = f"did you mean {meant}?" if meant else "ckpt-train --list shows the names"
-        raise RecipeError("no recipe has this name", where="--copy", value=name, remedy=remedy)
+        remedy = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
+        raise RecipeError("unknown example recipe", where="--copy", value=name, remedy=remedy)
     code = re.search(r"^recipe: (\w+\.py):", found[0].read_text(encoding="utf-8"), re.MULTILINE)
     if code:
         _copy(found[0].with_name(code[1]), Path(directory))
@@ -275,7 +275,7 @@ def _copy(source: Path, directory: Path) -> Path:
         with target.open("xb") as copy:
             copy.write(source.read_bytes())
     except OSError as error:
-        reason = "name another directory, or remove what is there"
+        reason = "choose another directory, or remove the existing file"
         raise RecipeError(
             "the recipe cannot be copied", where=str(target), value=error.strerror, remedy=reason
         ) from error

@@ -340,7 +340,7 @@ def _listed(purpose: str) -> list[str]:
 def refused_argument(entry: Exact | ClassesOf, name: str, value: Any) -> str | None:
     """Why the argument *name* may not have this *value* without trust; None where it may."""
     if entry.arguments is not None and name not in entry.arguments and not _is_numbers(value):
-        return f"this argument is not on the list; without trust it takes {', '.join(sorted(entry.arguments))}"
+        return f"only these arguments are allowed: {', '.join(sorted(entry.arguments))}"
     if entry.arguments is not None and name in NESTED and isinstance(value, dict):
         return f"write it as a section with _target_: {suggestion(NESTED[name], '')}"
     if name in _LOCATIONS:
@@ -363,9 +363,9 @@ def wrong_location(name: str, value: Any) -> str | None:
     text = os.fspath(value)
     scheme, is_url, _ = text.partition("://")
     if "::" in text or (is_url and scheme not in _SCHEMES):
-        return "only local paths, names on the Hub, and URLs of " + ", ".join(sorted(_SCHEMES)) + " are read"
+        return "only local paths, Hub names, and URLs with the scheme " + ", ".join(sorted(_SCHEMES)) + " are allowed"
     if name == "path" and text.isidentifier() and text not in SAFE_READERS and text in _readers():
-        return f"of the readers of `datasets` only {', '.join(sorted(SAFE_READERS))} read plain tables"
+        return f"only these builders of `datasets` are allowed: {', '.join(sorted(SAFE_READERS))}"
     return None
 
 

@@ -143,8 +143,8 @@ class Binder:
         section = section_type(alternatives)
         is_plug_in = section is None and target_type(alternatives) is not None
         if type(None) in alternatives and (section or is_plug_in):
-            on = "give it a _target_" if is_plug_in else "write {} for its defaults"
-            self.note(f"{key} has no content", node, "", f"{on}, or null to leave it out")
+            on = "add a _target_" if is_plug_in else "write {} to use its defaults"
+            self.note(f"{key} is empty", node, "", f"{on}, or null to disable it")
             return False
         if section:
             node.value = {}
@@ -249,7 +249,7 @@ class Binder:
         except ValueError:
             remedy = ""
             if node.is_null and str in alternatives:
-                remedy = f"put quotes around it if the text {node.value or '(nothing)'} is meant, or remove the key"
+                remedy = f"quote it to use the text {node.value or '(empty)'}, or remove the key"
             self._refuse(key, node, describe(alternatives), choices(alternatives), remedy)
         return INVALID
 
@@ -291,20 +291,22 @@ class Binder:
         beside = closest(name, hints_of(cls))
         elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
         meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
-        remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists every key"
+        remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
         self.note(f"unknown key {join(key, name)}", node, node, remedy)
 
     def _refuse(self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = "") -> Any:
         meant = closest(str(node.value), listed)
         if meant:
             remedy = f"did you mean {meant}?"
-        self.note(f"{key} must be {expected}", node, node, remedy or "change it, or remove the key for its default")
+        self.note(
+            f"{key} must be {expected}", node, node, remedy or "correct the value, or remove the key to use its default"
+        )
         return INVALID
 
     def note(self, what: str, node: Node, value: object, remedy: str) -> None:
         """Add a problem, without showing what a reference to the environment resolved to."""
         hidden = isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
-        shown = f"{value} (resolved, not shown)" if hidden else str(value)
+        shown = f"{value} (resolved value hidden)" if hidden else str(value)
         self.problems.append(Problem(what, node.origin, shown, remedy))
 
 

@@ -27,7 +27,7 @@ READ = ("automodel_ckpt.", "torch.optim.", "torch.nn.")
 """What is read: this package's builders, optimizers and losses. All of it is on the allowlist or rejected there."""
 _MAX_IMPORTS = 5
 _RULES = {
-    "seq_length": Rule(lambda length: length >= 2, "2 or more: a token and the one it predicts"),
+    "seq_length": Rule(lambda length: length >= 2, "2 or more"),
     "max_samples": AT_LEAST_1,
     "shuffle_block": AT_LEAST_1,
 }
@@ -91,7 +91,7 @@ def _check_value(binder: Binder, annotation: Any, name: str, node: Node, key: st
     value = binder.value(annotation, node, key)
     rule = _RULES.get(name)
     if rule is not None and type(value) is int and not rule.holds(value):
-        binder.note(f"{key} must be {rule.says}", node, node, "change it, or remove the key for its default")
+        binder.note(f"{key} must be {rule.says}", node, node, "correct the value, or remove the key to use its default")
 
 
 def plugins(root: Node, schema: type[Any]) -> Iterator[Plugin]:
@@ -212,14 +212,14 @@ def unknown_argument(key: str, target: str, name: str, node: Node, parameters: t
     """The problem of an argument that a plug-in does not take."""
     parameters = list(parameters)
     meant = closest(name, parameters)
-    takes = ", ".join(parameters) or "no keywords"
-    remedy = f"did you mean {join(key, meant)}?" if meant else f"{target} takes {takes}"
+    takes = ", ".join(parameters) or "no keyword arguments"
+    remedy = f"did you mean {join(key, meant)}?" if meant else f"{target} accepts {takes}"
     return Problem(f"unknown key {join(key, name)}", node.origin, str(node), remedy)
 
 
 def missing_argument(key: str, target: str, name: str, section: Node | None) -> Problem:
     """The problem of an argument that a plug-in cannot do without."""
-    what = f"{join(key, name)} is missing: {target} cannot be called without it"
+    what = f"{join(key, name)} is missing: {target} requires it"
     return Problem(what, section.origin if section else "", "", f"add {join(key, name)}")
 
 

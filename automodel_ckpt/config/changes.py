@@ -87,14 +87,16 @@ def check_overrides(ignored: Iterable[Change], overridden: Collection[str], chec
 
 def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
     """What is wrong with an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
-    new_run = f"start a new run from the weights (--init_from.path {checkpoint}, another --checkpoint.checkpoint_dir)"
-    ways = ["leave the override out", new_run]
+    new_run = (
+        f"start a new run from its weights (--init_from.path {checkpoint} and another --checkpoint.checkpoint_dir)"
+    )
+    ways = ["remove the override", new_run]
     if flag.partition(".")[0] == "optimizer":
         ways.append("apply it with --optimizer.on_resume recipe")
     if change.key.startswith("init_from"):
-        ways = ["leave the override out", "start a new run in another --checkpoint.checkpoint_dir"]
+        ways = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]
     return Problem(
-        "this override would be ignored: the run is resumed, and the checkpoint has the value",
+        "this override has no effect on a resumed run, which uses the value in the checkpoint",
         f"--{flag}",
         f"{change.now}; {checkpoint.name} was saved with {change.saved}",
         "; or ".join(ways),

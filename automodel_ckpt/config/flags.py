@@ -18,23 +18,23 @@ def _is_node_range(text: str) -> bool:
 
 @dataclass
 class LaunchFlags:
-    """Launch flags, validated; written with dashes or underscores, ``--flag value`` or ``--flag=value``."""
+    """Validated launch flags; written with dashes or underscores, as ``--flag value`` or ``--flag=value``."""
 
     nproc_per_node: str = setting("1", RANKS)
-    """Ranks on this machine: a number, auto or gpu (one per GPU), cpu (one per core)."""
+    """Ranks per node: a number, auto or gpu (one per GPU), or cpu (one per core)."""
     nnodes: str = setting("1", Rule(_is_node_range, "a number from 1, or MIN:MAX"))
-    """Machines: a number, or MIN:MAX for an elastic run."""
+    """Number of nodes, or MIN:MAX for an elastic run."""
     node_rank: int | None = setting(None, AT_LEAST_0)
-    """This machine's number, without a rendezvous endpoint."""
+    """Rank of this node; not used with --rdzv-endpoint."""
     rdzv_endpoint: str | None = setting(None, NOT_EMPTY)
-    """HOST:PORT where the machines meet."""
+    """Rendezvous endpoint, as HOST:PORT."""
     rdzv_id: str | None = setting(None, NOT_EMPTY)
-    """Name of the job at the rendezvous."""
+    """Job ID of the rendezvous."""
     master_addr: str | None = setting(None, NOT_EMPTY)
-    """Address of machine 0."""
+    """Address of node 0."""
     master_port: int | None = setting(None, PORT)
-    """Port on machine 0."""
+    """Port on node 0."""
     max_restarts: int | None = setting(None, AT_LEAST_0)
-    """Times the ranks are started again after a crash (0; 3 where --nnodes is MIN:MAX)."""
+    """Maximum number of restarts after a crash (0; 3 if --nnodes is MIN:MAX)."""
     trust: list[str] = field(default_factory=list)
-    """Package or .py file whose code the recipe may run; trust_remote_code (repeatable; AUTOMODEL_CKPT_TRUST)."""
+    """Trust this package or .py file, or trust_remote_code; can be repeated (also AUTOMODEL_CKPT_TRUST)."""

@@ -18,35 +18,34 @@ from automodel_ckpt.config.schema import MISSING, RecipeConfig
 USAGE = """\
 usage: ckpt-train [launch flags] RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...]
 
-Fine-tunes a Hugging Face model as a recipe file says, saves checkpoints, and goes on from them when started again.
-Flags, recipe and overrides may stand in any order. A later override wins.
+Fine-tunes a Hugging Face model according to a recipe file and saves checkpoints. The same command resumes the run.
+Flags, recipe and overrides can be given in any order. Later overrides take precedence.
 
   --k v  --k=v  --k (true)  --a.b null  --a.list '[1, 2]'  --a.list.0 x  --section '{key: value}'
 
-A value is read by the type of its key, in the file and on the command line. null, none, None and ~ mean null; where a
-key lists none as a value, none is that value, and in quotes ('none') they are text. Brackets and {{ }} in a text are
-text.
-An optional section without content is an error: write {} for its defaults, or null.
+Values are parsed according to the type of the key, in the file and on the command line. null, none, None and ~ mean
+null, unless the key lists none as a value; quoted ('none') they are text. Brackets and {{ }} in a text value are text.
+An empty optional section is an error: write {} to use its defaults, or null to disable it.
 """
 MODES = """\
 instead of training:
-  --print-config  print the recipe with defaults and overrides, and where each value comes from
-  --dry-run       check recipe, data and model without weights, and say what it takes and goes on from
-  --list          list the recipes that come with the package
-  --copy NAME DIR copy one of them
+  --print-config  print the recipe with defaults and overrides, and the origin of each value
+  --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
+  --list          list the example recipes
+  --copy NAME DIR copy an example recipe to a directory
   --version       print the version
   --selftest-resume
-                  train a few steps straight, and again with a stop and a resume; compare them to the last bit
-                  (--selftest-steps N, default 6; --selftest-nproc N: resume on so many ranks; --json)
+                  train a few steps without interruption, then with a stop and a resume, and compare the results bit
+                  by bit (--selftest-steps N, default 6; --selftest-nproc N: number of ranks to resume on; --json)
 """
 EXIT_CODES = """\
 exit codes:
-  0   done, also when the run was complete already
-  1   an internal error, or code that the recipe names failed while training
-  2   wrong command line or recipe, or code that it names failed before training
+  0   success, or the run was already complete
+  1   internal error, or user code failed during training
+  2   invalid command line or recipe, or user code failed before training
   3   a checkpoint cannot be used
   4   a save failed
-  75  stopped by a signal after saving: start the same command again to go on
+  75  stopped by a signal after saving; run the same command again to resume
 """
 
 
@@ -75,7 +74,7 @@ def _sections(schema: type[Any]) -> Iterator[str]:
     yield from _rows(schema, "", skip={name for name, section in sections.items() if section})
     for name, section in sections.items():
         if section:
-            plug_in = "; or _target_ with its arguments" if target_type(members(hints[name])) else ""
+            plug_in = "; or _target_ with keyword arguments" if target_type(members(hints[name])) else ""
             yield f"\n{name}: {(section.__doc__ or '').rstrip('.')}{plug_in}"
             yield from _rows(section, f"{name}.")
 

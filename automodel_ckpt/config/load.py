@@ -111,20 +111,22 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
     if is_name(name) and name not in names:
         meant = closest(name, names)
         remedy = (
-            f"did you mean {meant}?" if meant else f"known: {', '.join(names)}; or package.module.Class, file.py:Class"
+            f"did you mean {meant}?"
+            if meant
+            else f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
         )
-        problems.append(Problem("no recipe has this name", node.origin, name, remedy))
+        problems.append(Problem("unknown recipe", node.origin, name, remedy))
         name = meant or "llm_finetune"
     return not names.get(name, "").startswith("automodel_ckpt.")
 
 
 def _missing_file(path: Path) -> Problem:
     is_directory = os.path.isdir(path)
-    what = "the recipe is a directory" if is_directory else "there is no such recipe file"
+    what = "the recipe path is a directory" if is_directory else "recipe file not found"
     folder = path if is_directory else path.parent
     recipes = [str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
     near = recipes if is_directory else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
-    remedy = f"did you mean {', '.join(near[:5])}?" if near else "ckpt-train --list shows the recipes that come with it"
+    remedy = f"did you mean {', '.join(near[:5])}?" if near else "ckpt-train --list lists the example recipes"
     return Problem(what, str(path.absolute()), "", remedy)
 
 

@@ -25,8 +25,8 @@ _NONE_WORDS = frozenset({"none", "None", "NONE"})
 """Null to this program and text to other readers of YAML; where a field lists none as a value, they are that value."""
 _RESOLVER = yaml.SafeLoader("")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML as it stands
-UNREADABLE = "write plain YAML: keys, text, numbers, lists and mappings"
-QUOTED = "put quotes around words that begin with *, &, %, @ or a backquote, as ['*.embed_tokens.*']"
+UNREADABLE = "use plain YAML: keys, text, numbers, lists and mappings"
+QUOTED = "quote words that begin with *, &, %, @ or a backquote, such as ['*.embed_tokens.*']"
 _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 
 
@@ -118,7 +118,7 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
         content = _from_stream(path) if is_stream(path) else path.read_bytes()[: MAX_FILE_BYTES + 1]
         text = content.decode("utf-8-sig")
     except OSError as error:
-        problems.append(os_problem(error, "the recipe cannot be read", remedy="let this user read it"))
+        problems.append(os_problem(error, "the recipe cannot be read", remedy="grant this user read permission"))
         return None
     except UnicodeDecodeError as error:
         problems.append(
@@ -131,7 +131,9 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
     num_before = len(problems)
     root = read_text(text, origin, problems, lines=True)
     if not isinstance(root.value, dict) and len(problems) == num_before:
-        problems.append(Problem("a recipe is a mapping of sections", origin, str(root), "see examples/ for recipes"))
+        problems.append(
+            Problem("a recipe must be a mapping of sections", origin, str(root), "see examples/ for recipes")
+        )
     return root if isinstance(root.value, dict) else None
 
 
@@ -147,7 +149,7 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
         said = [getattr(error, "context", None), getattr(error, "problem", None)]
         what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
         bare = bool(_MARKED_WORD.match(mark.buffer[mark.index - 1 :])) if mark and mark.buffer else False
-        problems.append(Problem(f"this is not valid YAML: {what}", where, "", QUOTED if bare else UNREADABLE))
+        problems.append(Problem(f"invalid YAML: {what}", where, "", QUOTED if bare else UNREADABLE))
     return Node("", origin)
 
 
@@ -206,7 +208,7 @@ class _Reader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self._peek()
         if getattr(event, "tag", None):
-            remedy = "remove the tag; a value's type comes from its key"
+            remedy = "remove the tag; the key determines the type of its value"
             self.problems.append(Problem("YAML tags are not allowed", self.place(event.start_mark), event.tag, remedy))
         self.depth += 1
         self._limit(self.depth, event.start_mark)
@@ -234,14 +236,20 @@ class _Reader(yaml.SafeLoader):
         for key, value in tree.value:
             where = self.place(key.start_mark)
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                what = "a key is a single word; merge keys (<<) are not read"
+                what = "keys must be single words; merge keys (<<) are not supported"
                 self.problems.append(Problem(what, where, "", "write the keys out"))
             elif key.value in mapping:
-                first = mapping[key.value].origin
-                self.problems.append(Problem(f"key {key.value} stands twice", where, f"first at {first}", "remove one"))
+                self._note_duplicate(key.value, mapping[key.value].origin, where)
             else:
                 mapping[key.value] = self.node(value, where, depth + 1)
         return mapping
+
+    def _note_duplicate(self, key: str, first: str, second: str) -> None:
+        lines = ""
+        if self.lines:
+            line, other_line = (origin.rpartition(":")[2] for origin in (first, second))
+            lines = f" (lines {line} and {other_line})"
+        self.problems.append(Problem(f"duplicate key {key!r}{lines}", second, "", "remove one of them"))
 
     def _limit(self, depth: int, mark: yaml.Mark) -> None:
         if depth > MAX_DEPTH:

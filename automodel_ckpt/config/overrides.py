@@ -65,7 +65,7 @@ class _Parser:
         elif not word.startswith("-") or word == "-":
             self.line.words.append(word)
         elif not word.startswith("--") or word == "--":
-            self._refuse(word, f"unknown argument {word}", "ckpt-train --help shows what can be said")
+            self._refuse(word, f"unknown argument {word}", "ckpt-train --help lists all options")
         else:
             flag, equals, value = word.partition("=")
             self._option(flag, value if equals else None, words)
@@ -95,7 +95,7 @@ class _Parser:
             value = None
         given, words[: len(wanted)] = words[: len(wanted)], []
         if value is not None or len(given) < len(wanted):
-            self._refuse(flag, f"{flag} takes {' '.join(wanted) or 'no value'}", "see ckpt-train --help")
+            self._refuse(flag, f"{flag} takes {' '.join(wanted) or 'no value'}", "ckpt-train --help lists all options")
             return
         self.line.modes[name] = given
 
@@ -163,7 +163,7 @@ def graft(root: Node, override: Override, problems: list[Problem]) -> None:
         _put(_container(node, origin, problems), last, override.node)
     except LookupError as error:
         what = f"{override.key} cannot be set: {error.args[0]}"
-        problems.append(Problem(what, origin, str(override.node), "ckpt-train --print-config shows what is there"))
+        problems.append(Problem(what, origin, str(override.node), "ckpt-train --print-config shows the current values"))
 
 
 def _container(node: Node, origin: str, problems: list[Problem]) -> Node:
@@ -173,7 +173,7 @@ def _container(node: Node, origin: str, problems: list[Problem]) -> Node:
         elif node.is_null:
             node.value, node.origin = {}, origin
         else:
-            raise LookupError(f"the value {node} of {node.origin} has no keys")
+            raise LookupError(f"the value {node} ({node.origin}) is not a section")
     return node
 
 
@@ -195,5 +195,5 @@ def _put(node: Node, part: str, value: Node) -> None:
 
 def _index(items: list[Node], part: str, last: int) -> int:
     if not is_number(part) or int(part) > last:
-        raise LookupError(f"the list has {len(items)} items, counted from 0, and no {part}")
+        raise LookupError(f"index {part} is out of range for a list of {len(items)} items")
     return int(part)

@@ -35,7 +35,7 @@ def resolve(text: str) -> str | None:
     if "${" not in text:
         return text
     if len(_OPENING.findall(text)) != len(_ENVIRONMENT.findall(text)):
-        raise ReferenceFailed("this interpolation is not allowed", ALLOWED)
+        raise ReferenceFailed("unsupported interpolation", ALLOWED)
     unset = [name for name in _VARIABLE.findall(text) if name not in os.environ]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -54,6 +54,6 @@ def resolve(text: str) -> str | None:
 
 def _failure(unset: list[str]) -> ReferenceFailed:
     if not unset:
-        return ReferenceFailed("this interpolation cannot be read", ALLOWED)
+        return ReferenceFailed("invalid interpolation", ALLOWED)
     remedy = f"set it, or write ${{oc.env:{unset[0]},default}}"
     return ReferenceFailed(f"environment variable {', '.join(unset)} is not set", remedy)

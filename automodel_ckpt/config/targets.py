@@ -89,7 +89,7 @@ def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any],
     check_name(name, trust, purpose)
     found = _find(name, trust)
     if not callable(found):
-        raise Refused(f"{name} is not a class or function", "name something that can be called")
+        raise Refused(f"{name} is not a class or function", "use the name of a callable")
     if not trust.covers(name):
         entry = allowlist.entry_of(purpose, name, found)
         if entry is None:
@@ -113,7 +113,7 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
     """Check a dotted name before anything is imported. Raises :class:`Refused`."""
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise Refused(f"{name!r} is not a dotted name", "write package.module.callable")
+        raise Refused(f"{name!r} is not a dotted name", "use the form package.module.callable")
     if trust.covers(name):
         if parts[0] not in _OWN_PACKAGES:
             note_own_code(parts[0])
@@ -124,15 +124,15 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
 def _not_listed(name: str, purpose: str) -> Refused:
     allowed = allowlist.suggestion(purpose, name)
     section = {"": "an argument", CUSTOM: "a recipe"}.get(purpose, purpose)
-    what = f"{name} is not trusted, and not on the list of what {section} may name without trust"
+    what = f"{name} is not trusted, and not on the allowlist for {section}"
     return Refused(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_remedy(name)}")
 
 
 def _remedy(module: str | None) -> str:
     root = (module or "builtins").partition(".")[0]
     if root in _NEVER:
-        return "recipes never call Python's own functions; write one in a package of yours and trust that"
-    return f"if you know this code and want it to run: --trust {root}, or {ENVIRONMENT}={root}"
+        return "recipes cannot call functions of the standard library; write a wrapper in your own package and trust it"
+    return f"if you trust this code, allow it with --trust {root} or {ENVIRONMENT}={root}"
 
 
 def _find(name: str, trust: Trust) -> Any:
@@ -141,7 +141,7 @@ def _find(name: str, trust: Trust) -> Any:
         sys.path.append(os.getcwd())  # last, so that nothing installed is shadowed
     path, found = root, _import(root)
     if found is None:
-        raise Refused(f"there is no package {root}", "install it, or start in the directory where it lies")
+        raise Refused(f"package {root} not found", "install it, or run ckpt-train in the directory that contains it")
     for part in rest:
         parent, found = found, _attribute(found, part)
         is_package = getattr(parent, "__name__", None) == path and hasattr(parent, "__path__")
@@ -150,7 +150,7 @@ def _find(name: str, trust: Trust) -> Any:
             found = _import(path)
         if found is None:
             meant = closest(part, dir(parent))
-            raise Refused(f"there is no {path}", f"did you mean {meant}?" if meant else "correct the name")
+            raise Refused(f"{path} not found", f"did you mean {meant}?" if meant else "correct the name")
     return found
 
 
@@ -176,7 +176,7 @@ def _broken(name: object, error: Exception) -> Refused:
     place = place_in_own_code(error)
     return Refused(
         f"{name} cannot be imported: {type(error).__name__}: {error}",
-        f"install what it needs, or correct it{f' at {place}' if place is not None else ''}",
+        f"install its dependencies, or fix the error{f' at {place}' if place is not None else ''}",
     )
 
 
@@ -215,9 +215,11 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
         found = resolve(registered().get(name, name).replace(":", "."), trust, "recipe")
     missing = [method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
-        raise Refused(f"{name} is not a recipe", "a recipe is a class with setup, run and close; see recipes/base.py")
+        raise Refused(
+            f"{name} is not a recipe", "a recipe is a class with the methods setup, run and close; see recipes/base.py"
+        )
     if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
-        raise Refused(f"{name}.Config is not a RecipeConfig", "derive it from automodel_ckpt's RecipeConfig")
+        raise Refused(f"{name}.Config is not a RecipeConfig", "subclass automodel_ckpt.config.schema.RecipeConfig")
     return found
 
 
@@ -225,9 +227,9 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
     path = next((path for path in (folder / written, Path(written)) if path.is_file()), None)
     if path is None:
         places = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
-        raise Refused(f"there is no file {written}", f"looked in {' and '.join(places)}")
+        raise Refused(f"file {written} not found", f"searched {' and '.join(places)}")
     if not trust.covers_file(path):
-        raise Refused(f"{path} is not trusted", f"if you know this code and want it to run: --trust {path}")
+        raise Refused(f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}")
     module_name = f"_recipe_{path.stem}"
     note_own_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -306,8 +308,8 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
             runs_code = runs_code or not set(parts).isdisjoint(_KERNELS)
         if runs_code:
             node = loaded.tree.at(key)
-            what = f"{key}: this runs code from a model's repository, which is not trusted"
-            remedy = f"if you know this code and want it to run: --trust {REMOTE_CODE}"
+            what = f"{key}: this runs code from a model repository, which is not trusted"
+            remedy = f"if you trust this code, allow it with --trust {REMOTE_CODE}"
             yield Problem(what, node.origin if node else "", str(node) if node else "", remedy)
 
 
@@ -346,7 +348,12 @@ def _targets(
 def _problem(key: str, error: Refused, node: Node | None) -> Problem:
     assert node is not None
     if is_reference(str(node.value)):  # what is wrong with it would show what it resolved to
-        return Problem(f"{key}: this reference names nothing that may be used", node.origin, str(node), "correct it")
+        return Problem(
+            f"{key}: the referenced value is not allowed here",
+            node.origin,
+            str(node),
+            "correct the environment variable",
+        )
     return Problem(f"{key}: {error}", node.origin, str(node), error.remedy)
 
 
@@ -400,16 +407,16 @@ class _Checker:
 
     def _refuse_unnamed(self, key: str, target: Target, unnamed: Sequence[str]) -> None:
         if unnamed:
-            what = f"{key}: {target._target_} takes {', '.join(unnamed)} by position only, which a recipe cannot give"
+            what = f"{key}: {target._target_} has positional-only parameters ({', '.join(unnamed)})"
             where = self.tree.at(join(key, "_target_"))
-            remedy = "write a function around it that takes keywords, in a package of yours, and trust that"
+            remedy = "write a wrapper with keyword arguments in your own package, and trust it"
             self.problems.append(Problem(what, where.origin if where else "", "", remedy))
 
     def _refuse_unlisted(self, target: Target, name: str, node: Node, key: str, entry: Entry | None) -> None:
         """Note an argument that a callable of the allowlist may not have without trust."""
         reason = allowlist.refused_argument(entry, name, target.kwargs[name]) if entry is not None else None
         if reason is not None:
-            what = f"{key}: {target._target_} may not have this argument without trust: {reason}"
+            what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
             self.problems.append(Problem(what, node.origin, str(node), _remedy(target._target_)))
 
     def _argument(
@@ -479,8 +486,8 @@ def build(target: Target, /, **supplied: Any) -> Any:
         if not _within(getattr(function, "__module__", None) or "", LIBRARIES):
             raise
         value = f"{type(error).__name__}: {error}"
-        remedy = "correct the arguments in this section"
-        what = f"{target._target_} cannot be called as the recipe says"
+        remedy = "correct the arguments of this section"
+        what = f"calling {target._target_} failed"
         raise RecipeError(what, where=f"_target_: {target._target_}", value=value, remedy=remedy) from error
 
 
@@ -499,7 +506,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
         reason = allowlist.refused_argument(entry, name, value) if entry is not None else None
         if reason is not None:
             raise RecipeError(
-                reason, where=f"_target_: {target._target_}", value=f"{name}: {value}", remedy="leave it out"
+                reason, where=f"_target_: {target._target_}", value=f"{name}: {value}", remedy="remove the argument"
             )
     return function
 

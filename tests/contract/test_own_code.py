@@ -106,7 +106,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
 def test_what_own_code_raises_is_told_with_its_place_and_words(name: str, said: dict[str, tuple[int, str]]) -> None:
     _, code, pattern = CASES[name]
     assert said[name][0] == code
-    assert re.match(r"error: code that the recipe names has failed\n  where:  ", said[name][1]), said[name][1]
+    assert re.match(r"error: user code failed\n  where:  ", said[name][1]), said[name][1]
     assert re.search(pattern, said[name][1]), said[name][1]
 
 
@@ -120,5 +120,5 @@ def test_a_module_that_cannot_be_imported_is_told_with_the_line(said: dict[str, 
     code, text = said["an import"]
     assert code == EXIT_USAGE
     assert re.search(
-        r"unreadable cannot be imported: AttributeError: [\s\S]*correct it at .*unreadable.py:2 in <module>", text
+        r"unreadable cannot be imported: AttributeError: [\s\S]*fix the error at .*unreadable.py:2 in <module>", text
     ), text

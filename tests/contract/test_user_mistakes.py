@@ -103,10 +103,10 @@ MISTAKES = {
     "a model of no type": pretrained("configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}),
     "a tokenizer of no kind": tokens("the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}),
     "arguments that a library refuses": Mistake(
-        ("--optimizer={_target_: torch.optim.SGD, lr: -3}",), r"torch.optim.SGD cannot be called[\s\S]*rate: -3"
+        ("--optimizer={_target_: torch.optim.SGD, lr: -3}",), r"calling torch.optim.SGD failed[\s\S]*rate: -3"
     ),
     "an argument that a library needs": Mistake(
-        ("--model={_target_: transformers.AutoModel.from_pretrained}",), r"cannot be called[\s\S]*pretrained_model_name"
+        ("--model={_target_: transformers.AutoModel.from_pretrained}",), r"failed[\s\S]*pretrained_model_name"
     ),
     "an optimizer that computes the loss itself": Mistake(
         ("--optimizer={_target_: torch.optim.LBFGS}",), r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)"
@@ -224,9 +224,9 @@ def test_a_recipe_that_cannot_be_read_is_all_that_is_wrong(tmp_path: Path, capsy
     listed = tmp_path / "list.yaml"
     listed.write_text("- seed: 1\n")
     for words, what in (
-        ([str(listed), "--no-such-flag"], "a recipe is a mapping of sections"),
-        (["x" * 300 + ".yaml"], "there is no such recipe file"),
-        (["/dev/null", "--no-such-flag"], "a recipe is a mapping of sections"),
+        ([str(listed), "--no-such-flag"], "a recipe must be a mapping of sections"),
+        (["x" * 300 + ".yaml"], "recipe file not found"),
+        (["/dev/null", "--no-such-flag"], "a recipe must be a mapping of sections"),
     ):
         assert main(words) == EXIT_USAGE
         said = capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_on_other_ranks_the_samples_are_the_same_and_the_losses_nearly(
     still = ("--model.from_config.attention_dropout=0", "--step_scheduler.local_batch_size=1")
     code, out = run(tmp_path, capfd, f"--nproc-per-node={before}", f"--selftest-nproc={after}", *still, *packs)
     assert code == 0
-    assert "equal but for the order of additions: 4 steps, stopped after step 2" in out
+    assert "equal within tolerance: 4 steps, stopped after step 2" in out
     assert f", resumed on {after}" in out
     assert re.search(r"largest relative difference of loss: \S+ \(at most 0\.001 is rounding\)", out)
 
@@ -99,10 +99,10 @@ def test_a_run_that_fails_shows_what_it_said(tmp_path: Path, capfd: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--selftest-steps", "1"), "at least two steps"),
-        (("--selftest-steps", "many"), "at least two steps"),
-        (("--selftest-nproc=0",), "not a number of ranks"),
-        (("--nnodes=2",), "starts its ranks itself"),
+        (("--selftest-steps", "1"), "at least 2 steps"),
+        (("--selftest-steps", "many"), "at least 2 steps"),
+        (("--selftest-nproc=0",), "invalid number of ranks"),
+        (("--nnodes=2",), "starts its own ranks"),
     ],
 )
 def test_a_selftest_that_cannot_be_is_refused(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:

@@ -57,5 +57,5 @@ def test_an_override_that_a_resume_would_ignore_is_rejected_with_the_ways_to_pro
         check_overrides(ignored, [flag], Path("runs/epoch_0_step_4"))
     text = str(rejected.value)
     assert f"--{flag}\n" in text and "[0.9, 0.95]; epoch_0_step_4 was saved with [0.9, 0.99]" in text
-    for way in ("leave the override out", "--init_from.path runs/epoch_0_step_4", "--optimizer.on_resume recipe"):
+    for way in ("remove the override", "--init_from.path runs/epoch_0_step_4", "--optimizer.on_resume recipe"):
         assert way in text

@@ -166,7 +166,7 @@ def test_null_where_there_must_be_a_value_is_rejected_and_text_is_written_in_quo
 ) -> None:
     with pytest.raises(RecipeError, match=rf"{key} must be") as caught:
         load(tmp_path, "checkpoint: {keep_steps: [1]}\n", f"--{key}={word}")
-    assert ("put quotes around it" in str(caught.value)) == (key == "checkpoint.checkpoint_dir")
+    assert ("quote it to use the text" in str(caught.value)) == (key == "checkpoint.checkpoint_dir")
     quoted = load(tmp_path, "", f"--checkpoint.checkpoint_dir='{word}'")
     assert quoted.config.checkpoint.checkpoint_dir == word
 
@@ -200,9 +200,9 @@ def test_an_optional_section_without_content_is_rejected_with_its_line(tmp_path:
     lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))]
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, "\n".join([*lines, "  # r: 8", "seed: 3"]) + "\n")
-    assert f"{key} has no content" in str(caught.value)
+    assert f"{key} is empty" in str(caught.value)
     assert f"recipe.yaml:{5 + len(lines)}\n" in str(caught.value)
-    assert "or null to leave it out" in str(caught.value)
+    assert "or null to disable it" in str(caught.value)
     value = load(tmp_path, "\n".join([*lines[:-1], f"{lines[-1]} null"]) + "\n")
     assert value_at(value, key) is None
 

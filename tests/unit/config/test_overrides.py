@@ -137,7 +137,7 @@ def test_text_with_brackets_that_is_no_yaml_is_rejected_where_a_list_is_needed(r
     loaded = load(recipe, "--dataset.columns=[*.x]")
     binder = Binder(RecipeConfig, [])
     binder.value(list[str], loaded.tree.at("dataset.columns"), "dataset.columns")  # type: ignore[arg-type]
-    assert "put quotes around words" in str(binder.problems[0])
+    assert "quote words" in str(binder.problems[0])
 
 
 def test_overrides_reach_into_plug_ins(recipe: Path) -> None:

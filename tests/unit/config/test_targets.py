@@ -215,7 +215,7 @@ def test_an_object_that_can_be_called_has_the_types_of_its_call(recipe: Path) ->
 
 
 def test_what_takes_arguments_by_position_only_is_refused(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match="takes rows by position only"):
+    with pytest.raises(RecipeError, match=r"has positional-only parameters \(rows\)"):
         checked(recipe, "--loss_fn._target_=trusted_pkg.things.nameless")
 
 
@@ -245,7 +245,7 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     with pytest.raises(RecipeError) as caught:
         _check_names(loaded, Trust())
     text = str(caught.value)
-    assert f"{key}: " in text and f"--{key}" in text and "is not trusted, and not on the list of what" in text
+    assert f"{key}: " in text and f"--{key}" in text and "is not trusted, and not on the allowlist for" in text
     assert "AUTOMODEL_CKPT_TRUST=" in text
 
 
@@ -254,7 +254,7 @@ def test_a_group_of_parameters_may_name_an_optimizer_and_nothing_else(recipe: Pa
     group = "{params: ['*'], _target_: %s, lr: 1}"
     checked(recipe, *base, f"--optimizer.groups=[{group % 'torch.optim.Muon'}]", trust=("trusted_pkg",))
     for target in ("transformers.modeling_utils.load_state_dict", "torch.nn.Linear"):
-        with pytest.raises(RecipeError, match=r"optimizer\.groups\.0: .* not on the list of what optimizer may name"):
+        with pytest.raises(RecipeError, match=r"optimizer\.groups\.0: .* not on the allowlist for optimizer"):
             checked(recipe, *base, f"--optimizer.groups=[{group % target}]")
     remote = "{params: ['*'], _target_: torch.optim.Muon, trust_remote_code: 1}"
     with pytest.raises(RecipeError, match=r"optimizer\.groups\.0\.trust_remote_code: this runs code"):
@@ -283,7 +283,7 @@ def test_a_class_of_another_kind_than_the_section_takes_is_rejected_after_its_im
         ("tokenizer", "transformers.AutoModel.from_pretrained"),
         ("model", "transformers.AutoModelForCausalLM.register"),
     ):
-        with pytest.raises(RecipeError, match=f"{key}: .*(not on the list of what {key} may|there is no torch.optim)"):
+        with pytest.raises(RecipeError, match=f"{key}: .*(not on the allowlist for {key}|torch.optim\\S* not found)"):
             checked(recipe, f"--{key}._target_={target}")
 
 
@@ -323,7 +323,7 @@ def test_arguments_that_name_code_or_places_to_write_need_trust(
     recipe.write_text(f"model: {model}\ndataset: {{_target_: datasets.load_dataset, path: csv}}\n")
     with pytest.raises(RecipeError) as caught:
         checked(recipe, f"--{section}._target_={named}", f"--{section}.{name}={value}")
-    refused = f"{section}.{name.partition('.')[0]}: {named} may not have this argument without trust"
+    refused = f"{section}.{name.partition('.')[0]}: {named} does not allow this argument without trust"
     assert refused in str(caught.value) and f"--trust {named.partition('.')[0]}" in str(caught.value)
 
 
@@ -333,9 +333,9 @@ def test_a_nested_plug_in_is_allowed_by_the_parameter_that_takes_it(recipe: Path
     data = "--dataset={_target_: datasets.load_dataset, path: json"
     checked(recipe, data + "}")
     for nested in ("split: {_target_: torch.optim.AdamW}", "features: {_target_: transformers.GPT2Config}"):
-        with pytest.raises(RecipeError, match="not on the list of what an argument may name"):
+        with pytest.raises(RecipeError, match="not on the allowlist for an argument"):
             checked(recipe, f"{data}, {nested}}}")
-    with pytest.raises(RecipeError, match="not on the list of what config may name"):
+    with pytest.raises(RecipeError, match="not on the allowlist for config"):
         checked(recipe, data + "}", "--model.config._target_=torch.optim.AdamW")
     checked(recipe, f"{data}, split: {{_target_: trusted_pkg.things.make, size: 1}}}}", trust=("trusted_pkg",))
 
@@ -350,7 +350,7 @@ def test_trust_in_a_library_opens_all_of_it(recipe: Path) -> None:
 
 def test_a_target_from_the_environment_follows_the_same_rules(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_TARGET", "transformers.modeling_utils.load_state_dict")
-    with pytest.raises(RecipeError, match="this reference names nothing that may be used"):
+    with pytest.raises(RecipeError, match="the referenced value is not allowed here"):
         checked(recipe, "--dataset._target_=${oc.env:CKPT_TARGET}")
     monkeypatch.setenv("CKPT_TARGET", "torch.optim.AdamW")
     checked(recipe, "--optimizer._target_=${oc.env:CKPT_TARGET}")
@@ -362,7 +362,7 @@ def test_remote_code_needs_trust_wherever_it_stands(recipe: Path, value: str) ->
         words = ["--model={from_config: {model_type: llama}}", "--dataset._target_=trusted_pkg.things.any_keywords"]
         with pytest.raises(RecipeError, match="--trust trust_remote_code") as caught:
             checked(recipe, *words, f"--{key}={value}")
-        assert f"{key}: this runs code from a model's repository, which is not trusted" in str(caught.value)
+        assert f"{key}: this runs code from a model repository, which is not trusted" in str(caught.value)
         checked(recipe, *words, f"--{key}={value}", trust=("trusted_pkg", "trust_remote_code"))
 
 
@@ -393,7 +393,7 @@ def test_an_attention_from_the_hub_is_remote_code(recipe: Path) -> None:
         ["--model.attn_implementation=owner/kernel"],
         ["--model={from_config: {model_type: llama, text_config: {_attn_implementation: 'owner/kernel:x'}}}"],
     ):
-        with pytest.raises(RecipeError, match="runs code from a model's repository"):
+        with pytest.raises(RecipeError, match="runs code from a model repository"):
             checked(recipe, *words)
         checked(recipe, *words, trust=("trusted_pkg", "trust_remote_code"))
     checked(recipe, "--model.attn_implementation=sdpa")
@@ -435,7 +435,7 @@ def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe
         f"optimizer.lr must be a number\n  where:  {recipe}:10",
         "dataset.size must be a whole number\n  where:  --dataset.size\n  value:  1.5",
         "dataset.pair must be a list of 2",
-        "loss_fn.size is missing: trusted_pkg.things.make cannot be called without it",
+        "loss_fn.size is missing: trusted_pkg.things.make requires it",
     ):
         assert piece in text
     assert len(caught.value.problems) == 6
@@ -529,8 +529,8 @@ def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: 
     [
         ("own.py:MyRecipe", "not trusted"),
         ("trusted_pkg.custom.MyRecipe", "not trusted"),
-        ("absent.py:MyRecipe", "there is no file absent.py"),
-        ("os.path", "Python's own"),
+        ("absent.py:MyRecipe", "file absent.py not found"),
+        ("os.path", "functions of the standard library"),
     ],
 )
 def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> None:
