@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.layout import CONFIG, TRAINING_LOG, VALIDATION_LO
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
-from automodel_ckpt.checkpoint.state.loading import shown
+from automodel_ckpt.checkpoint.state.loading import first_lines
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume, recipe_of, saved_recipe
@@ -194,7 +194,7 @@ class Lifecycle:
         lines = [f"{change} (not applied: the checkpoint has it)" if change in ignored else str(change)
                  for change in changes]  # fmt: skip
         if lines:
-            log.warning("settings changed since %s was saved:%s", checkpoint.name, shown(lines))
+            log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
 
     def _refuse_hidden_methods(self) -> None:
         """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""
@@ -248,7 +248,7 @@ class Lifecycle:
         if self.step_scheduler.is_finished():
             return
         try:
-            forecast = checkpointer.refuse_too_little_space(state)
+            forecast = checkpointer.check_disk_space(state)
         except SaveFailed as failure:
             self.note_failure(failure)
             return

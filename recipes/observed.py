@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item, classify, discover, raw_bytes
-from automodel_ckpt.checkpoint.state.storable import refuse_unsafe
+from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import FinetuneRecipe
@@ -76,7 +76,7 @@ def _digests(recipe: FinetuneRecipe) -> Iterator[tuple[str, str]]:
                 for key, value in state.items():
                     yield f"{item.name}/{names.get(id(parameter), '?')}.{key}", _digest(value)
         else:
-            yield item.name, refuse_unsafe(item.name, _comparable(item))
+            yield item.name, check_safe(item.name, _comparable(item))
 
 
 def _comparable(item: Item) -> Any:

@@ -31,7 +31,7 @@ from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.choosing import Chooser
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.shared_storage import refuse_separate_storage
+from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
@@ -47,7 +47,7 @@ from automodel_ckpt.checkpoint.saving.planner import (
 )
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.staging import Staging
-from automodel_ckpt.checkpoint.state.loading import Loader, shown
+from automodel_ckpt.checkpoint.state.loading import Loader, first_lines
 from automodel_ckpt.checkpoint.state.model_config import (
     CONFIG,
     ConfigChanges,
@@ -56,7 +56,7 @@ from automodel_ckpt.checkpoint.state.model_config import (
 )
 from automodel_ckpt.checkpoint.state.optimizer_state import places
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners
-from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values, refuse_unstorable
+from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
 from automodel_ckpt.checkpoint.together import failing_together
 from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.checkpoint.verify import Level
@@ -151,7 +151,7 @@ class Checkpointer:
         self._allow_missing = frozenset(allow_missing_state)
         self._allow_changed_model = allow_changed_model
         self._on_incompatible = on_incompatible
-        self._told = False
+        self._items_are_logged = False
         self._is_async = is_async
         self._patience_seconds = patience_seconds
         self._async: AsyncSaves | None = None
@@ -184,7 +184,7 @@ class Checkpointer:
                 if (warning := overlay_warning(self.directory)) is not None:
                     log.warning("%s", warning)
         with self._failing_together("checking for shared storage", RecipeError):
-            refuse_separate_storage(self._run.root, self._ranks.rank, self._group)
+            check_shared_storage(self._run.root, self._ranks.rank, self._group)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
@@ -192,16 +192,16 @@ class Checkpointer:
         owners = Owners(items)
         for item in items:
             if item.kind in ("object", "lr_scheduler"):
-                refuse_unsafe(item.name, item.value.state_dict())
+                check_safe(item.name, item.value.state_dict())
             elif item.kind == "module":
                 tree, _ = module_state(item.value)
-                refuse_unstorable(item.name, tree)
-                refuse_unsafe_values(item.name, tree)
+                check_storable(item.name, tree)
+                check_safe_values(item.name, tree)
             elif self._planner.save_optimizer:
-                owners.refuse_strangers(item)
+                owners.check_parameters(item)
                 for index, group in enumerate(item.value.param_groups):
                     options = {f"param_groups.{index}.{key}": group[key] for key in group if key != "params"}
-                    refuse_unsafe_values(item.name, options)
+                    check_safe_values(item.name, options)
                     places(options)
 
     def check_lease(self) -> None:
@@ -227,7 +227,7 @@ class Checkpointer:
         """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""
         return self._planner.forecast(classify(state))
 
-    def refuse_too_little_space(self, state: Mapping[str, Any]) -> Forecast | None:
+    def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Before the first step: log what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits on the
         disk, and :class:`RecipeError` where it would be too large to be read back. Returns the forecast on rank 0."""
         forecast = None
@@ -235,7 +235,7 @@ class Checkpointer:
             if self.is_leader:
                 forecast = self.forecast(state)
                 check_manifest_size(self._planner.forecast_manifest_bytes(classify(state)))
-                self._planner.refuse_what_does_not_fit(forecast)
+                self._planner.check_fits(forecast)
                 log.info(
                     "a checkpoint takes about %s; %s are free",
                     size_text(forecast.nbytes),
@@ -320,15 +320,15 @@ class Checkpointer:
             proposal = self._planner.propose(snapshot, name, staging)
         proposals = agree.gather_objects(self._group, proposal)
         staging.path = Path(proposals[0].staging or "")
-        self._tell_once(snapshot.items, [proposal.digests for proposal in proposals])
+        self._log_items_once(snapshot.items, [proposal.digests for proposal in proposals])
         save = make(staging=staging, snapshot=snapshot)
         return self._save_now(save, proposals) if self._async is None else self._async.save(save, proposals)
 
-    def _tell_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
+    def _log_items_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
         """What is saved, and how each is stored; *digests* of small state, by name, are each rank's."""
-        if self._told or not self.is_leader:
+        if self._items_are_logged or not self.is_leader:
             return
-        self._told = True
+        self._items_are_logged = True
         for item in items:
             also = f" (also {', '.join(item.aliases)})" if item.aliases else ""
             skipped = item.kind in ("optimizer", "lr_scheduler") and not self._planner.save_optimizer
@@ -524,11 +524,11 @@ class Checkpointer:
             return None
         path, manifest = found
         if self.is_leader:
-            log.info("Loading checkpoint from %s", self._run.shown(path))
+            log.info("Loading checkpoint from %s", self._run.display_path(path))
         with self._failing_together(f"loading {path.name}", CheckpointUnusable):
             if before_loading is not None and self.is_leader:
                 before_loading(path, manifest)
-            self._refuse_other_base(path)
+            self._check_base(path)
             items, loader = classify(state), self._loader(path, manifest)
             if manifest.left_out and not self._planner.save_optimizer and self.is_leader:
                 message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
@@ -564,16 +564,16 @@ class Checkpointer:
                 "THE CHECKPOINTS IN %s BELONG TO A DIFFERENT MODEL and are not changed: continuing in %s. "
                 "Differences from %s:%s"
             )
-            log.warning(message, before.path, self.directory, path.name, shown(lines))
+            log.warning(message, before.path, self.directory, path.name, first_lines(lines))
         with self._failing_together("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
             before.release()
             if self.is_leader:
                 self._run.hold()
 
-    def _refuse_other_base(self, path: Path) -> None:
+    def _check_base(self, path: Path) -> None:
         for name, assets in self.assets.items():
             if isinstance(assets, AdapterAssets):
-                assets.refuse_other_base(path, layout.state_directory(name))
+                assets.check_base(path, layout.state_directory(name))
 
     def _model_changes(self, path: Path) -> ConfigChanges:
         """How the models differ from those saved in *path*; the base of adapters is compared by its digests instead."""
@@ -587,14 +587,16 @@ class Checkpointer:
         """Raise :class:`CheckpointUnusable` where the checkpoint's weights would compute something else here."""
         changes = self._model_changes(path)
         if self.is_leader and changes.training:
-            log.warning("the model's config changed since %s was saved:%s", path.name, shown(list(changes.training)))
+            log.warning(
+                "the model's config changed since %s was saved:%s", path.name, first_lines(list(changes.training))
+            )
         if not self._allow_changed_model:
             require_same_function(path, changes)
         elif self.is_leader and changes.function:
             message = (
                 "checkpoint.allow_changed_model: the model computes a different function than the one saved in %s:%s"
             )
-            log.warning(message, path.name, shown(list(changes.function)))
+            log.warning(message, path.name, first_lines(list(changes.function)))
 
     # ---------------------------------------------------------------- both
 

@@ -50,7 +50,7 @@ def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
     return file.close()
 
 
-def hand_over(path: Path, data: bytes) -> None:
+def write_by_rename(path: Path, data: bytes) -> None:
     """Let a file appear whole, for a reader that may remove it, and its directory, at once: nothing may follow."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_bytes(data)
@@ -109,7 +109,7 @@ def publish(staging: Path, name: str) -> Path:
 
 def point(root: Path, pointer: str, name: str) -> None:
     """Swap the link *pointer* to the checkpoint *name*; a text file ``POINTER.txt`` where links can't be made."""
-    _make_way(root, pointer)
+    _move_directory_aside(root, pointer)
     if not _swap_link(root, pointer, name):
         replace_file(root / f"{pointer}.txt", name.encode() + b"\n")
         return
@@ -143,13 +143,13 @@ def _swap_link(root: Path, pointer: str, name: str) -> bool:
 
 def unpoint(root: Path, pointer: str) -> None:
     """Remove a pointer, if it is there."""
-    _make_way(root, pointer)
+    _move_directory_aside(root, pointer)
     for path in (root / pointer, root / f"{pointer}.txt"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
-def _make_way(root: Path, pointer: str) -> None:
+def _move_directory_aside(root: Path, pointer: str) -> None:
     """A copy that follows links (``scp -r``, object stores) leaves a whole checkpoint in a pointer's place: it gets
     another name."""
     place, number = root / pointer, 1

@@ -127,8 +127,8 @@ def classify(state: Mapping[str, Any]) -> list[Item]:
     items = [_item(name, state[name], tuple(aliases)) for name, *aliases in names.values()]
     owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
     items = [_with_owner(item, owners) if item.kind == "lr_scheduler" else item for item in items]
-    _refuse_names(items)
-    _refuse_clashes(items)
+    _check_names(items)
+    _check_clashes(items)
     return items
 
 
@@ -159,7 +159,7 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
     return replace(item, owner=owner)
 
 
-def _refuse_names(items: Iterable[Item]) -> None:
+def _check_names(items: Iterable[Item]) -> None:
     problems = []
     for item in items:
         place = item.path.rstrip("/")
@@ -181,7 +181,7 @@ def _refuse_names(items: Iterable[Item]) -> None:
         raise RecipeError.all_of(problems)
 
 
-def _refuse_clashes(items: Iterable[Item]) -> None:
+def _check_clashes(items: Iterable[Item]) -> None:
     places: dict[str, Item] = {}
     problems = []
     for item in items:

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.durable import part_digests
-from automodel_ckpt.checkpoint.files.inside import is_hollow, read_inside
+from automodel_ckpt.checkpoint.files.inside import is_sparse, read_inside
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, row_major_boxes
 from automodel_ckpt.checkpoint.verify import Level, size_problem
@@ -228,7 +228,7 @@ class ExportManifest:
                 slices.append(self._slice(whole, tensor.shape, each))
                 at += each.nbytes
         if at != whole.start + whole.nbytes:
-            self._refuse_ranges(name, tensor.fqn)
+            self._raise_wrong_ranges(name, tensor.fqn)
         return replace(tensor, slices=tuple(slices))
 
     def _slice(self, whole: Slice, shape: tuple[int, ...], each: DigestedRange) -> Slice:
@@ -237,13 +237,13 @@ class ExportManifest:
         last, after = divmod((each.start - whole.start + each.nbytes) * 8, bits)
         boxes = [*row_major_boxes(shape, first, last)]
         if before or after or len(boxes) != 1:
-            self._refuse_ranges(whole.file, whole.fqn)
+            self._raise_wrong_ranges(whole.file, whole.fqn)
         (box,) = boxes
         return replace(
             whole, offsets=box.offsets, sizes=box.sizes, start=each.start, nbytes=each.nbytes, digest=each.digest
         )
 
-    def _refuse_ranges(self, name: str, fqn: str) -> None:
+    def _raise_wrong_ranges(self, name: str, fqn: str) -> None:
         raise CheckpointUnusable(
             f"the export's manifest does not match the tensor {fqn!r}", where=str(self.directory / name),
             value="its byte ranges are not those of the file's header", remedy=_remedy(self.directory),
@@ -305,6 +305,6 @@ def _most_bytes(directory: Path) -> int:
     nbytes = 0
     for entry in os.scandir(directory):
         status = entry.stat()
-        if entry.is_file() and not is_hollow(status):
+        if entry.is_file() and not is_sparse(status):
             nbytes += status.st_blocks * 512
     return min(_MAX_BYTES, max(_FREE_BYTES, nbytes // _DATA_RATIO))

@@ -157,7 +157,7 @@ class HFAssets:
             files[EXPECTED_TENSORS] = _json_bytes({fqn: self._expected(fqn) for fqn in self._exported})
         if self._base_tensors:
             files[DTYPE_MAP] = _json_bytes({fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())})
-            self._tell_differences()
+            self._log_differences()
         return files
 
     def _config_json(self) -> bytes:
@@ -248,7 +248,7 @@ class HFAssets:
             ],
         }
 
-    def _tell_differences(self) -> None:
+    def _log_differences(self) -> None:
         for kind, names in self._differences.items():
             declared = [fqn for fqn in names if self._is_declared(fqn)]
             others = [fqn for fqn in names if fqn not in declared]

@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.composed import Held, damaged, head_fits, held_by_file, is_composed
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable import file_record
-from automodel_ckpt.checkpoint.files.inside import is_hollow, link_on_the_way, open_inside
+from automodel_ckpt.checkpoint.files.inside import is_sparse, link_on_the_way, open_inside
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
@@ -100,7 +100,7 @@ def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | N
     if status.st_size != record.size:
         value = f"{status.st_size} bytes, {record.size} when it was saved"
         return Problem("a file of the checkpoint has another size", str(where), value, _REMEDY)
-    if is_hollow(status):
+    if is_sparse(status):
         value = f"{status.st_size} bytes, of which {status.st_blocks * 512} are on the disk"
         return Problem("a file of the checkpoint is nearly all hole", str(where), value, _REMEDY)
     return None

@@ -158,7 +158,7 @@ def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[st
     return digests
 
 
-def stretch_digest(path: Path, start: int, nbytes: int) -> str:
+def range_digest(path: Path, start: int, nbytes: int) -> str:
     """The digest of *nbytes* bytes of a regular file from *start*, or of what there is of them."""
     with _opened(path) as descriptor:
         return _digest_up_to(descriptor, start, nbytes)[1]

@@ -26,11 +26,11 @@ def open_inside(root: Path, path: str) -> int:
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """The same for a whole path, of which only the last part is looked at; with other *flags* also for writing."""
     with contextlib.suppress(FileNotFoundError):  # which open() raises, or makes
-        _refuse(os.lstat(path), path)
+        _check_regular(os.lstat(path), path)
     # What is put there meanwhile must not be followed or waited for either.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
-        _refuse(os.fstat(descriptor), path)
+        _check_regular(os.fstat(descriptor), path)
     except OSError:
         os.close(descriptor)
         raise
@@ -54,15 +54,15 @@ def link_on_the_way(root: Path, path: str) -> str | None:
     return next((prefix for prefix in prefixes if (root / prefix).is_symlink()), None)
 
 
-def is_hollow(status: os.stat_result) -> bool:
+def is_sparse(status: os.stat_result) -> bool:
     """Whether a file is large and nearly all hole (a byte on the disk for 64 that it claims)."""
     return status.st_size > SPARSE_FROM_BYTES and status.st_blocks * 512 < status.st_size // _SPARSE_RATIO
 
 
-def _refuse(status: os.stat_result, path: Path) -> None:
+def _check_regular(status: os.stat_result, path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, f"not a regular file ({stat.filemode(status.st_mode)})", str(path))
-    if is_hollow(status):
+    if is_sparse(status):
         raise OSError(errno.EFBIG, f"{status.st_size} bytes, nearly all of them unallocated (a sparse file)", str(path))

@@ -72,7 +72,7 @@ def load(data: bytes, where: str) -> Any:
             raise Fault("it was written on a machine of the other byte order")
         program = bytes(records.get("data.pkl", b""))
         value = _Reader(program, records).load()
-        _refuse_boundless(value, _MAX_REPEATED + 20 * len(program))
+        _check_finite(value, _MAX_REPEATED + 20 * len(program))
         return value
     except Exception as error:
         said = str(error).split("\n")[0] if isinstance(error, Fault) else repr(error)
@@ -135,7 +135,7 @@ def _storage(record: memoryview) -> UntypedStorage:
     return torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
 
 
-def _refused(_: _Reader) -> NoReturn:
+def _rejected(_: _Reader) -> NoReturn:
     raise Fault("its pickle has an instruction that torch.save never writes")
 
 
@@ -151,14 +151,14 @@ def _build(reader: _Reader) -> None:
     """Attributes of an OrderedDict (a module's state dict has them); nothing else has its own way to be built."""
     state, target = reader.stack.pop(), reader.stack[-1]
     if type(target) is not collections.OrderedDict or type(state) is not dict:
-        _refused(reader)
+        _rejected(reader)
     target.__dict__.update(state)
 
 
 def _reduce(reader: _Reader) -> None:
     arguments, function = reader.stack.pop(), reader.stack[-1]
     if not any(function is allowed for allowed in _CALLABLE) or type(arguments) is not tuple:
-        _refused(reader)
+        _rejected(reader)
     reader.stack[-1] = function(*arguments)
 
 
@@ -242,7 +242,7 @@ _FUNCTIONS: dict[str, Any] = {
 for _name, _function in {"set": _set, "complex": complex, "bytearray": _bytearray, "bytes": _bytes}.items():
     _FUNCTIONS[f"__builtin__.{_name}"] = _FUNCTIONS[f"builtins.{_name}"] = _function
 _CALLABLE = [f for name, f in _FUNCTIONS.items() if name not in ("torch.Tensor", "torch.storage.UntypedStorage")]
-_Reader.dispatch = dict.fromkeys(range(256), _refused) | {
+_Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
     getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
 }
 _Reader.dispatch |= {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
@@ -250,7 +250,7 @@ for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
     _Reader.dispatch[_opcode[0]] = _checked_tuple(_Reader.dispatch[_opcode[0]])
 
 
-def _refuse_boundless(value: Any, budget: int) -> None:
+def _check_finite(value: Any, budget: int) -> None:
     """A value may hold another twice, but not so often that walking over it would never end."""
     waiting = [(value, 0)]
     while waiting:

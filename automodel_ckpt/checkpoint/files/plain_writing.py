@@ -32,7 +32,7 @@ class Pickler(pickle.Pickler):
 
 def saved(value: Any) -> memoryview:
     """The bytes of a file that holds *value*, in which
-    :func:`~automodel_ckpt.checkpoint.state.storable.refuse_unsafe` found nothing to refuse."""
+    :func:`~automodel_ckpt.checkpoint.state.storable.check_safe` found nothing to refuse."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=sys.modules[__name__])
     return buffer.getbuffer()

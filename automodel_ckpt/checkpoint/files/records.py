@@ -77,28 +77,28 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         return saved_id
 
 
-def _refused(_: _Reader) -> NoReturn:
+def _rejected(_: _Reader) -> NoReturn:
     raise Fault("its pickle has an instruction that such a pickle never contains")
 
 
 def _new(reader: _Reader) -> None:
     arguments, kind = reader.stack.pop(), reader.stack[-1]
     if type(kind) is not _Kind or arguments != ():
-        _refused(reader)
+        _rejected(reader)
     reader.stack[-1] = Record(kind.name)
 
 
 def _reduce(reader: _Reader) -> None:
     arguments, function = reader.stack.pop(), reader.stack[-1]
     if type(function) is not _Function or type(arguments) is not tuple:
-        _refused(reader)
+        _rejected(reader)
     reader.stack[-1] = function.function(*arguments)
 
 
 def _build(reader: _Reader) -> None:
     state, target = reader.stack.pop(), reader.stack[-1]
     if type(target) is not Record or target.state is not None:
-        _refused(reader)
+        _rejected(reader)
     target.state = state
 
 
@@ -114,11 +114,11 @@ def _set_item(reader: _Reader) -> None:
 
 def _fill(reader: _Reader, target: Any, items: list[Any]) -> None:
     if type(target) is not dict or not all(type(key) in (str, int, Record) for key in items[::2]):
-        _refused(reader)
+        _rejected(reader)
     target.update(zip(items[::2], items[1::2], strict=True))
 
 
-_Reader.dispatch = dict.fromkeys(range(256), _refused) | {
+_Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
     getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
 }
 _Reader.dispatch |= {

@@ -131,7 +131,7 @@ def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
 
 def _json_object(text: bytes) -> dict[str, object]:
     try:
-        document = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        document = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise _Fault(f"its header is not JSON ({error})") from None
     if not isinstance(document, dict):
@@ -150,7 +150,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise _Fault(f"its header holds {name}, which is not JSON")
 
 

@@ -44,25 +44,25 @@ class Chooser:
         return chosen
 
     def _first_usable(self, run: RunDirectory, request: resume.Request) -> tuple[Path, Manifest] | None:
-        refused: list[resume.Refused] = []
+        skipped: list[resume.Refused] = []
         for path in request.candidates:
             manifest, problems = self._examine(path)
             if manifest is not None and not problems:
                 return path, manifest
             name = layout.parse_checkpoint_name(path.name)
-            refused.append(
+            skipped.append(
                 resume.Refused(path, name.step if name else None, manifest is not None, True, tuple(problems))
             )
             if self._ranks.rank == 0:
-                log.warning("Skipping checkpoint %s: %s", run.shown(path), refused[-1].reason())
+                log.warning("Skipping checkpoint %s: %s", run.display_path(path), skipped[-1].reason())
                 if manifest is not None and path.parent == run.root:
                     verified.remember(run.root, {path.name: False})
-        if not refused:
+        if not skipped:
             return None
         raise CheckpointUnusable(
             "the checkpoint to restore from cannot be used" if request.by_name else "no checkpoint can be used",
             where=str(run.path),
-            value="\n" + resume.refusal_table(refused),
+            value="\n" + resume.refusal_table(skipped),
             remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
             "or start a new run in another checkpoint.checkpoint_dir",
         )

@@ -44,7 +44,7 @@ class RunDirectory:
         """The same, absolute."""
         return self.path.absolute()
 
-    def shown(self, checkpoint: Path) -> Path:
+    def display_path(self, checkpoint: Path) -> Path:
         """A checkpoint's path as the user wrote the run directory."""
         return self.path / checkpoint.name if checkpoint.parent == self.root else checkpoint
 
@@ -110,7 +110,7 @@ class RunDirectory:
                 if layout.is_checkpoint(entry.name) and entry.is_dir(follow_symlinks=False):
                     clear_checkpoint(self.root / entry.name, log.info)
             links.mend(self.root)
-            self._mend_pointers()
+            self._repair_pointers()
         return resume.candidates(self.root, restore_from)
 
     def best(self) -> str | None:
@@ -151,7 +151,7 @@ class RunDirectory:
             # The checkpoint itself is safe, and the next start mends the pointers.
             log.warning("%s", os_problem(error, "could not update LATEST and LOWEST_VAL", remedy=RETRY))
 
-    def _mend_pointers(self) -> None:
+    def _repair_pointers(self) -> None:
         """A run killed between publishing and pointing left them behind."""
         newest = next(self._records(), None)
         if newest is None:

@@ -17,7 +17,7 @@ from automodel_ckpt.errors import RecipeError
 _PATIENCE_SECONDS = 5.0
 
 
-def refuse_separate_storage(directory: Path, rank: int, group: ProcessGroup | None) -> None:
+def check_shared_storage(directory: Path, rank: int, group: ProcessGroup | None) -> None:
     """Raise :class:`RecipeError`, the same on all ranks, where one does not see a file that the leader has just made.
 
     Called on all ranks; the leader has made *directory*, which all give as an absolute path. Raises OSError on the

@@ -80,7 +80,7 @@ class AdapterAssets:
         records = (_json(self._peft_config), _json(self._description))
         return sum(map(len, (*self._tokenizer_files.values(), *records)))
 
-    def refuse_other_base(self, checkpoint: Path, directory: str) -> None:
+    def check_base(self, checkpoint: Path, directory: str) -> None:
         """Raise :class:`CheckpointUnusable` unless the adapters in the module's *directory* of *checkpoint* belong to
         this base and compute what these compute. For the leader."""
         if self._base is None:
@@ -88,7 +88,7 @@ class AdapterAssets:
         recorded = read_peft_record(checkpoint, directory)
         base, where = recorded["base"], str(checkpoint / directory)
         if base.get("digest") != self._base.digest:
-            _refuse_base(base, self._base, where)
+            _raise_other_base(base, self._base, where)
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines = [f"{key}: saved {saved.get(key)}, here {here[key]}" for key in _BINDING if saved.get(key) != here[key]]
         if lines:
@@ -101,7 +101,7 @@ class AdapterAssets:
             )
 
 
-def _refuse_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> NoReturn:
+def _raise_other_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> NoReturn:
     files = saved.get("files", {})
     differ = [n for n, record in here.files.items() if files.get(n, {}).get("digest") != record.digest]
     differ += [name for name in files if name not in here.files]

@@ -1,6 +1,6 @@
 """Saves that training does not wait for: which plan is still good, the one that is under way, and how it ends.
 
-What the ranks say to each other of such saves is said here; what one rank does by itself is ``background.py``.
+This module coordinates the ranks; ``background.py`` is the part of one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport, Snapshot
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.state.live_state import LiveState, look
-from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values
+from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
 from automodel_ckpt.checkpoint.together import failing_together
 from automodel_ckpt.checkpoint.writing.jobs import Job
 from automodel_ckpt.checkpoint.writing.parts import Part
@@ -198,7 +198,7 @@ class AsyncSaves:
         with contextlib.suppress(Exception):  # the new plan, made instead, meets the same and reports it
             if live.outline == kept.outline and self._refreshed(kept, live):
                 snapshot.objects = {i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"}
-                return {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+                return {key: check_safe(key, value) for key, value in snapshot.objects.items()}
         return None
 
     def _refreshed(self, kept: _Kept, live: LiveState) -> bool:
@@ -207,7 +207,7 @@ class AsyncSaves:
             value = live.trees[name[0]][name[1]]
             now = pickle.dumps(value)
             if kept.values.get(name) != now:
-                refuse_unsafe_values(name[0], {name[1]: value})
+                check_safe_values(name[0], {name[1]: value})
                 if not kept.layout.replace(name, bytes(saved(value))):
                     return False
                 kept.values[name] = now
@@ -243,7 +243,7 @@ class AsyncSaves:
         sources = [path / layout.state_directory(name) for name in self._planner.assets]
         try:
             self._planner.run.check_lease()
-            output, said = self._background.export(sources, self._planner.run.lease_token)
+            output, log_lines = self._background.export(sources, self._planner.run.lease_token)
         except Cancelled:
             for source in sources:
                 clear_leftovers(source / layout.CONSOLIDATED, log.debug)
@@ -253,7 +253,7 @@ class AsyncSaves:
         except Exception as error:
             failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed)
             raise ExportFailed.all_of(failure.problems) from error
-        for line in said:
+        for line in log_lines:
             log.info("%s", line)
         log.info("Hugging Face export of %s: %s", save.name, output)
 

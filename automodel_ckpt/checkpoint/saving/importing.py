@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.files.inside import is_hollow, read_inside
+from automodel_ckpt.checkpoint.files.inside import is_sparse, read_inside
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import resume, upkeep
@@ -117,9 +117,9 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     else:
         directory, kind = _located(source)
         weights = open_weights(directory).modules[MODEL]
-    _refuse_hollow(weights)
-    _refuse_taken(run / str(name))
-    _refuse_overtaking(run, name)
+    _check_not_sparse(weights)
+    _check_name_is_free(run / str(name))
+    _check_step_order(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
     place = directory if kind == SINGLE else source
     side = _side_files(place, directory)
@@ -145,7 +145,7 @@ def run_import(planned: Import) -> Path:
         run.release()
         raise as_failure(error, "importing", run.root) from error
     try:
-        _refuse_overtaking(planned.run, planned.name)  # a run may have saved since it was planned
+        _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
     finally:
         run.release()
@@ -181,7 +181,7 @@ def _kind(directory: Path) -> str | None:
             value=layout.ADAPTER_MODEL,
             remedy="use a recipe with the base and the peft section, and set init_from.path to this adapter",
         )  # fmt: skip
-    _refuse_links_out(directory, lambda file: file.endswith(_WEIGHT_FILES))
+    _check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
     if os.path.lexists(directory / layout.DCP_METADATA):
         return DCP
     if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
@@ -197,7 +197,7 @@ def _found(source: Path) -> str:
     return f"it holds {', '.join(names[:5])}" if names else "it is empty"
 
 
-def _refuse_links_out(directory: Path, concerned: Callable[[str], bool]) -> None:
+def _check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
     """Of the files *concerned*, by name, links may stay within the directory or, in the Hub's cache, lead to the blobs
     of the same model."""
     allowed = [directory]
@@ -209,16 +209,16 @@ def _refuse_links_out(directory: Path, concerned: Callable[[str], bool]) -> None
             raise _unusable("a symbolic link points outside of the directory", path, os.readlink(path))
 
 
-def _refuse_hollow(weights: Tensors) -> None:
+def _check_not_sparse(weights: Tensors) -> None:
     for file in sorted({piece.file for tensor in weights.tensors.values() for piece in tensor.slices}):
         status = os.lstat(weights.root / file)
-        if is_hollow(status):
+        if is_sparse(status):
             raise _unusable(
                 "this file is sparse: nearly all of it is unallocated", weights.root / file, f"{status.st_size} bytes"
             )
 
 
-def _refuse_taken(target: Path) -> None:
+def _check_name_is_free(target: Path) -> None:
     if os.path.lexists(target):
         raise CheckpointUnusable(
             "a checkpoint of this step already exists", where=str(target), value=target.name,
@@ -226,7 +226,7 @@ def _refuse_taken(target: Path) -> None:
         )  # fmt: skip
 
 
-def _refuse_overtaking(run: Path, name: layout.CheckpointName) -> None:
+def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     """A run of training resumes from its newest checkpoint: weights alone may not become that."""
     newest = resume.newest(run) if run.is_dir() else None
     if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
@@ -246,7 +246,7 @@ def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
             continue
         names = sorted(path.name for path in place.iterdir() if is_side_file(path.name) and path.is_file())
         if _CONFIG in names:
-            _refuse_links_out(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
+            _check_links(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
             limits = dict.fromkeys(names, _MAX_SIDE_BYTES) | {_CONFIG: _MAX_CONFIG_BYTES}
             files = {name: _content(place / name, limit) for name, limit in limits.items()}
             if (export := find_export_manifest(place, follow_links=True)) is not None:

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write
 from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.durable import stretch_digest
+from automodel_ckpt.checkpoint.files.durable import range_digest
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import Tree
@@ -103,5 +103,5 @@ def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:
 def _stretches(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
     """The digest of each stretch of bytes that one rank wrote; of a tensor whose slices interleave, read again."""
     for piece in (piece for tensor in tensors for piece in in_one_piece(tensor) if piece.nbytes):
-        digest = piece.digest or stretch_digest(directory / piece.file, piece.start, piece.nbytes)
+        digest = piece.digest or range_digest(directory / piece.file, piece.start, piece.nbytes)
         yield Digested(Path(piece.file).name, piece.start, piece.nbytes, digest)

@@ -36,9 +36,9 @@ from automodel_ckpt.checkpoint.saving.side_files import Assets, write_finished, 
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
-from automodel_ckpt.checkpoint.state.optimizer_state import digests_of_own, refuse_unlike
+from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
-from automodel_ckpt.checkpoint.state.storable import refuse_unsafe, refuse_unsafe_values
+from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
 from automodel_ckpt.checkpoint.trees import module_state, whole_of
 from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
@@ -181,7 +181,7 @@ class Planner:
         """Expected bytes of the manifest of one save of these."""
         return forecast_manifest_bytes(items, save_optimizer=self.save_optimizer)
 
-    def refuse_what_does_not_fit(self, forecast: Forecast) -> None:
+    def check_fits(self, forecast: Forecast) -> None:
         """Raises :class:`SaveFailed` where the disk has no room for one checkpoint."""
         if not forecast.fits:
             raise SaveFailed(
@@ -216,8 +216,8 @@ class Planner:
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
         plans = {tree.name: tree.local() for tree in snapshot.trees.values()}
         for tree in snapshot.trees.values():
-            refuse_unsafe_values(tree.name, tree.flat())
-        digests = {key: refuse_unsafe(key, value) for key, value in snapshot.objects.items()}
+            check_safe_values(tree.name, tree.flat())
+        digests = {key: check_safe(key, value) for key, value in snapshot.objects.items()}
         for item in snapshot.items:
             if item.kind == "optimizer" and self.save_optimizer and trained_by_all(item.value) is None:
                 digests |= digests_of_own(item.name, item.value)
@@ -234,7 +234,7 @@ class Planner:
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
         self.run.hold()
-        self.refuse_what_does_not_fit(forecast)
+        self.check_fits(forecast)
         directories = [tree.directory for tree in snapshot.trees.values()]
         return str(staging.reserve(self.run.root, str(name), directories))
 
@@ -250,7 +250,7 @@ class Planner:
     def plan(self, save: Save, proposals: list[Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
         """What this rank has to write of trees and of objects, and the part that will say so; *save* learns how each
         attribute is stored."""
-        refuse_unlike([proposal.digests for proposal in proposals])
+        check_consistent([proposal.digests for proposal in proposals])
         part, jobs, snapshot = Part(self.ranks.rank), list[Job](), save.snapshot
         kinds = {item.name: item.kind for item in snapshot.items}
         for tree in snapshot.trees.values():

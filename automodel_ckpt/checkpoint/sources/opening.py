@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import is_hollow
+from automodel_ckpt.checkpoint.files.inside import is_sparse
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, header_inside, read_header
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault, whole_tensor
@@ -150,7 +150,7 @@ def _refuse_odd(directory: Path, names: Iterable[str]) -> None:
         status = os.lstat(directory / name)
         if not stat.S_ISREG(status.st_mode):
             raise unusable("this shard is not a regular file", directory / name, stat.filemode(status.st_mode))
-        if is_hollow(status):
+        if is_sparse(status):
             raise unusable("this shard is nearly all hole", directory / name, f"{status.st_size} bytes")
 
 

@@ -14,7 +14,15 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, Forms, Place, Room, forms_in, hand_over, places
+from automodel_ckpt.checkpoint.state.optimizer_state import (
+    FORMS,
+    Forms,
+    Place,
+    StateAllocator,
+    forms_in,
+    load_read_state,
+    places,
+)
 from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.checkpoint.trees import module_state, set_module_state, whole_state
@@ -24,7 +32,7 @@ from automodel_ckpt.own_code import place_in_own_code
 log = logging.getLogger("automodel_ckpt")
 
 
-def shown(lines: list[str]) -> str:
+def first_lines(lines: list[str]) -> str:
     """The first of many lines, indented, as the value of a message."""
     first = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
     return "\n    " + "\n    ".join(first)
@@ -44,7 +52,7 @@ class Loader:
         trees = {i.name: self._manifest.trees[records[i.name][0]] for i in matched if i.kind != "object"}
         for item in matched:
             if item.kind == "module":
-                self._refuse_differences(item, trees[item.name], whole_state(item.value)[0])
+                self._check_differences(item, trees[item.name], whole_state(item.value)[0])
         # Before modules are read: an optimizer's state is made by a step of it, which may change weights.
         made = {i.name: optimizer_tree(i, items, owners, create=True) for i in matched if i.kind == "optimizer"}
         order = {"module": 0, "optimizer": 1, "object": 2}
@@ -76,7 +84,7 @@ class Loader:
         self._absent = {name: kind for name, kind in kinds.items() if name not in both}
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
-            self._refuse(
+            self._raise_unusable(
                 "the state in the checkpoint does not match this recipe",
                 lines,
                 f"to continue without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
@@ -100,8 +108,8 @@ class Loader:
         lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
         return matched, lines
 
-    def _refuse(self, what: str, lines: list[str], remedy: str) -> NoReturn:
-        raise CheckpointUnusable(what, where=str(self._path), value=shown(lines), remedy=remedy)
+    def _raise_unusable(self, what: str, lines: list[str], remedy: str) -> NoReturn:
+        raise CheckpointUnusable(what, where=str(self._path), value=first_lines(lines), remedy=remedy)
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
@@ -123,15 +131,15 @@ class Loader:
         parameters, flat = owners.parameters(item, mine), self._flat(item.name, state)
         stored = {*tree.tensors, *tree.objects}
         tree = _only(tree, lambda name: leave.takes(name, both=name in flat))
-        Room(item.name, tree, forms, parameters).make_in(mine)
+        StateAllocator(item.name, tree, forms, parameters).allocate_in(mine)
         flat = self._flat(item.name, state)
         values = {n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)}
-        self._refuse_differences(item, _without_others(item, tree, owners), values, match.mismatched)
+        self._check_differences(item, _without_others(item, tree, owners), values, match.mismatched)
         read_tree(self._path, tree, values)
         for name in tree.objects.keys() & values.keys():
             holder, key = flat[name]
             holder[key] = values[name]
-        hand_over(item.value, mine, parameters, partial(owners.set_optimizer_state, item))
+        load_read_state(item.value, mine, parameters, partial(owners.set_optimizer_state, item))
         for scheduler in items:
             if scheduler.owner == item.name and scheduler.name in state:
                 schedule_state = match.schedule_state(state[scheduler.name][0], scheduler.value)
@@ -144,11 +152,9 @@ class Loader:
         found = places(state)
         return {key: place for key, place in found.items() if not (key.startswith(start) and key.endswith(".params"))}
 
-    def _refuse_differences(
-        self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
-    ) -> None:
+    def _check_differences(self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()) -> None:
         if lines := [*differences(tree, state), *further]:
-            self._refuse(
+            self._raise_unusable(
                 f"the checkpoint's {item.name!r} does not match this recipe",
                 lines,
                 "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
@@ -180,28 +186,28 @@ class Loader:
         state = read_value(self._path, file) if file is not None else None
         fits: Callable[[Any], bool] = getattr(item.value, "fits", lambda state: True)
         if file is not None and fits(state):
-            self._restore(item, state)
+            self._load_state_dict(item, state)
         elif item.name not in self._allow_missing:
-            self._derive(item)
+            self._recompute(item)
 
-    def _restore(self, item: Item, state: Any) -> None:
+    def _load_state_dict(self, item: Item, state: Any) -> None:
         try:
             item.value.load_state_dict(state)
         except AutomodelError:
             raise
         except Exception as error:
             log.debug("unexpected", exc_info=True)
-            self._refuse(
+            self._raise_unusable(
                 f"{item.name!r} could not load the state that was saved",
                 [repr(error), *([f"in {place}"] if (place := place_in_own_code(error)) else [])],
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
             )
 
-    def _derive(self, item: Item) -> None:
+    def _recompute(self, item: Item) -> None:
         """Each rank had its own state, and there are other ranks now: what can be made anew from the step is."""
         derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
         if derive is None:
-            self._refuse(
+            self._raise_unusable(
                 f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
                 [f"~ {item.name}: this run has {self._ranks.world_size} ranks"],
                 f"resume on the same number of ranks, or --checkpoint.allow_missing_state '[{item.name}]'",

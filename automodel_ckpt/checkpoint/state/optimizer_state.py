@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.state.storable import refuse_unsafe
+from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 FORMS = "forms"
@@ -108,15 +108,15 @@ def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
 
 def _digest(name: str, value: Any) -> bytes:
     if not _is_container(value):
-        return refuse_unsafe(name, value).encode()
+        return check_safe(name, value).encode()
     return b"".join(
-        refuse_unsafe(name, container[key]).encode()
+        check_safe(name, container[key]).encode()
         for container, key in places(value).values()
         if not isinstance(container[key], DTensor)
     )
 
 
-def refuse_unlike(digests: Sequence[Mapping[str, str]]) -> None:
+def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
     """Raises :class:`RecipeError` where what :func:`digests_of_own` gave differs between ranks."""
     for key, digest in digests[0].items():
         if _OF_ALL in key and any(theirs.get(key) != digest for theirs in digests):
@@ -138,7 +138,7 @@ def forms_in(value: Any) -> Forms:
     return forms if isinstance(forms, dict) and all(isinstance(form, dict) for form in forms.values()) else {}
 
 
-class Room:
+class StateAllocator:
     """Gives what an optimizer has just made (*state*, of the attribute *name*) a place for each value of *tree*.
 
     *parameters* are what it trains, by FQN. What the optimizer has and the tree has not, stays, to be refused.
@@ -147,7 +147,7 @@ class Room:
     def __init__(self, name: str, tree: Tree, forms: Forms, parameters: Mapping[str, torch.Tensor]) -> None:
         self._name, self._tree, self._forms, self._parameters = name, tree, forms, parameters
 
-    def make_in(self, state: dict[str, Any]) -> None:
+    def allocate_in(self, state: dict[str, Any]) -> None:
         """Raises :class:`CheckpointUnusable` where it cannot be told how a value was shared out over the ranks."""
         for index, group in enumerate(state["param_groups"]):
             if (form := self._forms.get(("param_groups", index))) is not None:
@@ -188,7 +188,7 @@ class Room:
         stored = self._tree.tensors.get(name)
         if stored is None or isinstance(made, torch.Tensor):
             return None if made is _ABSENT else made
-        return _room(stored, parameter)
+        return _empty_leaf(stored, parameter)
 
 
 def _at(container: Any, key: Any) -> Any:
@@ -197,7 +197,7 @@ def _at(container: Any, key: Any) -> Any:
     return container[key] if isinstance(container, list) and key < len(container) else _ABSENT
 
 
-def _room(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
     """A tensor as an optimizer would make it: like its parameter where it has its shape, else whole."""
     dtype = DTYPES[stored.dtype]
     if parameter is None:
@@ -214,7 +214,7 @@ def _room(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros(stored.shape, dtype=dtype, device=parameter.device)
 
 
-def hand_over(
+def load_read_state(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     parameters: Mapping[str, torch.Tensor],

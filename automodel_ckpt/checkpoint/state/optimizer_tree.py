@@ -46,7 +46,7 @@ class Owners:
 
         The groups name what all ranks train, the state is this rank's.
         """
-        self.refuse_strangers(item)
+        self.check_parameters(item)
         state: dict[str, Any] = dict(get_optimizer_state_dict(self.roof, item.value))
         for group, names in zip(state["param_groups"], trained_by_all(item.value) or (), strict=False):
             group["params"] = list(names)
@@ -84,7 +84,7 @@ class Owners:
             return [list(names) for names in self.groups(item)]
         return [group["params"] for group in state["param_groups"]]
 
-    def refuse_strangers(self, item: Item) -> None:
+    def check_parameters(self, item: Item) -> None:
         """Raises :class:`RecipeError` where an optimizer trains what no module under the roof has."""
         known = {id(parameter) for parameter in self.roof.parameters()}
         mine = [parameter for group in item.value.param_groups for parameter in group["params"]]

@@ -34,7 +34,7 @@ _MAX_REPEATED = 1_000_000
 _CLONE = "store a clone() of it"
 
 
-def refuse_unsafe(name: str, state: Any) -> str:
+def check_safe(name: str, state: Any) -> str:
     """The digest of a state that can be read back without running code.
 
     Raises :class:`RecipeError` naming attribute and key of every value that cannot.
@@ -57,14 +57,14 @@ def refuse_unsafe(name: str, state: Any) -> str:
     )
 
 
-def refuse_unsafe_values(name: str, tree: Mapping[str, Any]) -> None:
+def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
     """The same of a tree's (flat) values that are no tensors; what is planned tells of these."""
     for key, value in tree.items():
         if type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
-            refuse_unsafe(name, {key: value})
+            check_safe(name, {key: value})
 
 
-def refuse_unstorable(name: str, module: Mapping[str, Any]) -> None:
+def check_storable(name: str, module: Mapping[str, Any]) -> None:
     """Raises :class:`RecipeError` naming the tensors of a module's state that no file of a checkpoint takes."""
     problems = [
         Problem(

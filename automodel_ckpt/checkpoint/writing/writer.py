@@ -57,12 +57,12 @@ class Write:
         staging = Path(self.staging)
         for jobs in self.jobs:
             run_all(pickle.loads(jobs), staging, self.part, memory.view(self.memory_bytes))
-        commit.hand_over(staging / layout.part_file(self.part.rank), self.part.to_bytes())
+        commit.write_by_rename(staging / layout.part_file(self.part.rank), self.part.to_bytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Make the Hugging Face exports of these model directories of a checkpoint; answers (last output, what it said).
+    """Export these model directories of a checkpoint as Hugging Face files. Returns (last output directory, log lines).
 
     *lease* is the run directory's lock file and the run's token in it: an export is published only while it is there.
     """
@@ -73,11 +73,11 @@ class Export:
     def run(self, memory: SharedMemory) -> tuple[str, list[str]]:
         from automodel_ckpt.checkpoint.consolidate import consolidate
 
-        said: list[str] = []
+        log_lines: list[str] = []
         output = ""
         for source in self.sources:
-            output = str(consolidate(Path(source), log=said.append, before_publishing=self._check_lease).output)
-        return output, said
+            output = str(consolidate(Path(source), log=log_lines.append, before_publishing=self._check_lease).output)
+        return output, log_lines
 
     def _check_lease(self) -> None:
         """Raise :class:`LeaseLost` where another run took over the run directory."""

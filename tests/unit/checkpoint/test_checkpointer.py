@@ -460,7 +460,7 @@ def test_a_checkpoint_that_could_not_be_read_back_is_rejected_before_training(
 ) -> None:
     monkeypatch.setattr("automodel_ckpt.checkpoint.saving.forecast.MAX_BYTES", 12_000)
     with pytest.raises(RecipeError, match="could not be read back"):
-        tiny.checkpointer(tmp_path).refuse_too_little_space(discover(tiny.recipe()))
+        tiny.checkpointer(tmp_path).check_disk_space(discover(tiny.recipe()))
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
@@ -469,7 +469,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_
     monkeypatch.setattr("automodel_ckpt.checkpoint.saving.planner.free_bytes", lambda _: 1000)
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
-        saver.refuse_too_little_space(discover(made))
+        saver.check_disk_space(discover(made))
     with pytest.raises(SaveFailed, match="does not fit on the disk"):
         saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
     saver.close()

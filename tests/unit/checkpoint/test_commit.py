@@ -295,5 +295,5 @@ def test_what_is_handed_over_may_be_taken_away_at_once(tmp_path: Path, monkeypat
         shutil.rmtree(parts)
 
     monkeypatch.setattr(os, "rename", taken_away)
-    commit.hand_over(parts / "rank_00000.json", b"part")
+    commit.write_by_rename(parts / "rank_00000.json", b"part")
     assert not parts.exists()

@@ -168,7 +168,7 @@ def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
         own = tmp_path / str(rank)
         own.mkdir()
         try:
-            shared_storage.refuse_separate_storage(own, rank, torch.distributed.group.WORLD)
+            shared_storage.check_shared_storage(own, rank, torch.distributed.group.WORLD)
         except AutomodelError as error:
             return str(error)
         return ""

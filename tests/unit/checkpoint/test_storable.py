@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.files import plain
 from automodel_ckpt.checkpoint.files.plain_writing import saved
 from automodel_ckpt.checkpoint.state import storable
-from automodel_ckpt.checkpoint.state.storable import refuse_unsafe
+from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
 
@@ -54,7 +54,7 @@ def in_each_other(levels: int) -> Any:
 )
 def test_state_that_could_not_be_read_back_is_refused_by_attribute_and_key(value: Any, key: str, found: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        refuse_unsafe("tracker", {"value": value})
+        check_safe("tracker", {"value": value})
     message = str(caught.value)
     assert "'tracker'" in message and key in message and found in message and "untracked" in message
 
@@ -65,7 +65,7 @@ def test_containers_that_hold_each_other_without_end_are_refused(monkeypatch: py
     for _ in range(22):
         value = [value, value]
     with pytest.raises(RecipeError, match="more than a million times"):
-        refuse_unsafe("tracker", {"value": value})
+        check_safe("tracker", {"value": value})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_containers_that_hold_each_other_without_end_are_refused(monkeypatch: py
     ids=["rows held twice", "large number", "surrogate", "tuple key", "tensor", "parameter", "mapping"],
 )  # fmt: skip
 def test_what_is_not_refused_comes_back_as_it_was(value: Any) -> None:
-    refuse_unsafe("tracker", value)
+    check_safe("tracker", value)
     read = plain.load(bytes(saved(value)), "here")
     assert read == value and type(read) is type(value)
     assert getattr(read, "__dict__", None) == getattr(value, "__dict__", None)
@@ -91,7 +91,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("value", [*ARRAYS, *(a.reshape(-1)[0] for a in ARRAYS if a.size)], ids=repr)
 def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(value: Any, tmp_path: Path) -> None:
-    refuse_unsafe("tracker", {"value": value})
+    check_safe("tracker", {"value": value})
     (tmp_path / "file").write_bytes(saved({"value": value}))
     read = plain.load((tmp_path / "file").read_bytes(), "here")["value"]
     assert (type(read), read.dtype, read.shape, read.tobytes()) == (
@@ -103,7 +103,7 @@ def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(value: Any, tm
 
 def test_numpys_generators_and_keys_come_back() -> None:
     state = {"generator": np.random.RandomState(3).get_state(), np.int64(3): 1}
-    refuse_unsafe("tracker", state)
+    check_safe("tracker", state)
     read = plain.load(bytes(saved(state)), "here")
     assert read[np.int64(3)] == 1 and [type(key) for key in read] == [str, np.int64]
     again = np.random.RandomState(0)
@@ -113,12 +113,12 @@ def test_numpys_generators_and_keys_come_back() -> None:
 
 def test_the_digest_tells_values_apart() -> None:
     state = {"t": torch.ones(2), "n": None, "c": Counter("aab"), "l": [1, 2.5, True, "x", b"y", (1,), {3}]}
-    assert refuse_unsafe("x", state) == refuse_unsafe("x", {**state, "t": torch.ones(2)})
+    assert check_safe("x", state) == check_safe("x", {**state, "t": torch.ones(2)})
     others: list[dict[str, Any]] = [
         {"t": torch.zeros(2)}, {"t": torch.ones(2, dtype=torch.float64)}, {"l": [1, 2.5, 1, "x"]}, {"t": np.ones(2)},
         {"t": with_attribute(torch.ones(2), 1)},
     ]  # fmt: skip
-    assert len({refuse_unsafe("x", {**state, **changed}) for changed in [{}, *others]}) == 6
+    assert len({check_safe("x", {**state, **changed}) for changed in [{}, *others]}) == 6
 
 
 # ---------------------------------------------------------------- what modules and optimizers hold
