@@ -39,24 +39,30 @@ class _Parser(argparse.ArgumentParser):
     """One whose mistakes are errors like any other."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message, where=self.prog, value="", remedy=f"`{self.prog} --help` lists what it takes")
+        raise RecipeError(message, where=self.prog, value="", remedy=f"`{self.prog} --help` lists the arguments")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``ckpt``."""
-    result = _Parser(prog="ckpt", description="Look after checkpoints.")
+    result = _Parser(prog="ckpt", description="Inspect, verify, convert and manage checkpoints.")
     result.add_argument("--version", action="version", version=f"automodel_ckpt {__version__}")
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     consolidate = commands.add_parser(
         "consolidate",
-        help="export a checkpoint as Hugging Face files",
-        description="Export a checkpoint's model as Hugging Face files, checked against its manifest.",
+        help="export a checkpoint to Hugging Face files",
+        description="Export the model of a checkpoint to Hugging Face files, and verify its digests.",
     )
-    consolidate.add_argument("path", metavar="DIR", help=f"{WHERE}, its model/, or a directory of bare shards")
-    consolidate.add_argument("--output", "-o", metavar="OUT", help="default: consolidated/ in the model's directory")
-    consolidate.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or fp64: cast ordinary float tensors")
-    consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (default: 1)")
-    consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
+    consolidate.add_argument(
+        "path", metavar="DIR", help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest"
+    )
+    consolidate.add_argument(
+        "--output", "-o", metavar="OUT", help="output directory (default: consolidated/ in the model's directory)"
+    )
+    consolidate.add_argument(
+        "--cast-dtype", metavar="T", help="cast floating-point tensors to bf16, fp16, fp32 or fp64"
+    )
+    consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)")
     own = (
         listing.add_parser(commands), show.add_parser(commands), consolidate,
         export.add_parser(commands), importing.add_parser(commands), difference.add_parser(commands),
@@ -95,7 +101,7 @@ def _failed(error: BaseException, arguments: argparse.Namespace) -> int:
     """Say what is wrong, with ``--json`` also as a document; returns the exit code."""
     if isinstance(error, OSError):
         problem = os_problem(
-            error, "a file or directory cannot be used", remedy="look at its path, its permissions and the free space"
+            error, "cannot access a file or directory", remedy="check the path, its permissions and the free space"
         )
         error = (SaveFailed if arguments.command in _WRITING else CheckpointUnusable).all_of([problem])
     code, message = describe(error)

@@ -20,9 +20,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     completion: argparse.ArgumentParser = commands.add_parser(
         "completion",
-        help="shell completion",
-        description='Print what a shell needs to complete ckpt and ckpt-train: eval "$(ckpt completion bash)" in '
-        "~/.bashrc, the same with zsh in ~/.zshrc, ckpt completion fish | source in fish.",
+        help="print a shell completion script",
+        description='Print a completion script for ckpt and ckpt-train. bash: add eval "$(ckpt completion bash)" to '
+        '~/.bashrc. zsh: add eval "$(ckpt completion zsh)" to ~/.zshrc. fish: ckpt completion fish | source.',
     )
     completion.add_argument("shell", choices=SHELLS)
     return completion

@@ -46,13 +46,13 @@ class Side:
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "diff", help="what changed between two checkpoints",
-        description="What changed from checkpoint A to B: recipe, environment, ranks, tensors and by how much; and "
-        "what a resume of A under B's recipe would change. Tensors of equal digests are not read. Exit code 3 where a "
-        "tensor that was read is damaged.",
+        "diff", help="compare two checkpoints",
+        description="Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
+        "change if A were resumed with B's recipe. Tensors with equal digests are not read. The exit code is 3 if a "
+        "tensor is damaged.",
     )  # fmt: skip
     for name in ("a", "b"):
-        command.add_argument(name, metavar=name.upper(), help=f"{WHERE}; or another program's directory")
+        command.add_argument(name, metavar=name.upper(), help=f"{WHERE}, or a directory of another program")
     return command
 
 
@@ -131,13 +131,13 @@ def resume_lines(a: Side, b: Side) -> Iterator[str]:
 
 
 def _refusals(a: Side, b: Side) -> Iterator[str]:
-    for one, other, how in ((a, b, "saved in the first, and not part of the second"),
-                            (b, a, "part of the second, and not saved in the first")):  # fmt: skip
+    for one, other, how in ((a, b, "saved in A, missing in B"),
+                            (b, a, "saved in B, missing in A")):  # fmt: skip
         if names := ", ".join(sorted(one.state - other.state)):
-            yield f"the resume is refused without --checkpoint.allow_missing_state '[{names}]': {how}"
+            yield f"the resume fails without --checkpoint.allow_missing_state '[{names}]': {how}"
     for name in sorted(a.trees.keys() & b.trees.keys()):
         for line in _other_function(a.path, b.path, name):
-            yield f"the resume is rejected without --checkpoint.allow_changed_model true: {line}"
+            yield f"the resume fails without --checkpoint.allow_changed_model true: {line}"
 
 
 def _other_function(a: Path, b: Path, name: str) -> tuple[str, ...]:
@@ -157,30 +157,30 @@ def _schedule(a: Side, b: Side, step: int) -> Iterator[str]:
     before, after = a.steps.get("planned_steps"), b.steps.get("planned_steps")
     if before != after:
         left = f": {max(after - step, 0)} left after step {step}" if isinstance(after, int) else ""
-        yield f"the run is planned for {after} steps, not {before}{left}"
+        yield f"the run is planned for {after} steps instead of {before}{left}"
 
 
 def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
     peak, others = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
     applies = b.recipe.get("optimizer.on_resume") == "recipe"
     if applies and peak != others:
-        yield f"the peak learning rate becomes {others}, as optimizer.on_resume: recipe says; it was {peak}"
+        yield f"the peak learning rate changes from {peak} to {others} (optimizer.on_resume: recipe)"
     elif peak != others:
-        yield f"the peak learning rate stays {peak}, as saved: the recipe's {others} is for new runs"
+        yield f"the peak learning rate stays {peak} as saved; {others} in the recipe only applies to new runs"
     for key in sorted(key for key in changed if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS):
         kept, new = (side.recipe.get(key, "default") for side in (a, b))
         if applies:
-            yield f"{key} becomes {new}, as optimizer.on_resume: recipe says; it was {kept}"
+            yield f"{key} changes from {kept} to {new} (optimizer.on_resume: recipe)"
         else:
-            yield f"{key} stays {kept}, as saved: the recipe's {new} is for new runs"
+            yield f"{key} stays {kept} as saved; {new} in the recipe only applies to new runs"
     planned = a.steps.get("planned_steps") != b.steps.get("planned_steps")
     if not planned and not any(key.startswith("lr_scheduler") for key in changed):
         return
     was, will = _rate(a, peak, a.steps, step), _rate(b, others if applies else peak, b.steps, step)
     if was is not None and will is not None:
-        yield f"the learning rate of step {step + 1} is {will:.6g}, it would have been {was:.6g}"
+        yield f"the learning rate of step {step + 1} is {will:.6g} instead of {was:.6g}"
     else:
-        yield "the learning rate follows the other schedule"
+        yield "the learning rate follows the new schedule"
 
 
 def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> float | None:
@@ -215,18 +215,18 @@ _NUMBERS = ("warmup_steps", "warmup_ratio", "decay_steps")
 def _data(a: Side, b: Side, changed: set[str]) -> Iterator[str]:
     lengths = (a.data.get("num_samples"), b.data.get("num_samples"))
     if lengths[0] != lengths[1]:
-        yield f"the resume is refused: the data set has {lengths[1]} samples, the run had {lengths[0]}"
+        yield f"the resume fails: the data set has {lengths[1]} samples instead of {lengths[0]}"
     elif any(key.startswith(("dataset.", "packed_sequence", "tokenizer")) for key in changed):
-        yield "the data is made in another way, with as many samples: the position goes on, in other samples"
+        yield "the samples differ, but their number is the same: the position in the data is kept"
     for name, key in _KEPT.items():
         saved = a.data.get(name)
         if key in changed:
             other = b.recipe.get(key)
-            yield f"the order of samples goes on as saved ({name} {saved}): {key} {other} does not apply to it"
+            yield f"the order of samples stays as saved ({name} {saved}); {key} {other} only applies to new runs"
     sizes = [side.recipe.get("step_scheduler.global_batch_size") for side in (a, b)]
     if sizes[0] != sizes[1]:
         at = a.data.get("consumed_samples")
-        yield f"a step takes {sizes[1]} samples, not {sizes[0]}, from sample {at} of the epoch on"
+        yield f"each step takes {sizes[1]} samples instead of {sizes[0]}, from sample {at} of the epoch"
 
 
 # ---------------------------------------------------------------- for people
@@ -235,23 +235,23 @@ def _data(a: Side, b: Side, changed: set[str]) -> Iterator[str]:
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
-        yield coloured(printable(f"foreign, unchecked: {path}"), "yellow", sys.stdout)
+        yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for title, key in (("checkpoint", "general"), ("recipe", "recipe"), ("environment", "environment")):
         rows = [(name, _text(one), "->", _text(other)) for name, (one, other) in document[key].items()]
         yield from _section(title, table(rows) if rows else ["no difference"])
     for name, tree in document["trees"].items():
         yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
     if document["resume"]:
-        yield from _section("a resume of the first under the second's recipe", document["resume"])
+        yield from _section("resuming A with the recipe of B", document["resume"])
 
 
 def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     damaged = f", {len(tree['damaged'])} damaged" if tree["damaged"] else ""
-    unread = f"{tree['num_unread']} by their digests, unread"
+    unread = f"{tree['num_unread']} by digest"
     yield f"{tree['num_equal']} equal ({unread}), {len(tree['changed'])} changed{damaged}"
     for fqn in tree["damaged"]:
         yield f"{fqn}: damaged, not compared"
-    for title, key in (("only in the first", "only_first"), ("only in the second", "only_second")):
+    for title, key in (("only in A", "only_first"), ("only in B", "only_second")):
         if tree[key]:
             more = f" and {len(tree[key]) - _SHOWN} more" if len(tree[key]) > _SHOWN else ""
             yield f"{title}: {', '.join(tree[key][:_SHOWN])}{more}"

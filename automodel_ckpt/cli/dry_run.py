@@ -44,13 +44,13 @@ def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes 
     if not any(name == "resume" and text.startswith("from ") for name, text in rows):
         rows += [*_what_it_starts_from(loaded, planned)]
     body = "".join(f"  {name + ':' if name else '':13}{printable(text)}\n" for name, text in rows)
-    return f"{loaded.path} is sound; nothing was trained or written\n{body}"
+    return f"{loaded.path} is valid; nothing was trained or written\n{body}"
 
 
 def _what_runs(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> Rows:
     steps, tree = loaded.config.step_scheduler, loaded.tree
     yield "recipe", f"{recipe.__module__}.{recipe.__qualname__}"
-    yield "ranks", f"{sizes.world}" if sizes else f"{flags.nproc_per_node} on each of {flags.nnodes} machines"
+    yield "ranks", f"{sizes.world}" if sizes else f"{flags.nproc_per_node} on each of {flags.nnodes} nodes"
     per_step = f"{steps.global_batch_size} samples"
     if sizes:
         accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
@@ -95,7 +95,7 @@ def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
     if most is not None:
         text += f", {most} kept at most: {size_text(most * nbytes)}"
-    return text + f"; {size_text(free)} free" + ("" if nbytes * (more or 1) <= free else ", TOO LITTLE")
+    return text + f"; {size_text(free)} free" + ("" if nbytes * (more or 1) <= free else ", NOT ENOUGH")
 
 
 def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
@@ -115,13 +115,17 @@ def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json
         except CheckpointUnusable as error:
             manifest, problems = None, [error.problems[0].what]
         if manifest is not None and not problems:
-            why = f"as checkpoint.restore_from says: {section.restore_from}" if request.by_name else "the newest usable"
-            yield "resume", f"from {path.name}, {why} (sizes compared, digests at the start)"
+            why = (
+                f"selected by checkpoint.restore_from {section.restore_from}"
+                if request.by_name
+                else "the newest usable"
+            )
+            yield "resume", f"from {path.name}, {why} (file sizes verified; digests are verified at the start)"
             yield from difference_rows(loaded, path, manifest, sizes)
             yield from model_rows(path, config_json, allowed=section.allow_changed_model)
             return
         yield "skip", f"{path.name}: {problems[0]}"
-    yield "resume", "nothing: a new run"
+    yield "resume", "no: this is a new run"
 
 
 def _what_it_starts_from(loaded: LoadedRecipe, planned: FinetuneRecipe | None) -> Rows:
@@ -143,13 +147,13 @@ def _what_it_starts_from(loaded: LoadedRecipe, planned: FinetuneRecipe | None) -
     modules = {name: value for name, value in discover(planned).items() if isinstance(value, nn.Module)}
     found = inspect_start(section, modules, resizable=planned.vocabulary)
     if found is None:
-        yield "init_from", f"{section.path}: not in the cache; it is fetched and compared at the start"
+        yield "init_from", f"{section.path}: not in the cache; it is downloaded and checked at the start"
         return
     weights, verdict = found
     num_here = len(verdict.matches) + len(verdict.new)
     yield (
         "init_from",
-        f"{weights.path}: {len(verdict.matches)} of {num_here} tensors match (headers and sizes compared)",
+        f"{weights.path}: {len(verdict.matches)} of {num_here} tensors match (names and shapes compared)",
     )
     differences = verdict.lines(allowed=True)
     for line in differences[:_MOST_CHANGES]:
@@ -180,10 +184,8 @@ def difference_rows(loaded: LoadedRecipe, path: Path, manifest: Manifest, sizes:
     check_overrides(ignored, [override.key for override in loaded.overrides], path)
     changes = [f"{change} (not applied)" if change in ignored else str(change) for change in changed]
     if sizes and manifest.world_size != sizes.world:
-        changes.insert(
-            0, f"ranks: {manifest.world_size} -> {sizes.world} (the same global batches; random numbers anew)"
-        )
+        changes.insert(0, f"ranks: {manifest.world_size} -> {sizes.world} (same global batches; new random states)")
     for number, change in enumerate(changes[:_MOST_CHANGES]):
         yield ("" if number else "changed"), change
     if len(changes) > _MOST_CHANGES:
-        yield "", f"and {len(changes) - _MOST_CHANGES} more: `ckpt diff` lists what checkpoints differ in"
+        yield "", f"and {len(changes) - _MOST_CHANGES} more: `ckpt diff` lists all differences"

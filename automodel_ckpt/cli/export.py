@@ -17,27 +17,32 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "export", help="a checkpoint's model for other programs",
-        description="Write a checkpoint's model in another program's form: hf (Hugging Face files, as `ckpt "
-        "consolidate`), or gguf (one file for llama.cpp; Llama models with byte-level BPE tokenizers).",
+        "export", help="export a checkpoint's model for other programs",
+        description="Export the model of a checkpoint: hf (Hugging Face files, same as `ckpt consolidate`) or gguf "
+        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers).",
     )  # fmt: skip
     command.add_argument(
-        "path", metavar="DIR", help=f"{WHERE}, its model/, bare shards; for gguf also Hugging Face files"
+        "path",
+        metavar="DIR",
+        help=f"{WHERE}, its model/ directory, or a directory of shards; for gguf also Hugging Face files",
     )
-    command.add_argument("--to", choices=sorted(_TARGETS), default="hf", help="the form (default: hf)")
+    command.add_argument("--to", choices=sorted(_TARGETS), default="hf", help="output format (default: hf)")
     command.add_argument(
         "--output", "-o", metavar="OUT",
-        help="default: for hf consolidated/ in the model's directory; for gguf NAME.gguf beside the checkpoint",
+        help="output path (default for hf: consolidated/ in the model's directory; for gguf: NAME.gguf next to the "
+        "checkpoint)",
     )  # fmt: skip
-    command.add_argument("--cast-dtype", metavar="T", help="bf16, fp16, fp32 or (hf only) fp64")
-    command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes, hf only (default: 1)")
-    command.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads of each (default: 5)")
+    command.add_argument(
+        "--cast-dtype", metavar="T", help="cast floating-point tensors to bf16, fp16, fp32 or fp64 (fp64: hf only)"
+    )
+    command.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (hf only; default: 1)")
+    command.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)")
     command.add_argument(
         "--merge", action="store_true",
-        help="hf only: the base with the checkpoint's adapter in it; default of OUT: merged/ in the model's directory",
+        help="hf only: merge the adapter into its base model (default of OUT: merged/ in the model's directory)",
     )  # fmt: skip
-    command.add_argument("--base", metavar="BASE", help="with --merge: where the adapter's base is now")
-    command.add_argument("--force", action="store_true", help="gguf only: replace OUT where it is a file")
+    command.add_argument("--base", metavar="BASE", help="with --merge: directory of the base model, if it was moved")
+    command.add_argument("--force", action="store_true", help="gguf only: overwrite an existing file")
     return command
 
 
@@ -107,7 +112,7 @@ def _refuse(arguments: argparse.Namespace, target: str, **given: bool) -> None:
     for name, unwanted in given.items():
         if unwanted:
             raise RecipeError(
-                f"--to {target} makes no use of this", where=f"ckpt export --{name}",
+                f"this option has no effect with --to {target}", where=f"ckpt export --{name}",
                 value=getattr(arguments, name), remedy=f"remove --{name}",
             )  # fmt: skip
 

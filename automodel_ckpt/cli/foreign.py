@@ -15,8 +15,8 @@ from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.sources.foreign import ForeignTree
 
-UNCHECKED = "foreign: it has no MANIFEST.json, so nothing in it can be checked"
-EXPORTED = "an export: `ckpt verify` compares it with its own manifest"
+UNCHECKED = "external checkpoint, unverifiable: no MANIFEST.json"
+EXPORTED = "export: verify it with `ckpt verify`"
 
 
 def is_known(path: Path) -> bool:
@@ -34,7 +34,7 @@ def facts(path: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     losses = {key: found.losses.get(key) for key in ("train_loss", "val_loss")}
-    reason = f"foreign, unchecked: {found.kind}"
+    reason = f"external, unverified: {found.kind}"
     return {"nbytes": found.nbytes, "created": found.written, "reason": reason, "foreign": True, **losses}
 
 

@@ -22,15 +22,17 @@ _SHOWN = 5
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "import", help="another program's checkpoint as one of ours",
-        description="Take the weights of a plain DCP directory, Hugging Face files, a safetensors file or shards, or a "
-        "checkpoint of NeMo AutoModel into a run directory, as a complete checkpoint that a recipe can start from. "
-        "Nothing in the source is executed or changed; what is left out is named.",
+        "import", help="import a checkpoint of another program",
+        description="Import the weights of a DCP directory, Hugging Face files, a safetensors file or shards, or a "
+        "NeMo AutoModel checkpoint into a run directory, as a checkpoint that a recipe can start from. The source is "
+        "neither executed nor modified. State that is not imported is listed.",
     )  # fmt: skip
-    command.add_argument("source", metavar="SOURCE", help="the other program's directory, or a .safetensors file")
-    command.add_argument("run", nargs="?", default="checkpoints", metavar="RUN", help="default: checkpoints")
-    command.add_argument("--step", type=int, default=0, metavar="S", help="of the checkpoint's name (default: 0)")
-    command.add_argument("--epoch", type=int, default=0, metavar="E", help="of the checkpoint's name (default: 0)")
+    command.add_argument("source", metavar="SOURCE", help="directory of the other program, or a .safetensors file")
+    command.add_argument(
+        "run", nargs="?", default="checkpoints", metavar="RUN", help="run directory (default: checkpoints)"
+    )
+    command.add_argument("--step", type=int, default=0, metavar="S", help="step in the checkpoint's name (default: 0)")
+    command.add_argument("--epoch", type=int, default=0, metavar="E", help="step in the checkpoint's name (default: 0)")
     command.add_argument("--dry-run", action="store_true", help="only show what would be taken")
     return command
 
@@ -42,8 +44,8 @@ def import_(arguments: argparse.Namespace) -> int:
     for name in ("step", "epoch"):
         if getattr(arguments, name) < 0:
             raise RecipeError(
-                "a step or an epoch cannot be negative", where=f"--{name}", value=getattr(arguments, name),
-                remedy="give 0 or more",
+                "step and epoch must not be negative", where=f"--{name}", value=getattr(arguments, name),
+                remedy="use 0 or more",
             )  # fmt: skip
     planned = prepare(Path(arguments.source), Path(arguments.run), step=arguments.step, epoch=arguments.epoch)
     if not arguments.json:
@@ -74,10 +76,10 @@ def _lines(planned: Import) -> Iterator[str]:
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     names = [*planned.side_files]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    beside = ", ".join(names[:_SHOWN]) + more if names else "none: there is no config.json"
-    checked = "compared with their digests" if planned.has_digests else "unchecked"
+    beside = ", ".join(names[:_SHOWN]) + more if names else "none: no config.json"
+    checked = "digests verified" if planned.has_digests else "unverified"
     weights = f"{len(planned.weights.tensors)} tensors, {size_text(planned.nbytes)}, {checked}: {planned.kind}"
-    rows = [("weights", weights), ("beside them", beside), ("not known", ", ".join(ABSENT))]
-    rows += [("left out", ", ".join(planned.left_out))] if planned.left_out else []
+    rows = [("weights", weights), ("other files", beside), ("not included", ", ".join(ABSENT))]
+    rows += [("not imported", ", ".join(planned.left_out))] if planned.left_out else []
     yield from map(printable, table(rows))
     yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {shlex.quote(str(planned.run))}")

@@ -65,8 +65,8 @@ class RunRow:
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "ls", help="list the checkpoints of a run, or runs",
-        description="List the checkpoints of a run; of a directory that holds runs, the runs.",
+        "ls", help="list checkpoints or runs",
+        description="List the checkpoints of a run, or the runs in a directory.",
     )  # fmt: skip
     add_path(command)
     return command
@@ -114,7 +114,7 @@ def _missing(name: str, pointers: Sequence[str]) -> Row:
 
     parsed = layout.parse_checkpoint_name(name)
     step, epoch = (parsed.step, parsed.epoch) if parsed else (None, None)
-    return Row(name, False, step, epoch, pointers=tuple(pointers), reason="missing: there is no such checkpoint")
+    return Row(name, False, step, epoch, pointers=tuple(pointers), reason="missing: no such checkpoint")
 
 
 def _pointers(run: Path) -> dict[str, list[str]]:
@@ -158,11 +158,11 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     step, epoch = (name.step, name.epoch) if name else (None, None)
     here = tuple(pointers.get(path.name, ()))
     if layout.is_staging(path.name):
-        reason = "unfinished: being saved now, or left by a killed save"
+        reason = "incomplete: a save is in progress or was killed"
         return Row(path.name, False, step, epoch, reason=reason)
     moved_to = f"moved to {os.readlink(path)}" if path.is_symlink() else ""
     if moved_to and not path.is_dir():
-        return Row(path.name, False, step, epoch, pointers=here, reason=f"{moved_to}, which is not there")
+        return Row(path.name, False, step, epoch, pointers=here, reason=f"{moved_to}, which does not exist")
     if not os.path.lexists(path / layout.MANIFEST):
         return _without_manifest(path, step, epoch, here)
     try:
@@ -173,8 +173,8 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     note = notes.get(path.name)
     damaged = note is not None and not note.ok
     reasons = (
-        "damaged: `ckpt verify` lists what" if damaged else "",
-        "superseded: the run went back and on from an earlier step" if layout.is_superseded(path.name) else "",
+        "damaged: run `ckpt verify` for details" if damaged else "",
+        "superseded: the run was resumed from an earlier step" if layout.is_superseded(path.name) else "",
         "" if summary.has_optimizer else "weights only",
         moved_to,
     )
@@ -192,8 +192,8 @@ def _without_manifest(path: Path, step: int | None, epoch: int | None, pointers:
     if (facts := foreign.facts(path)) is not None:
         facts |= {key: _number(facts[key]) for key in ("train_loss", "val_loss")}
         return Row(path.name, False, step, epoch, pointers=pointers, **facts)
-    what = "foreign" if step is None else "torn, or another program's"
-    return Row(path.name, False, step, epoch, pointers=pointers, reason=f"{what}: it has no {layout.MANIFEST}")
+    what = "external" if step is None else "torn or external"
+    return Row(path.name, False, step, epoch, pointers=pointers, reason=f"{what}: no {layout.MANIFEST}")
 
 
 def _number(value: object) -> float | None:

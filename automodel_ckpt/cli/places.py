@@ -10,13 +10,13 @@ from pathlib import Path
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MOST_LOOKED_AT = 10_000
-NAME_ONE = "name a run directory, a checkpoint or a pointer"
+NAME_ONE = "specify a run directory, a checkpoint or a pointer"
 WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
 
 
 def add_path(command: argparse.ArgumentParser) -> None:
     """The argument of a command that looks at what is here where no place is named."""
-    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: here)")
+    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: current directory)")
 
 
 def run_directory(path: Path) -> Path | None:
@@ -72,7 +72,7 @@ def find_checkpoint(path: Path) -> Path:
     stem = path.name.removesuffix(".txt")
     target = commit.pointed(path.parent, stem) if stem in layout.POINTERS else None
     if target is None or not (path.parent / target).is_dir() or _is_second_name(path.parent / target):
-        raise nothing("there is no such checkpoint", path, _seen(path, target), NAME_ONE)
+        raise nothing("checkpoint not found", path, _seen(path, target), NAME_ONE)
     return _resolved(path.parent / target)
 
 
@@ -96,10 +96,10 @@ def _is_second_name(checkpoint: Path) -> bool:
 def _seen(path: Path, target: str | None) -> str:
     """What stands there instead of a checkpoint."""
     if target is not None:
-        return f"it points to {target}, which is not there"
+        return f"it points to {target}, which does not exist"
     if path.is_symlink():
         return f"a link to {os.readlink(path)}"
-    return "a file" if path.exists() else "nothing has this name"
+    return "a file" if path.exists() else "no such file or directory"
 
 
 def whole_checkpoint(path: Path) -> Path:
@@ -118,7 +118,7 @@ def whole_checkpoint(path: Path) -> Path:
     named = layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
     if named or foreign.kinds_in(found):
         return found
-    raise nothing("there is no checkpoint here", path, "nothing in it is of a known form", NAME_ONE)
+    raise nothing("no checkpoint found", path, "the directory is not in a known format", NAME_ONE)
 
 
 def _newest(run: Path) -> Path:
@@ -126,7 +126,7 @@ def _newest(run: Path) -> Path:
 
     newest = resume.newest(run)
     if newest is None:
-        raise nothing("no checkpoint here is complete", run, "", "`ckpt ls` says why")
+        raise nothing("no complete checkpoint found", run, "", "`ckpt ls` lists the reasons")
     return _resolved(run / newest.name)
 
 

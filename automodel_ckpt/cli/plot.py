@@ -25,14 +25,18 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     plot: argparse.ArgumentParser = commands.add_parser(
         "plot",
-        help="curves of one or several runs",
-        description="Draw the curves of one or several runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
-        "norm, learning rate, throughput, and what saves cost. Without --output: small ones, here.",
+        help="plot the curves of one or more runs",
+        description="Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
+        "norm, learning rate, throughput, and the cost of saves. Without --output, small plots are printed.",
     )
     plot.add_argument(
-        "paths", nargs="*", default=["."], metavar="RUN", help="run directories, or something in them (default: here)"
+        "paths",
+        nargs="*",
+        default=["."],
+        metavar="RUN",
+        help="run directories, or paths inside them (default: current directory)",
     )
-    plot.add_argument("--output", "-o", metavar="FILE", help="an .html page that needs nothing else, or a .png")
+    plot.add_argument("--output", "-o", metavar="FILE", help="write a standalone .html page or a .png image")
     return plot
 
 
@@ -75,8 +79,8 @@ def _write(runs: list[History], file: Path) -> None:
         file.write_bytes(page(runs).encode("utf-8", "backslashreplace"))  # a name may be no Unicode
     else:
         raise RecipeError(
-            "the file's ending does not say what to draw", where="--output", value=str(file),
-            remedy="name an .html or a .png file",
+            "unsupported file extension", where="--output", value=str(file),
+            remedy="use .html or .png",
         )  # fmt: skip
 
 

@@ -36,16 +36,18 @@ _WIDTH = 78
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "show", help="what a checkpoint holds",
-        description="Show what a checkpoint holds: state, tensors, files, data position. Tensors of equal shape whose "
-        "names differ in numbers share a line.",
+        "show", help="show the contents of a checkpoint",
+        description="Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same "
+        "shape whose names differ only in numbers are grouped.",
     )  # fmt: skip
     add_path(command)
-    command.add_argument("--tensors", action="store_true", help="every tensor and file, the recipe and the environment")
+    command.add_argument(
+        "--tensors", action="store_true", help="list all tensors and files, the recipe and the environment"
+    )
     command.add_argument(
         "--stats", action="store_true",
-        help="read every tensor: min, max, mean, standard deviation and norm of its finite values; zeros, NaN, inf. "
-        "Exit code 3 where a tensor is damaged",
+        help="read all tensors and print min, max, mean, standard deviation and norm of the finite values, and the "
+        "number of zeros, NaN and inf. The exit code is 3 if a tensor is damaged",
     )  # fmt: skip
     return command
 

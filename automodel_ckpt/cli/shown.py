@@ -39,7 +39,9 @@ def damage_in(document: Mapping[str, Any]) -> list[Problem]:
     for name, tree in document["trees"].items():
         if tree.get("problem"):
             what = "the tensors cannot be read"
-            found.append(Problem(what, str(Path(document["path"], name)), tree["problem"], "`ckpt verify` tells more"))
+            found.append(
+                Problem(what, str(Path(document["path"], name)), tree["problem"], "run `ckpt verify` for details")
+            )
         for tensor in tree["tensors"].values():
             found += [Problem(**problem) for problem in tensor.get("damaged", ())]
     return found

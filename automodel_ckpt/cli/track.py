@@ -18,21 +18,29 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     track: argparse.ArgumentParser = commands.add_parser(
         "track",
-        help="send a run's log to a tracker",
-        description="Send what a tracker does not have yet of a run's log: losses, gradient norm, learning rate, "
-        "throughput, saves. In training, logging.trackers does it.",
+        help="upload a run's log to an experiment tracker",
+        description="Upload the entries of a run's log that the tracker does not have yet: losses, gradient norm, "
+        "learning rate, throughput, saves. During training, use logging.trackers instead.",
     )
-    track.add_argument("path", nargs="?", default=".", metavar="RUN", help="a run, or something in it (default: here)")
     track.add_argument(
-        "--to", choices=tuple(TRACKERS), required=True, help="the tracker; its library has to be installed"
+        "path",
+        nargs="?",
+        default=".",
+        metavar="RUN",
+        help="a run directory, or a path inside it (default: current directory)",
     )
-    track.add_argument("--again", action="store_true", help="send all of it, also what was sent before")
+    track.add_argument(
+        "--to", choices=tuple(TRACKERS), required=True, help="the tracker; its library must be installed"
+    )
+    track.add_argument(
+        "--again", action="store_true", help="upload the whole log, including entries that were already uploaded"
+    )
     track.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of the tracker's own, as project=x",
+        help="an option of the tracker, such as project=x",
     )
     return track
 
@@ -46,7 +54,7 @@ def track(arguments: argparse.Namespace) -> int:
     last = max(read_history(run).series["loss"].steps, default=0)
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(
-            "the tracker's library is not installed", where="--to", value=arguments.to,
+            "the library of the tracker is not installed", where="--to", value=arguments.to,
             remedy=f"pip install {arguments.to}",
         )  # fmt: skip
     failures: list[str] = []
@@ -54,8 +62,8 @@ def track(arguments: argparse.Namespace) -> int:
     with holding(run, wait=False) as is_held:
         if not is_held:
             raise RecipeError(
-                "another process sends this run's log", where="ckpt track", value=str(run),
-                remedy="wait for it; while the run trains, logging.trackers of its recipe does it",
+                "another process is uploading this run's log", where="ckpt track", value=str(run),
+                remedy="wait until it finishes; during training, use logging.trackers in the recipe",
             )  # fmt: skip
         Follower(run, {arguments.to: options}, after, failures.append).close()
     if failures:
@@ -72,7 +80,5 @@ def _options(words: list[str]) -> dict[str, Any]:
 
     for word in words:
         if "=" not in word:
-            raise RecipeError(
-                "an option needs a key and a value", where="--option", value=word, remedy="write it as KEY=VALUE"
-            )
+            raise RecipeError("invalid option", where="--option", value=word, remedy="use the form KEY=VALUE")
     return {key: untyped(value) for key, _, value in (word.partition("=") for word in words)}

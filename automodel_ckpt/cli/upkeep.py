@@ -15,45 +15,61 @@ from automodel_ckpt.cli.places import add_path, run_around, run_directory, whole
 from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
 
-_LEFTOVER = "an export under way, or left by an interrupted one: the next start removes it"
+_LEFTOVER = "an export is in progress or was interrupted; the next start of the run removes it"
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands to ``ckpt``'s."""
     verify = commands.add_parser(
-        "verify", help="compare files with their digests",
-        description="Compare every file of a checkpoint and of its exports (of a run: of each checkpoint) with its "
-        "digest.",
+        "verify", help="verify the digests of all files",
+        description="Verify the digest of every file of a checkpoint and its exports, or of all checkpoints of a run.",
     )  # fmt: skip
     add_path(verify)
     verify.add_argument(
-        "--deep", action="store_true", help="also each slice, and files that the manifest does not list"
+        "--deep", action="store_true", help="also verify each slice, and report files that are not in the manifest"
     )
     verify.add_argument(
-        "--num-threads", type=_at_least(1), default=2, metavar="N", help="threads that read (default: 2)"
+        "--num-threads", type=_at_least(1), default=2, metavar="N", help="number of reader threads (default: 2)"
     )
     prune = commands.add_parser(
         "prune", help="remove old checkpoints",
-        description="Remove checkpoints that need not stay. Never removed: the newest complete one, what LATEST, "
-        "LOWEST_VAL, a pin or any other link in the directory or below it points to, and what is no complete "
-        "checkpoint.",
+        description="Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the "
+        "targets of LATEST, LOWEST_VAL, pins and other links in the run directory, and anything that is not a "
+        "complete checkpoint.",
     )  # fmt: skip
     prune.add_argument(
-        "path", nargs="?", default=".", metavar="RUN", help="a run directory, or something in it (default: here)"
+        "path",
+        nargs="?",
+        default=".",
+        metavar="RUN",
+        help="a run directory, or a path inside it (default: current directory)",
     )
-    prune.add_argument("--keep-last", type=_at_least(1), metavar="N", help="the newest N stay")
+    prune.add_argument("--keep-last", type=_at_least(1), metavar="N", help="keep the newest N")
     prune.add_argument(
-        "--keep-best", type=_at_least(0), default=0, metavar="K", help="the best K by --metric stay (default: 0)"
+        "--keep-best", type=_at_least(0), default=0, metavar="K", help="keep the best K by --metric (default: 0)"
     )
-    prune.add_argument("--keep-every-steps", type=_at_least(1), metavar="N", help="multiples of N steps stay")
-    prune.add_argument("--keep-steps", type=_at_least(0), nargs="+", default=[], metavar="S", help="these steps stay")
-    prune.add_argument("--metric", default="val_loss", help="value in losses.json that ranks (default: val_loss)")
-    prune.add_argument("--max", action="store_true", help="the highest value is the best")
-    prune.add_argument("--superseded", action="store_true", help="also what was set aside when the run went back")
-    prune.add_argument("--drop-optimizer", action="store_true", help="keep their weights, drop only optimizer state")
-    prune.add_argument("--dry-run", action="store_true", help="only show what would go")
-    pin = commands.add_parser("pin", help="keep a checkpoint for good", description="Keep a checkpoint for good.")
-    unpin = commands.add_parser("unpin", help="take a pin away", description="Take a pin away.")
+    prune.add_argument(
+        "--keep-every-steps", type=_at_least(1), metavar="N", help="keep checkpoints whose step is a multiple of N"
+    )
+    prune.add_argument(
+        "--keep-steps",
+        type=_at_least(0),
+        nargs="+",
+        default=[],
+        metavar="S",
+        help="keep the checkpoints of these steps",
+    )
+    prune.add_argument("--metric", default="val_loss", help="key in losses.json for --keep-best (default: val_loss)")
+    prune.add_argument("--max", action="store_true", help="higher values of --metric are better")
+    prune.add_argument("--superseded", action="store_true", help="also remove superseded checkpoints")
+    prune.add_argument(
+        "--drop-optimizer", action="store_true", help="remove only the optimizer state, and keep the weights"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    pin = commands.add_parser(
+        "pin", help="protect a checkpoint from removal", description="Protect a checkpoint from removal."
+    )
+    unpin = commands.add_parser("unpin", help="remove a pin", description="Remove a pin.")
     for command in (pin, unpin):
         command.add_argument("path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST")
     return [verify, prune, pin, unpin]
@@ -151,8 +167,8 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
         if os.path.lexists(checkpoint / layout.EXPORT_MANIFEST):
             return _export_problems(checkpoint, arguments)
         if _is_foreign(checkpoint):
-            remedy = "`ckpt import` takes it into a checkpoint that has digests; `ckpt show --stats` reads its tensors"
-            return [Problem("these files have no digests to compare with", str(checkpoint), "no MANIFEST.json", remedy)]
+            remedy = "`ckpt import` makes a checkpoint with digests; `ckpt show --stats` reads the tensors"
+            return [Problem("unverifiable: no digests", str(checkpoint), "no MANIFEST.json", remedy)]
     try:
         manifest = Manifest.read(checkpoint)
     except CheckpointUnusable as error:
@@ -170,7 +186,7 @@ def prune(arguments: argparse.Namespace) -> int:
     run = run_around(Path(arguments.path))
     if run is None:
         raise CheckpointUnusable(
-            "there are no checkpoints here", where=arguments.path, value="", remedy="name a run directory"
+            "no checkpoints found", where=arguments.path, value="", remedy="specify a run directory"
         )
     keep = _policy(arguments, policy)
 
@@ -210,8 +226,8 @@ def _removed(
 def _policy(arguments: argparse.Namespace, policy: Any) -> Any:
     if arguments.keep_last is None and not arguments.superseded:
         raise RecipeError(
-            "prune needs to know what stays", where="ckpt prune", value="no --keep-last",
-            remedy="say how many of the newest stay, as --keep-last 3 (with --dry-run to see first), or --superseded",
+            "no checkpoints were selected to keep", where="ckpt prune", value="no --keep-last",
+            remedy="add --keep-last N (try it with --dry-run first), or --superseded",
         )  # fmt: skip
     return policy.KeepPolicy(
         arguments.keep_last, arguments.keep_best, arguments.keep_every_steps, frozenset(arguments.keep_steps),
@@ -237,7 +253,7 @@ def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
     if freed:
         print("\n".join(table([(f"{verb} {what}".strip(), printable(n), size_text(b)) for n, b in freed.items()])))
     total = f"{size_text(sum(freed.values()))} {'to free' if arguments.dry_run else 'freed'}"
-    print(total if freed else "nothing to remove: all that is there stays")
+    print(total if freed else "nothing to remove")
 
 
 def pin(arguments: argparse.Namespace) -> int:

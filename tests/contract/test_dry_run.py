@@ -78,7 +78,7 @@ def test_memory_and_size_are_what_training_then_takes(
     assert main(["--dry-run", "recipe.yaml"]) == 0
     damaged = capsys.readouterr().out
     assert re.search(r"skip: +epoch_0_step_2: ", damaged)
-    assert "resume:      nothing: a new run" in damaged
+    assert "resume:      no: this is a new run" in damaged
 
 
 def test_what_cannot_train_is_an_error_of_the_dry_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

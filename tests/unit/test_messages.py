@@ -133,7 +133,7 @@ def test_a_recipe_is_not_copied_over_another(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["pin"], "no checkpoint here"), (["prune", "--keep-last", "1"], "no checkpoints here")],
+    [(["pin"], "no checkpoint found"), (["prune", "--keep-last", "1"], "no checkpoints found")],
 )
 def test_a_directory_without_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str

@@ -101,7 +101,7 @@ def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypat
 def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: Capture) -> None:
     (checkpoint / layout.MANIFEST).unlink()
     assert ckpt(["show", str(checkpoint.parent)]) == 3
-    assert "no checkpoint here is complete" in capsys.readouterr().err
+    assert "no complete checkpoint found" in capsys.readouterr().err
 
 
 def test_a_number_of_processes_that_is_none(checkpoint: Path, capsys: Capture, monkeypatch: Patch) -> None:

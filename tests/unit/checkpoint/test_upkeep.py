@@ -154,7 +154,7 @@ def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
     assert all(isinstance(row["verified"], float) for row in found.values())
     assert [name for name, row in found.items() if row["damaged"]] == ["epoch_0_step_20"]
     assert main(["ls", str(run)]) == 0
-    assert "damaged: `ckpt verify` lists what" in capsys.readouterr().out
+    assert "damaged: run `ckpt verify` for details" in capsys.readouterr().out
     assert not found["epoch_0_step_20"]["complete"]
     (run / "epoch_0_step_20").rename(run / "epoch_0_step_20.superseded-1")
     assert listed()["epoch_0_step_20.superseded-1"]["damaged"]

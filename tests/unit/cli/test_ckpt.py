@@ -46,8 +46,8 @@ def test_ls_lists_complete_torn_foreign_and_unfinished_directories(tmp_path: Pat
     reasons = {
         "epoch_0_step_40": "damaged",
         "epoch_0_step_50": "no MANIFEST",
-        "checkpoint-7": "foreign",
-        f".epoch_0_step_60.staging-{'0' * 32}": "unfinished",
+        "checkpoint-7": "external",
+        f".epoch_0_step_60.staging-{'0' * 32}": "incomplete",
         "epoch_0_step_110.superseded-1": "superseded",
     }
     for name, reason in reasons.items():
@@ -159,7 +159,7 @@ def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(tmp_pa
     (export / "export_manifest.json").unlink()
     assert main(["verify", str(export)]) == 3
     text = capsys.readouterr().out
-    assert "unverifiable: no manifest" in text and "no digests to compare" in text and "damaged" not in text
+    assert "unverifiable: no manifest" in text and "unverifiable: no digests" in text and "damaged" not in text
 
 
 def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
@@ -241,7 +241,7 @@ def test_a_long_note_continues_on_the_next_line_of_a_narrow_terminal(
     assert max(map(len, lines)) <= 80 and len(lines) > 5
     assert {"checkpoint", "step", "val loss"} < {*re.split("  +", lines[0])}
     words = " ".join(line[-26:].strip() for line in lines)
-    assert "superseded: the run went back and on from an earlier step" in words
+    assert "superseded: the run was resumed from an earlier step" in words
 
 
 def test_ls_lists_all_runs_of_a_directory_that_has_checkpoints_too(tmp_path: Path, capsys: Capture) -> None:

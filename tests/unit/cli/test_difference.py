@@ -84,7 +84,7 @@ def test_what_digests_show_to_be_equal_is_not_read(
     monkeypatch.setattr(box_reader, "open_inside", None)
     assert main(["diff", str(one), str(tmp_path / "b")]) == 0
     text = capsys.readouterr().out
-    assert "7 equal (7 by their digests, unread), 0 changed" in text and "no difference" in text and "\x1b" not in text
+    assert "7 equal (7 by digest), 0 changed" in text and "no difference" in text and "\x1b" not in text
 
 
 def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture) -> None:
@@ -98,7 +98,7 @@ def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture)
     assert model["redescribed"] == {"same": ["F32 [5, 4]", "F32 [4, 5]"]}
     assert model["changed"][0]["max_abs"] is None and model["changed"][0]["num_changed"] == 1
     assert main(["diff", str(one), str(other)]) == 0
-    assert "only in the second: new" in capsys.readouterr().out
+    assert "only in B: new" in capsys.readouterr().out
 
 
 def test_another_programs_files_are_compared_and_marked(tmp_path: Path, capsys: Capture) -> None:
@@ -152,13 +152,11 @@ def test_what_a_resume_would_change_is_said(runs: Sequence[Path], capsys: Captur
     document = shown(capsys, *runs)
     assert document["recipe"]["optimizer.lr"] == ["0.01", "0.005"]
     said = "\n".join(document["resume"])
-    assert "planned for 6 steps, not 12: 1 left after step 5" in said
-    assert "optimizer.weight_decay stays 0.01, as saved: the recipe's 0.5 is for new runs" in said
+    assert "planned for 6 steps instead of 12: 1 left after step 5" in said
+    assert "optimizer.weight_decay stays 0.01 as saved; 0.5 in the recipe only applies to new runs" in said
     assert "peak learning rate stays 0.01" in said and "learning rate of step 6 is" in said
-    assert (
-        "the data set has 40 samples, the run had 44" in said and "order of samples goes on as saved (seed 7)" in said
-    )
-    assert "takes 4 samples, not 8, from sample 40" in said
+    assert "the data set has 40 samples instead of 44" in said and "order of samples stays as saved (seed 7)" in said
+    assert "takes 4 samples instead of 8, from sample 40" in said
 
 
 def test_the_rate_said_is_the_schedules_own(runs: Sequence[Path], capsys: Capture) -> None:
@@ -180,6 +178,6 @@ def test_state_that_only_one_has_stops_a_resume_and_no_rate_is_told() -> None:
         for recipe, state in zip(recipes, states, strict=True)
     )  # fmt: skip
     (said,) = resume_lines(a, b)
-    assert said.startswith("the resume is refused without --checkpoint.allow_missing_state '[lr_scheduler]': saved in")
+    assert said.startswith("the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': saved in")
     (said,) = resume_lines(b, a)
-    assert said.endswith("part of the second, and not saved in the first")
+    assert said.endswith("saved in B, missing in A")

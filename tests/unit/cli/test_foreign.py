@@ -37,7 +37,7 @@ def test_ls_lists_a_run_of_automodel(tmp_path: Path, capsys: Capture) -> None:
     assert foreign["step"] == 1 and foreign["train_loss"] == 1.25 and foreign["nbytes"] > 40_000
     assert "model: safetensors shards, optim: PyTorch DCP" in foreign["reason"]
     assert main(["ls", str(tmp_path / "run")]) == 0
-    assert "foreign, unchecked" in capsys.readouterr().out
+    assert "external, unverified" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("form", "kind"), [("safetensors", "safetensors shards"), ("torch_save", "PyTorch DCP")])
@@ -80,7 +80,7 @@ def test_whole_files_adapters_and_our_exports_are_told_apart(tmp_path: Path, cap
         tree = shown(capsys, "show", str(path))["trees"]["."]
         assert tree["format"] == kind and len(tree["tensors"]) == count and not tree["problem"]
     rows = {row["name"]: row["reason"] for row in shown(capsys, "ls", str(tmp_path / "hf"))}
-    assert rows == {"hf": "foreign, unchecked: Hugging Face files"}
+    assert rows == {"hf": "external, unverified: Hugging Face files"}
 
 
 def test_what_is_damaged_is_shown_with_what_is_wrong(tmp_path: Path, capsys: Capture) -> None:

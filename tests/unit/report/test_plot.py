@@ -116,7 +116,7 @@ def test_a_picture_is_drawn_by_its_ending(run: Path, tmp_path: Path, capsys: pyt
     assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 0
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", str(run), "-o", str(tmp_path / "report.txt")]) == 2
-    assert "ending does not say" in capsys.readouterr().err
+    assert "unsupported file extension" in capsys.readouterr().err
 
 
 def test_a_picture_of_many_runs_has_one_legend_and_all_panels_the_same_steps(tmp_path: Path) -> None:
