@@ -65,6 +65,8 @@ def ignored_by_resume(changes: Iterable[Change], saved: Collection[str], on_resu
     keeps_options = "optimizer" in saved and on_resume == "checkpoint"
     ignored = []
     for change in changes:
+        if change.key == "peft.init" and NOT_SET in (change.saved, change.now):
+            continue  # the whole section came or went: that is another model, which the load reports
         is_option = change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
         if change.key.startswith(_IGNORED) or (is_option and keeps_options):
             ignored.append(change)

@@ -103,12 +103,18 @@ def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import
     form, or not in order.
     """
     source = source.expanduser()
-    source = Path(os.path.realpath(source.parent), source.name) if source.is_file() else Path(os.path.realpath(source))
     try:
-        return _prepared(source, run, layout.CheckpointName(step=step, epoch=epoch))
+        return _prepared(_resolved(source), run, layout.CheckpointName(step=step, epoch=epoch))
     except OSError as error:
         where = Path(error.filename or source)
         raise _unusable("a file to import cannot be read", where, error.strerror) from error
+
+
+def _resolved(source: Path) -> Path:
+    """Return the path without symbolic links; the link that a file itself is stays, since its name tells its format."""
+    if source.is_file():
+        return Path(os.path.realpath(source.parent), source.name)
+    return Path(os.path.realpath(source))
 
 
 def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:

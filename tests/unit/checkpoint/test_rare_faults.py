@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import pickle
 import zipfile
@@ -168,16 +169,11 @@ def of_another_config(directory: Path) -> object:
 
 def broken_template(directory: Path) -> object:
     (directory / "chat_template.jinja").write_bytes(b"\xff")
-    return gguf._chat_template(directory)
-
-
-def nothing_written(directory: Path) -> object:
-    with gguf._staged(directory / "model.gguf"):
-        return None
+    return gguf._chat_template(directory, None)
 
 
 def full(directory: Path) -> object:
-    with gguf._staged(directory / "model.gguf"):
+    with gguf._staged(directory / "model.gguf", logging.debug):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -194,7 +190,6 @@ def full(directory: Path) -> object:
         (broken_template, "the chat template cannot be read"),
         (lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)), "no usable value"),
         (lambda d: importing.prepare(d / ("x" * 300), d), "a file to import cannot be read"),
-        (nothing_written, "ENOENT"),
         (full, "ENOSPC"),
     ],
 )
