@@ -1,6 +1,6 @@
-"""Asynchronous saves of one rank: its state is copied into memory of its own, and a process of its own writes it.
+"""Asynchronous checkpointing on one rank: copy its state into dedicated host memory and write it in another process.
 
-One upload is under way at a time. No other rank is spoken to.
+At most one save is written at a time. No collective is called here; ``saving/async_saves.py`` coordinates the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Background:
     """This rank's writer process, the memory it writes from, and the one upload that may be under way."""
 
     def __init__(self, *, on_cuda: bool = False) -> None:
-        """Raises :class:`OSError` where this machine cannot do it."""
+        """Start the writer process. Raises :class:`OSError` where this system does not support it."""
         self._memory = HostMemory(pinned=on_cuda)
         self._writer = Writer(self._memory.descriptor)
         self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class Background:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Of the upload under way: bytes written, of about how many."""
+        """(bytes written, approximate total bytes) of the save that is being written."""
         return self._writer.written_bytes, self._staged_bytes
 
     @property
@@ -62,16 +62,17 @@ class Background:
         return "idle" if self._uploads.idle.is_set() else "busy"
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate before the first save what it will need. Raises :class:`OSError`."""
+        """Allocate *nbytes* of host memory before the first save. Raises :class:`OSError` where there is not enough."""
         self._memory.reserve(nbytes)
 
     # ---------------------------------------------------------------- copy
 
     def stage(self, layouts: Sequence[MemoryLayout], *, at_once: Collection[int] = ()) -> list[bytes]:
-        """Copy what these lay out; returns their jobs for :meth:`start`. Raises :class:`OSError` where memory is short.
+        """Copy the state that *layouts* describe; return their pickled jobs for :meth:`start`.
 
-        On CUDA the copies are only under way when this returns: what they are of may change after :meth:`await_copies`.
-        Tensors whose data pointer is among *at_once* may change before.
+        On CUDA the copies may still be in progress on return: the state may change only after :meth:`await_copies`.
+        Tensors whose data pointer is in *at_once* are copied before the return. Raises :class:`OSError` where memory
+        is short.
         """
         self._staged_bytes = max(layout.end for layout in layouts)
         self._memory.reserve(self._staged_bytes)
@@ -83,7 +84,10 @@ class Background:
         return [layout.packed() for layout in layouts]
 
     def _copy_from_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], at_once: Collection[int]) -> None:
-        """Beside the next forward and backward, but for tensors that those change."""
+        """Copy on a separate CUDA stream, concurrently with the next forward and backward pass.
+
+        Tensors that those passes change (their data pointers are in *at_once*) are copied on the current stream.
+        """
         assert self._stream is not None
         _copy([pair for pair in pairs if not pair[1].is_cuda or pair[1].data_ptr() in at_once])
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -96,22 +100,23 @@ class Background:
             self._copied.record(self._stream)
 
     def await_copies(self) -> None:
-        """What the device is given from now on does not change state before its copy is taken."""
+        """Make the current CUDA stream wait for the copies, so that later kernels do not change uncopied state."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     # ---------------------------------------------------------------- upload
 
     def fail(self, failure: AutomodelError) -> None:
-        """There is nothing to upload: what was to be could not be copied."""
+        """Mark the save as failed with *failure*, for a save whose state could not be copied."""
         self._failure = failure
 
     def start(
         self, staging: Path, part: Part, jobs: Sequence[bytes], *, then: Callable[[], None] | None, doing: str
     ) -> None:
-        """Write in the background, and *then* do that, in a thread. The upload before has to have ended.
+        """Write the staged copy in the background, then call *then* in the upload thread.
 
-        *doing* is for messages. Raises :class:`OSError` where a writer that ended before cannot be started anew.
+        The previous upload must have ended. *doing* describes the save in error messages. Raises :class:`OSError`
+        where the writer process has ended and cannot be restarted.
         """
         if not self._writer.alive:
             self._writer.end()
@@ -140,14 +145,19 @@ class Background:
             self.is_at_work = False
 
     def seal(self, staging: Path, draft: Draft, common: Part) -> int:
-        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writing.writer.Seal`."""
+        """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
+        bytes.
+
+        Called during an upload. Raises :class:`SaveFailed` or OSError.
+        """
         nbytes: int = self._do(Seal(str(staging), draft, common), staging)
         return nbytes
 
     def export(self, sources: Sequence[Path], lease: tuple[Path, str] | None) -> tuple[str, list[str]]:
-        """In the course of an upload: see :class:`~automodel_ckpt.checkpoint.writing.writer.Export`.
+        """Export the model directories *sources* in the writer process; return (last output directory, log lines).
 
-        Raises :class:`Cancelled` where it is not wanted (any more): see :meth:`leave_out_exports`.
+        Called during an upload. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
+        :meth:`leave_out_exports`.
         """
         with self._exporting:
             try:
@@ -162,26 +172,28 @@ class Background:
                 raise
 
     def leave_out_exports(self) -> None:
-        """Make no export from now on; end the one under way, whose checkpoint is safe."""
+        """Make no more exports, and stop one in progress. Its checkpoint is already published."""
         self._no_export.set()
         if self._exporting.locked():
             self._writer.kill()
 
     def pause(self, seconds: float) -> None:
-        """In the course of an upload: wait. Raises :class:`Cancelled` when there is nothing to wait for any more."""
+        """Wait for *seconds* during an upload. Raises :class:`Cancelled` when the upload has been abandoned."""
         if self._cancelled.wait(seconds):
             raise Cancelled
 
     def still_seconds(self) -> float:
-        """For how long the writer has not moved, as far as calls of this have seen."""
+        """Seconds since the writer process last made progress, as observed by calls of this method."""
         sign = self._writer.sign_of_life()
         if sign != self._moved[1]:
             self._moved = (time.monotonic(), sign)
         return time.monotonic() - self._moved[0]
 
     def give_up(self, *, anyhow: bool) -> None:
-        """Nothing has moved for too long: the upload failed where this rank's writer is at work; *anyhow*, where it
-        waits for anything."""
+        """Mark the upload as failed because it made no progress for too long.
+
+        Applies where this rank's writer is working; with *anyhow*, also where the upload waits for other ranks.
+        """
         if self.is_at_work or (anyhow and self.state == "busy"):
             kind = ExportFailed if self._exporting.locked() else SaveFailed
             who = "the process that writes this rank's checkpoints" if self.is_at_work else "publishing"
@@ -196,7 +208,7 @@ class Background:
         self._uploads.idle.wait(seconds)
 
     def abandon(self) -> AutomodelError | None:
-        """End the upload as it is, and have everything ready for the next. Returns what had failed, if it had."""
+        """Stop the upload and prepare for the next one. Returns the failure of the upload, or None."""
         self._cancelled.set()
         if not self._uploads.idle.is_set():
             self._writer.kill()
@@ -208,7 +220,7 @@ class Background:
         return failure
 
     def close(self) -> None:
-        """Wait for the upload, and give everything back."""
+        """Wait for the upload, then end the writer process and release the memory."""
         self.wait()
         self._uploads.end()
         self._writer.end()
@@ -216,8 +228,7 @@ class Background:
 
 
 class _Uploads:
-    """A thread for one upload after the other. A thread for each would keep the training: to start one takes until it
-    runs, milliseconds on a busy machine."""
+    """One thread that runs the uploads in order. Starting a thread for each would delay training by milliseconds."""
 
     def __init__(self) -> None:
         self.idle = threading.Event()
@@ -230,7 +241,7 @@ class _Uploads:
         self._tasks.put(task)
 
     def end(self) -> None:
-        """When the task under way, if any, has ended."""
+        """End the thread when its current task has finished."""
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -241,7 +252,7 @@ class _Uploads:
 
 
 class Cancelled(Exception):
-    """The upload is not wanted any more."""
+    """The upload was abandoned, or its export is not wanted any more."""
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -6,7 +6,7 @@
     checkpointer.save(state, step=20, epoch=0, ...)
 
 A save is three short exchanges between the ranks and, between them, work that each rank does alone: plan, write, and
-(the leader, rank 0) publish. What fails on one rank fails on all, with that rank's message.
+(rank 0) publish. What fails on one rank fails on all, with that rank's message.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """How far a save is: bytes of this rank's share that are written, of about how many."""
+    """The progress of a save: bytes written by this rank, and the approximate total of this rank."""
 
     step: int
     written_bytes: int
@@ -167,16 +167,16 @@ class Checkpointer:
 
     @property
     def directory(self) -> Path:
-        """Where checkpoints are saved, as the user wrote it."""
+        """The run directory, as the user wrote it."""
         return self._run.path
 
     # ---------------------------------------------------------------- before training
 
     def open(self) -> None:
-        """Create the run directory and hold it, before anything expensive is built. Called on all ranks.
+        """Create and lock the run directory before the model is built. Collective.
 
-        Raises :class:`RecipeError`, the same on all ranks, where it cannot be written, another live run holds it, or
-        the ranks do not share it.
+        Raises :class:`RecipeError` on all ranks where the directory cannot be written, another run uses it, or the
+        ranks do not share it.
         """
         with self._failing_together("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_leader:
@@ -187,7 +187,9 @@ class Checkpointer:
             check_shared_storage(self._run.root, self._ranks.rank, self._group)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse, before training, state that clashes or could not be read back safely. Raises :class:`RecipeError`."""
+        """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
+        safely.
+        """
         items = classify(state)
         owners = Owners(items)
         for item in items:
@@ -205,14 +207,14 @@ class Checkpointer:
                     places(options)
 
     def check_lease(self) -> None:
-        """Return where this run still holds its directory. For the leader, before it writes anything there.
+        """Check that this run still holds its directory. Called by rank 0 before it writes there.
 
         Raises :class:`LeaseLost` where another run took over, OSError where that cannot be determined.
         """
         self._run.check_lease()
 
     def check_lease_together(self) -> None:
-        """Raise :class:`LeaseLost` on all ranks where another run took over the directory. Called on all ranks."""
+        """Raise :class:`LeaseLost` on all ranks where another run took over the directory. Collective."""
         doing = "checking which run holds the run directory"
         # Where that cannot be determined now (OSError), the next write fails instead.
         with self._failing_together(doing), contextlib.suppress(OSError):
@@ -224,12 +226,17 @@ class Checkpointer:
         return self._run.is_lost
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
-        """What one save will take and what is free. Raises :class:`RecipeError` as :meth:`check`."""
+        """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
+        stored.
+        """
         return self._planner.forecast(classify(state))
 
     def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
-        """Before the first step: log what a checkpoint takes. Raises :class:`SaveFailed` where not even one fits on the
-        disk, and :class:`RecipeError` where it would be too large to be read back. Returns the forecast on rank 0."""
+        """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
+
+        Returns the forecast on rank 0, None elsewhere. Raises :class:`SaveFailed` where it does not fit, and
+        :class:`RecipeError` where its manifest would be too large to be read back.
+        """
         forecast = None
         with self._failing_together("estimating the size of a checkpoint"):
             if self.is_leader:
@@ -246,9 +253,9 @@ class Checkpointer:
     # ---------------------------------------------------------------- save
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Before the first step: have what asynchronous saves need, or say why saves will be synchronous after all.
+        """Set up asynchronous saves before the first step, or log why saves will be synchronous. Collective.
 
-        Called on all ranks; nothing to do for synchronous saves.
+        Does nothing for synchronous saves.
         """
         if not self._is_async or self._async is not None:
             return
@@ -288,14 +295,14 @@ class Checkpointer:
         before_publishing: Callable[[], None] | None = None,
         on_saved: Callable[[SaveReport], None] | None = None,
     ) -> SaveReport:
-        """Save *state* as ``epoch_{epoch}_step_{step}``; returns when it is published.
+        """Save *state* as ``epoch_{epoch}_step_{step}``; return when the checkpoint is published. Collective.
 
-        Asynchronously (``is_async``) it returns when the state is copied, :attr:`SaveReport.published` false; before,
-        it waits for the save before. What fails later is raised by :meth:`settle`.
+        With ``is_async`` it first waits for the previous save, and returns when the state is copied, with
+        :attr:`SaveReport.published` false. A later failure of such a save is raised by :meth:`settle`.
 
-        *losses* go to losses.json, and with *validated* rank the checkpoint; *last* marks the last one of a run that
-        ends by itself; the leader calls *before_publishing* when all is written, and *on_saved* with the report when it
-        is published. Called on all ranks. Raises :class:`SaveFailed`, the same on all ranks, and leaves no trace.
+        *losses* are written to losses.json; with *validated* they also rank the checkpoint. *last* marks the last save
+        of a run that completes. Rank 0 calls *before_publishing* when all files are written, and *on_saved* with the
+        report after publishing. Raises :class:`SaveFailed` on all ranks, and removes what was written.
         """
         self.settle()
         started = time.monotonic()
@@ -325,7 +332,9 @@ class Checkpointer:
         return self._save_now(save, proposals) if self._async is None else self._async.save(save, proposals)
 
     def _log_items_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
-        """What is saved, and how each is stored; *digests* of small state, by name, are each rank's."""
+        """Log at the first save what is saved and how. *digests* has the digests of small state by name, for each
+        rank.
+        """
         if self._items_are_logged or not self.is_leader:
             return
         self._items_are_logged = True
@@ -358,7 +367,7 @@ class Checkpointer:
         return report
 
     def _publish(self, save: Save) -> SaveReport:
-        """All ranks have written: make it a checkpoint."""
+        """Merge the rank manifests and publish the checkpoint. Called by rank 0 after all ranks have written."""
         parts = sealing.parts_in(save.staging.path, self._ranks.world_size)
         parts[0].files.update(self._planner.write_metadata(save, lambda: parts))
         if save.before_publishing is not None:
@@ -369,7 +378,7 @@ class Checkpointer:
     # ---------------------------------------------------------------- what is under way
 
     def saving(self) -> Saving | None:
-        """How far the save under way is; None where there is none. May be called by any thread."""
+        """The progress of the save in progress; None where there is none. Can be called from any thread."""
         writing, in_background = self._writing, self._async
         if writing is not None:
             step, before, total = writing
@@ -379,27 +388,27 @@ class Checkpointer:
 
     @property
     def upload_failed(self) -> bool:
-        """Whether this rank knows that the run cannot go on saving: let all ranks call :meth:`settle`.
+        """Whether this rank knows that the run cannot continue to save: all ranks should then call :meth:`settle`.
 
-        A background save failed, or another run took over the directory.
+        True after a failed background save, or when another run took over the directory.
         """
         return self._run.is_lost or (self._async is not None and self._async.has_failed)
 
     def await_copies(self) -> None:
-        """To be called before state on the device is changed: its copy may still have to be taken."""
+        """Call this before state on the device is changed: its copy may not be complete yet."""
         if self._async is not None:
             self._async.await_copies()
 
     def settle(self) -> bool:
-        """Return when no save is under way in the background; True if one was. Called on all ranks.
+        """Wait for the background save; return True if one was in progress. Collective.
 
-        Raises :class:`SaveFailed`, the same on all ranks, where it failed on one or came to a standstill; then there is
-        no trace of it.
+        Raises :class:`SaveFailed` on all ranks where it failed or made no progress on any rank; its files are then
+        removed.
         """
         return self._async is not None and self._async.settle()
 
     def note_validation(self, resumed: Resumed, losses: Mapping[str, Any]) -> None:
-        """Let a checkpoint of this run, published without its validation, be ranked by what was measured since."""
+        """Record the losses of a validation that ran after its checkpoint was published, so that it can be ranked."""
         if not self.is_leader or resumed.path.parent != self._run.root:
             return
         with contextlib.suppress(LeaseLost):  # raised on all ranks before the next step
@@ -413,8 +422,7 @@ class Checkpointer:
         return self._planner.exports(last=True) and not self._planner.exports(last=False)
 
     def leave_out_exports(self) -> None:
-        """Export nothing from now on, not even a save that is being published: an export in the background ends as it
-        is. Called on all ranks."""
+        """Disable exports from now on, including one that is in progress in the background. Collective."""
         self._planner.export_when = "never"
         if self._async is not None:
             self._async.leave_out_exports()
@@ -431,10 +439,10 @@ class Checkpointer:
             self._export_once(resumed.path.name)
 
     def export_best(self) -> None:
-        """Export the checkpoint that LOWEST_VAL points to, unless it has its export. Called on all ranks.
+        """Export the checkpoint that LOWEST_VAL points to, unless it is already exported. Collective.
 
-        Raises :class:`SaveFailed`, the same on all ranks, where that cannot be. In the layouts hf and adapter nothing
-        is written: the checkpoint's model files are the export.
+        Raises :class:`ExportFailed` on all ranks. In the layouts hf and adapter nothing is written: the checkpoint's
+        model files are the export.
         """
         name = self._run.best() if self.is_leader else None
         if self.is_leader and name is None:
@@ -449,7 +457,7 @@ class Checkpointer:
         self._export_once(name)
 
     def _export_once(self, name: str | None) -> None:
-        """The leader's *name* counts; nothing happens where it is None or its export is there."""
+        """Export the checkpoint *name* (rank 0's value), unless it is None or already exported."""
         self.settle()
         if name is not None and self.is_exported(self._run.root / name):
             name = None
@@ -459,7 +467,7 @@ class Checkpointer:
             log.info("Hugging Face export of %s: %s", parsed, export)
 
     def _export(self, name: layout.CheckpointName) -> Path | None:
-        """The Hugging Face export of a published checkpoint from its files, by the leader."""
+        """Export a published checkpoint from its files, on rank 0. Returns the directory there, None elsewhere."""
         from automodel_ckpt.checkpoint.consolidate import consolidate
 
         def export() -> Path | None:
@@ -476,7 +484,11 @@ class Checkpointer:
             return agree.while_working(self._group, export)
 
     def _with_export(self, report: SaveReport, save: Save) -> SaveReport:
-        """The same from memory, by all ranks; its failure leaves the checkpoint as it is."""
+        """Export the model from memory and add the result to *report*. Collective: every rank writes its slices.
+
+        If the export fails, the published checkpoint is unchanged and the failure is in the report. :class:`LeaseLost`
+        is raised.
+        """
         name, snapshot = save.name, save.snapshot
         together: Callable[..., AbstractContextManager[None]] = partial(
             self._failing_together, f"exporting {name} (the checkpoint itself is safe)", kind=ExportFailed
@@ -499,7 +511,7 @@ class Checkpointer:
         return replace(report, stall_seconds=seconds, total_seconds=seconds)
 
     def export_command(self, path: Path) -> str | None:
-        """What to type for the Hugging Face files of a checkpoint; None where it has nothing to make them from."""
+        """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
         return self._planner.export_command(path)
 
     # ---------------------------------------------------------------- load
@@ -507,13 +519,15 @@ class Checkpointer:
     def load(
         self, state: Mapping[str, Any], *, before_loading: Callable[[Path, Manifest], None] | None = None
     ) -> Resumed | None:
-        """Load the newest usable checkpoint (or the one ``restore_from`` names) into *state*; None in a fresh run.
+        """Load the newest usable checkpoint, or the one that ``restore_from`` names, into *state*. Collective.
 
-        Rank 0 calls *before_loading* with the one that was chosen; what that raises is raised on all ranks.
+        Returns None in a new run. Skipped checkpoints are logged with the reason. Rank 0 calls *before_loading* with
+        the chosen checkpoint; what that raises is raised on all ranks. Where the chosen checkpoint does not match
+        *state*, was not named by the user, and *on_incompatible* is ``sibling``, the run continues in a sibling
+        directory, which becomes :attr:`directory`.
 
-        What was passed over is logged with the reason. Where the one chosen does not fit *state* and nobody named it,
-        *on_incompatible* ``sibling`` looks on in :attr:`directory`, from then on one beside it. Called on all ranks.
-        Raises :class:`CheckpointUnusable`, the same on all ranks, where none can be used, or it does not fit.
+        Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
+        match.
         """
         choose = partial(self._chooser.choose, restore_from=self._planner.restore_from)
         found = choose(self._run)
@@ -541,13 +555,15 @@ class Checkpointer:
         return Resumed(path, manifest.step, manifest.epoch, manifest)
 
     def _loader(self, path: Path, manifest: Manifest) -> Loader:
-        """With ``save_optimizer`` false, what the checkpoint was saved without may be missing: else the same command,
-        started again, could not go on."""
+        """A loader that allows the state to be missing which the checkpoint was saved without.
+
+        Applies with ``save_optimizer: false``: otherwise the same command could not resume.
+        """
         implied = frozenset[str]() if self._planner.save_optimizer else manifest.left_out
         return Loader(path, manifest, self._ranks, self._allow_missing | implied)
 
     def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
-        """What sends the run to a sibling directory; empty where it stays."""
+        """The differences for which the run continues in a sibling directory; empty where it does not."""
         if self._on_incompatible != "sibling" or self._planner.restore_from is not None:
             return []
         with self._failing_together(f"comparing with {path.name}", CheckpointUnusable):
@@ -556,7 +572,7 @@ class Checkpointer:
             return lines or ([] if self._allow_changed_model else list(self._model_changes(path).function))
 
     def _move_to_sibling(self, path: Path, lines: list[str]) -> None:
-        """Leave the directory as it is, and take the next one beside it: ``checkpoints.sibling-1``, -2, ..."""
+        """Continue in the next sibling directory (``checkpoints.sibling-1``, -2, ...); the current one is unchanged."""
         before = self._run
         self._planner.run = before.sibling()
         if self.is_leader:
@@ -601,13 +617,13 @@ class Checkpointer:
     # ---------------------------------------------------------------- both
 
     def wait(self) -> None:
-        """Return when nothing of this rank is under way any more: its share of a save, removals."""
+        """Wait until this rank has no save or removal in progress."""
         if self._async is not None:
             self._async.wait()
         self._run.wait()
 
     def close(self) -> None:
-        """Wait, then let the next run have the directory."""
+        """Wait, then release the run directory."""
         self.wait()
         self._end_async()
         self._run.release()

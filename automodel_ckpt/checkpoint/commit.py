@@ -44,14 +44,17 @@ _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
 
 def write_file(path: Path, data: bytes | memoryview) -> FileRecord:
-    """A whole new file, durable but for its directory entry."""
+    """Write a new file and fsync it; the caller fsyncs its directory. Returns its size and digest."""
     with DurableFile(path, nbytes=len(data)) as file:
         file.write(data)
     return file.close()
 
 
 def write_by_rename(path: Path, data: bytes) -> None:
-    """Let a file appear whole, for a reader that may remove it, and its directory, at once: nothing may follow."""
+    """Create a file that appears complete under its name: write a temporary file, then rename it.
+
+    The reader may remove the file and its directory immediately, so nothing is done after the rename (no fsync).
+    """
     temporary = path.with_name(f".{path.name}")
     temporary.write_bytes(data)
     os.rename(temporary, path)
@@ -89,9 +92,9 @@ def seal(staging: Path, manifest: bytes) -> None:
 
 
 def publish(staging: Path, name: str) -> Path:
-    """Give a sealed staging directory its final name, durably, or leave none at all.
+    """Rename a finalized staging directory to its final name and fsync the parent; on failure leave no such name.
 
-    Raises :class:`FileExistsError` where the name is taken.
+    Raises :class:`FileExistsError` where the name is taken, OSError where it cannot be made durable.
     """
     final = staging.parent / name
     if os.path.lexists(final):
@@ -108,7 +111,10 @@ def publish(staging: Path, name: str) -> Path:
 
 
 def point(root: Path, pointer: str, name: str) -> None:
-    """Swap the link *pointer* to the checkpoint *name*; a text file ``POINTER.txt`` where links can't be made."""
+    """Atomically set the link *pointer* to the checkpoint *name*.
+
+    Where symbolic links are not supported, the text file ``POINTER.txt`` is written instead. Raises OSError.
+    """
     _move_directory_aside(root, pointer)
     if not _swap_link(root, pointer, name):
         replace_file(root / f"{pointer}.txt", name.encode() + b"\n")
@@ -119,7 +125,7 @@ def point(root: Path, pointer: str, name: str) -> None:
 
 
 def _swap_link(root: Path, pointer: str, name: str) -> bool:
-    """Make the link under a temporary name, and give it its own; False where links cannot be made."""
+    """Create the link under a temporary name and rename it; return False where links are not supported."""
     for attempts_left in reversed(range(_LINK_ATTEMPTS)):
         temporary = root / f".{pointer}.{uuid.uuid4().hex}"
         try:
@@ -150,8 +156,10 @@ def unpoint(root: Path, pointer: str) -> None:
 
 
 def _move_directory_aside(root: Path, pointer: str) -> None:
-    """A copy that follows links (``scp -r``, object stores) leaves a whole checkpoint in a pointer's place: it gets
-    another name."""
+    """Rename a directory that has the name of a pointer.
+
+    Copies that follow links (``scp -r``, object stores) leave a whole checkpoint in the place of a pointer.
+    """
     place, number = root / pointer, 1
     if place.is_symlink() or not place.is_dir():
         return
@@ -172,7 +180,7 @@ def pointed(root: Path, pointer: str) -> str | None:
 
 
 def pointer_text(root: Path, pointer: str) -> str | None:
-    """The name that a pointer or a pin holds: of a checkpoint, also of one that was set aside. None for any other."""
+    """The checkpoint name in a pointer or a pin, also of a superseded checkpoint; None where there is none."""
     link, text = root / pointer, root / f"{pointer}.txt"
     name = None
     if link.is_symlink():
@@ -202,7 +210,7 @@ def supersede(root: Path, name: str, aside: str | None = None) -> str:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two existing paths in one step; False where this system or filesystem cannot (renameat2, Linux)."""
+    """Atomically swap two existing paths (renameat2, Linux); return False where it is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -215,7 +223,7 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def withdraw(path: Path) -> Path:
-    """Take a checkpoint's name away, durably; returns the trash directory that is left to :func:`discard`."""
+    """Rename a checkpoint to a trash name and fsync the parent; return the trash directory for :func:`discard`."""
     trash = path.with_name(layout.trash_name(uuid.uuid4().hex))
     os.rename(path, trash)
     fsync_directory(path.parent)
@@ -223,7 +231,7 @@ def withdraw(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Delete a staging or trash directory as far as it goes; what stays is only reported, and goes at a later start."""
+    """Delete a staging or trash directory. Failures are only logged; a later start removes what is left."""
 
     def report(_function: object, name: str, error: BaseException) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -237,7 +245,7 @@ def discard(path: Path) -> None:
 
 
 def recover(root: Path) -> list[str]:
-    """Clear what a killed run left behind: staging and trash directories, temporary links. Returns their names."""
+    """Remove what a killed run left: staging and trash directories, temporary files and links. Returns their names."""
     leftovers = [entry.name for entry in os.scandir(root) if _is_leftover(entry.name)]
     for name in leftovers:
         path = root / name

@@ -1,5 +1,4 @@
-"""The digest of bytes as it is written (its algorithm's name and 32 hexadecimal digits), and what a file's record is.
-Imports no torch."""
+"""Digests in their stored format (name of the algorithm, 32 hexadecimal digits), and the record of a file. No torch."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ class FileRecord:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Of bytes in memory."""
+    """The XXH3-128 digest of bytes in memory, in the stored format."""
     return _ALGORITHM + xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_from(hashed: xxhash.xxh3_128) -> str:
-    """Of all bytes that an XXH3-128 was given."""
+    """The digest of all bytes that *hashed* has processed, in the stored format."""
     return _ALGORITHM + hashed.hexdigest()

@@ -202,7 +202,7 @@ def distcp_file(directory: str, rank: int) -> str:
 
 
 def part_file(rank: int) -> str:
-    """What a rank wrote, for the leader to merge into the manifest."""
+    """What a rank wrote, for rank 0 to merge into the manifest."""
     return f"{PARTS}/rank_{rank:05}.json"
 
 

@@ -81,7 +81,7 @@ class KeepPolicy:
         return [record for record in reversed(ordered) if record.name not in kept]
 
     def _best_of(self, records: Iterable[Record]) -> list[Record]:
-        """Of equals the earlier one is better, as with LOWEST_VAL."""
+        """The best records, at most ``self.best``; of equal metrics the earlier checkpoint, as for LOWEST_VAL."""
         sign = 1 if self.mode == "min" else -1
         ranked = [(sign * r.metric, r.step, r) for r in records if r.metric is not None and math.isfinite(r.metric)]
         return [record for _, _, record in sorted(ranked, key=lambda entry: entry[:2])[: self.best]]

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all of them, with that rank's message."""
+"""Collective error handling: an exception on one rank is raised on all ranks, with its message."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from automodel_ckpt.errors import AutomodelError, SaveFailed
 def failing_together(
     group: ProcessGroup | None, doing: str, where: Path, kind: type[AutomodelError] = SaveFailed
 ) -> Iterator[None]:
-    """Whatever the block raises on one rank is raised on all, as an error for the user: foreign ones as *kind*, which
-    say what was being done and *where*."""
+    """Raise on all ranks what the block raises on one rank.
+
+    Exceptions that are not errors for the user are converted to *kind*, with *doing* and *where* in the message.
+    """
     failure: AutomodelError | None = None
     try:
         yield

@@ -27,7 +27,7 @@ NAME = FINISHED
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How files that the ranks fill together are named and split: the leader's word, so that all ranks have the same.
+    """How files that the ranks fill together are named and split: rank 0's word, so that all ranks have the same.
 
     See :func:`~automodel_ckpt.checkpoint.writing.placement.place`.
     """

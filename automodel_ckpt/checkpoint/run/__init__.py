@@ -1,1 +1,1 @@
-"""A run's directory: who holds it, which of its checkpoints is next, which stay, what is noted beside them."""
+"""The run directory: its lock, the choice of the checkpoint to resume from, and which checkpoints are kept."""

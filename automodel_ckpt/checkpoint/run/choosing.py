@@ -1,4 +1,4 @@
-"""Choosing the checkpoint to load: all ranks read their shares of its files, and agree on what they found."""
+"""Choose the checkpoint to load: each rank verifies a share of the files, and all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class Chooser:
         self._ranks, self._group = ranks, group
 
     def choose(self, run: RunDirectory, restore_from: str | None) -> tuple[Path, Manifest] | None:
-        """The newest usable checkpoint of *run*, or the one that *restore_from* asks for, compared with its manifest;
-        None where there is none at all. Called on all ranks.
+        """The newest usable checkpoint of *run*, or the one that *restore_from* names, verified. Collective.
 
-        The leader logs what is passed over, and why. Raises :class:`CheckpointUnusable`, the same on all ranks, where
-        none can be used.
+        Returns None where the run has no checkpoint. Rank 0 logs each skipped checkpoint with the reason. Raises
+        :class:`CheckpointUnusable` on all ranks where none can be used.
         """
         leads, request = self._ranks.rank == 0, None
         with failing_together(self._group, "looking for a checkpoint", run.path, CheckpointUnusable):
@@ -68,7 +67,7 @@ class Chooser:
         )
 
     def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:
-        """The manifest, and all problems that the ranks, each reading its share of the files, have found."""
+        """(manifest or None, problems found by all ranks). Each rank verifies its share of the files. Collective."""
         manifest, problems = None, []
         try:
             manifest = Manifest.read(path)

@@ -1,6 +1,6 @@
-"""A run's directory: who holds it, where its pointers point, which of its checkpoints stay.
+"""A run's directory: its lock, its pointers, and which of its checkpoints are kept.
 
-Only the leader writes here; nothing in this file talks to other ranks.
+Only rank 0 writes here; no collective is called.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunDirectory:
 
     @property
     def root(self) -> Path:
-        """The same, absolute."""
+        """The absolute path of the run directory."""
         return self.path.absolute()
 
     def display_path(self, checkpoint: Path) -> Path:
@@ -49,13 +49,13 @@ class RunDirectory:
         return self.path / checkpoint.name if checkpoint.parent == self.root else checkpoint
 
     def sibling(self) -> RunDirectory:
-        """The one beside it for another model's checkpoints."""
+        """The run directory beside this one for the checkpoints of a different model."""
         return RunDirectory(layout.sibling(self.path), self._keep, self._metric_key)
 
     # ---------------------------------------------------------------- who writes here
 
     def hold(self) -> None:
-        """Be the only run that writes here; a directory that vanishes later is not made again.
+        """Lock the directory for this run, and create it at the first call; a deleted directory is not created again.
 
         Raises :class:`RecipeError` where another live run holds it, :class:`LeaseLost` where one took over since the
         first call, OSError where it cannot be written.
@@ -82,7 +82,7 @@ class RunDirectory:
         return self._lease.token if self._lease is not None else None
 
     def check_lease(self) -> None:
-        """Return where this run still holds the directory. To be called before everything that others will read.
+        """Check that this run still holds the directory. Called before every write that others can see.
 
         Raises :class:`LeaseLost` where another run took over, OSError where that cannot be determined.
         """
@@ -90,7 +90,7 @@ class RunDirectory:
             self._lease.check()
 
     def release(self) -> None:
-        """Let the next run have it; one that was made here and is empty goes."""
+        """Release the lock. A directory that this object created is removed if it is empty."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -101,7 +101,7 @@ class RunDirectory:
     # ---------------------------------------------------------------- pointers
 
     def candidates(self, restore_from: str | None) -> resume.Request:
-        """What a run may resume from, once leftovers are gone and pointers mended."""
+        """The checkpoints to resume from, in order, after leftovers are removed and pointers are repaired."""
         if self.root.is_dir():
             self.hold()
             for name in commit.recover(self.root):
@@ -118,10 +118,11 @@ class RunDirectory:
         return commit.pointed(self.root, layout.LOWEST_VAL)
 
     def publish(self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]) -> None:
-        """Give a sealed checkpoint its name, and point to it; *losses* are those of its own step, if it was validated.
+        """Rename a finalized checkpoint to its final name and update the pointers.
 
-        Where the run went back, checkpoints of later steps are set aside first. Raises OSError where it has not got its
-        name, :class:`LeaseLost` where another run took over this directory.
+        *losses* are those of the checkpoint's own step, if it was validated. After a resume from an earlier step, the
+        checkpoints of later steps are first set aside. Raises OSError where it could not be published,
+        :class:`LeaseLost` where another run took over this directory.
         """
         self.check_lease()
         if self.went_back_to is not None:
@@ -139,8 +140,10 @@ class RunDirectory:
         self._point(str(name))
 
     def _point(self, newest: str) -> None:
-        """Swap LOWEST_VAL where another checkpoint is the best of those validated at their own step, then LATEST: while
-        that names the newest, a start need not doubt the other."""
+        """Update LOWEST_VAL if another checkpoint is the best now, then LATEST.
+
+        In this order, a LATEST that names the newest checkpoint shows at the next start that LOWEST_VAL is up to date.
+        """
         behind, self._pointers_are_behind = self._pointers_are_behind, True
         try:
             self.check_lease()
@@ -152,7 +155,7 @@ class RunDirectory:
             log.warning("%s", os_problem(error, "could not update LATEST and LOWEST_VAL", remedy=RETRY))
 
     def _repair_pointers(self) -> None:
-        """A run killed between publishing and pointing left them behind."""
+        """Update the pointers of a run that was killed between publishing a checkpoint and updating them."""
         newest = next(self._records(), None)
         if newest is None:
             return
@@ -164,7 +167,7 @@ class RunDirectory:
             commit.point(self.root, layout.LATEST, newest.name)
 
     def _warn_of_going_back(self, before: str | None, newest: str) -> None:
-        """LATEST named a later checkpoint that is not complete, or not here: training will repeat steps."""
+        """Warn where LATEST named a later checkpoint that is incomplete or missing: training will repeat steps."""
         named = layout.parse_checkpoint_name(before) if before is not None else None
         now = layout.parse_checkpoint_name(newest)
         if named is not None and now is not None and named > now:
@@ -172,9 +175,9 @@ class RunDirectory:
             log.warning(message, self.path / str(named), newest)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
-        """Enter what a published checkpoint, whose manifest has this *digest*, was found to be worth afterwards.
+        """Record the losses of a validation that ran after the checkpoint *name* was published.
 
-        Raises :class:`LeaseLost`.
+        *digest* is that of its manifest. Raises :class:`LeaseLost`.
         """
         try:
             self.check_lease()
@@ -186,8 +189,11 @@ class RunDirectory:
             log.warning("%s", os_problem(error, f"could not record the validation of {name}", remedy=_NOT_RANKED))
 
     def _point_to_best(self, changed: str | None) -> None:
-        """Mend LOWEST_VAL. Only the one that has *changed* can have overtaken a best that stands; where that is not
-        known (None), or none stands, all are asked."""
+        """Update LOWEST_VAL.
+
+        *changed* is the only checkpoint whose metric changed, so that only it is compared with the current best. With
+        None, or without a current best, all checkpoints are compared.
+        """
         before, mode = self.best(), self._keep.mode
         standing = self._metric_of(before) if changed is not None else None
         if standing is not None and policy.is_better(self._metric_of(changed), standing, mode):
@@ -203,7 +209,7 @@ class RunDirectory:
             commit.point(self.root, layout.LOWEST_VAL, best)
 
     def _metric_of(self, name: str | None) -> float | None:
-        """What ranks a checkpoint; None where it is gone, damaged, or was not validated at its own step."""
+        """The metric that ranks a checkpoint; None where it is missing, damaged, or was not validated at its step."""
         if name is None:
             return None
         record = resume.record(self.root, name, self._metric_key, self._known)
@@ -215,7 +221,7 @@ class RunDirectory:
     # ---------------------------------------------------------------- what stays
 
     def _set_aside_after(self, step: int) -> None:
-        """Of a run that went back to *step*: the checkpoints after it give up their names."""
+        """Rename the checkpoints after *step*, from which the run resumed; they are kept as superseded."""
         abandoned = [name for name in resume.checkpoint_names(self.root) if name.step > step]
         if self.best() in {str(name) for name in abandoned}:
             # A new checkpoint may soon have that name; the best of what is left is looked for after it.
@@ -225,7 +231,10 @@ class RunDirectory:
             log.warning("Renamed the abandoned checkpoint %s to %s", self.path / str(name), aside)
 
     def prune(self, just_saved: str) -> tuple[str, ...]:
-        """Remove what the keep policy lets go, in the background: a slow or failed removal never stops training."""
+        """Remove the checkpoints that the keep policy does not keep; return their names.
+
+        Files are deleted in a thread. Failures are only logged, so that they never stop training.
+        """
         if self._keep.last is None:
             return ()
         try:
@@ -249,7 +258,9 @@ class RunDirectory:
         return tuple(withdrawn)
 
     def _withdraw(self, name: str) -> Path | None:
-        """Take a checkpoint's name away: its trash directory, None where it stays. Raises :class:`LeaseLost`."""
+        """Rename a checkpoint to a trash directory, which is returned; None where it is kept. Raises
+        :class:`LeaseLost`.
+        """
         try:
             self.check_lease()
             return links.withdraw_unprotected(self.root, name)
@@ -258,7 +269,7 @@ class RunDirectory:
             return None
 
     def wait(self) -> None:
-        """Return when no removal is under way."""
+        """Wait until no removal is in progress."""
         for thread in self._removals:
             thread.join()
         self._removals = []

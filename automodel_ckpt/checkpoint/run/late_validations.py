@@ -1,7 +1,7 @@
-"""Validations that were made after their checkpoint was published: a signal had cut them off, the next start made up.
+"""Results of validations that ran after their checkpoint was published: a signal had interrupted them.
 
-A published checkpoint is never changed, so what they found stands beside it, bound to its manifest's digest: it goes
-along when a run is copied, and counts no more when another checkpoint has the name. Imports no torch.
+A published checkpoint is never changed, so the results are stored beside it, with the digest of its manifest: they are
+copied with the run, and are ignored when another checkpoint has the name. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_TEXT = 100
 
 
 def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
-    """Enter the *losses* of a checkpoint whose manifest has this digest. Raises OSError."""
+    """Store the *losses* of a checkpoint whose manifest has *digest*. Raises OSError."""
     run = checkpoint.parent
     kept = {
         name: entry
@@ -32,14 +32,14 @@ def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
 
 
 def recall(checkpoint: Path, digest: str) -> dict[str, Any]:
-    """What was found of it later; empty where nothing was."""
+    """The stored losses of a checkpoint whose manifest has *digest*; empty where there are none."""
     entry = _read(checkpoint.parent).get(checkpoint.name)
     losses = entry.get("losses") if isinstance(entry, dict) and entry.get("manifest") == digest else None
     return {key: value for key, value in losses.items() if _is_loss(value)} if isinstance(losses, dict) else {}
 
 
 def _is_loss(value: object) -> bool:
-    """Whether a run may have written it: a number of 64 bits, or text for what is not finite."""
+    """Whether a value can be a loss that a run wrote: null, a 64-bit number, or text for a value that is not finite."""
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 63
     return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _MAX_TEXT)

@@ -112,7 +112,7 @@ def _follow(root: Path, old: str, new: str) -> None:
 
 
 def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | None:
-    """What the link has to say when *old* in the run directory is named *new*; None where it does not lead there."""
+    """The link's target after *old* in the run directory is renamed to *new*; None where it points elsewhere."""
     parts = PurePosixPath(_text_of(link)).parts
     for index, part in enumerate(parts):
         if part != old:
@@ -143,7 +143,7 @@ def _announced_names(root: Path) -> set[str]:
 
 
 def _text_of(link: str) -> str:
-    """What a link says; empty where it has vanished since."""
+    """The target text of a link; empty where the link has vanished."""
     with contextlib.suppress(OSError):
         return os.readlink(link)
     return ""

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from: what stands in the run directory, and what ``restore_from`` asks for.
+"""Which checkpoint a run starts from, given the contents of the run directory and ``restore_from``.
 
 Imports no torch; shared by the trainer and ``ckpt``.
 """
@@ -22,7 +22,7 @@ Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that was skipped, and why."""
 
     path: Path
     step: int | None
@@ -76,7 +76,9 @@ def newest(root: Path) -> policy.Record | None:
 
 
 def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
-    """One of them; None where it is gone or damaged."""
+    """The record of the checkpoint *name*, from *known* if its manifest has not changed; None where missing or
+    damaged.
+    """
     parsed = layout.parse_checkpoint_name(name)
     with contextlib.suppress(OSError, CheckpointUnusable):
         now = stamp(root / name)
@@ -91,14 +93,14 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
 
 
 def stamp(checkpoint: Path) -> tuple[int, int, int]:
-    """What tells a checkpoint's manifest from one that takes its place. Raises OSError where there is none."""
+    """(inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
     found = os.lstat(checkpoint / layout.MANIFEST)
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Where to resume from. *by_name*: the user named one, so that no other will do."""
+    """The checkpoints to try, in order. With *by_name*, the user named one and no other may be used."""
 
     candidates: list[Path]
     by_name: bool
@@ -106,10 +108,10 @@ class Request:
 
 
 def candidates(root: Path, restore_from: str | None) -> Request:
-    """The checkpoints to try, in order. Raises :class:`CheckpointUnusable` where one is named that is not there.
+    """The checkpoints to try, in order. Raises :class:`CheckpointUnusable` where the named one does not exist.
 
-    ``restore_from`` (a pointer, a checkpoint's name, or a path) applies until the run has published something newer
-    under the same request, so that a requeued command goes on instead of rewinding.
+    ``restore_from`` (a pointer, a checkpoint's name, or a path) applies until the run has published a newer checkpoint
+    under the same request, so that a requeued command resumes instead of rewinding.
     """
     names = checkpoint_names(root)
     newest = [root / str(name) for name in names]
@@ -123,10 +125,10 @@ def candidates(root: Path, restore_from: str | None) -> Request:
 
 
 def request_text(root: Path, restore_from: str | None) -> str | None:
-    """How a checkpoint notes under which ``restore_from`` it was saved.
+    """The text by which a checkpoint records the ``restore_from`` under which it was saved.
 
-    A pointer, or a checkpoint of this run, is noted by its name: the run directory may be moved or mounted elsewhere.
-    Any other path is noted absolute.
+    A pointer or a checkpoint of this run is recorded by name, because the run directory may be moved or mounted
+    elsewhere. Any other path is recorded as an absolute path.
     """
     if restore_from is None or restore_from in layout.POINTERS or layout.parse_checkpoint_name(restore_from):
         return restore_from
@@ -175,7 +177,10 @@ def _have_same_manifest(one: Path, other: Path) -> bool:
 
 
 def named_checkpoint(root: Path, name: str) -> Path:
-    """The checkpoint that a pointer's name, a checkpoint's name, or a path (to either) means."""
+    """The path of the checkpoint that *name* refers to: a pointer, a checkpoint's name, or a path to either.
+
+    Raises :class:`CheckpointUnusable` where it does not exist.
+    """
     if name in layout.POINTERS:
         target = commit.pointed(root, name)
         found = root / target if target else None
@@ -206,7 +211,7 @@ def pointed_path(path: Path) -> Path | None:
 
 
 def refusal_table(refused: list[Refused]) -> str:
-    """The checkpoints that cannot be used, a line each."""
+    """A text table of the skipped checkpoints, one line each."""
     rows = [("path", "step", "complete", "compatible", "reason")]
     rows += [
         (str(r.path), "?" if r.step is None else str(r.step), _yes(r.complete), _yes(r.compatible), r.reason())

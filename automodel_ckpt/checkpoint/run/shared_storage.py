@@ -1,4 +1,4 @@
-"""Whether all ranks see the same run directory: they write into one checkpoint, and the leader puts it together."""
+"""Check that all ranks see the same run directory: they write into one checkpoint, which rank 0 publishes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PATIENCE_SECONDS = 5.0
 
 
 def check_shared_storage(directory: Path, rank: int, group: ProcessGroup | None) -> None:
-    """Raise :class:`RecipeError`, the same on all ranks, where one does not see a file that the leader has just made.
+    """Raise :class:`RecipeError` on all ranks where one does not see a file that rank 0 created in *directory*.
 
-    Called on all ranks; the leader has made *directory*, which all give as an absolute path. Raises OSError on the
-    leader where it cannot write there.
+    Collective. *directory* is an absolute path that rank 0 has created. Raises OSError on rank 0 where it cannot write
+    there.
     """
     if agree.size(group) == 1:
         return

@@ -1,4 +1,4 @@
-"""Looking after the checkpoints of a run that is not training: pin, prune, drop old optimizer state. No torch."""
+"""Maintenance of the checkpoints of a run that is not training: pin, prune, drop optimizer state. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from automodel_ckpt.on_disk import fsync_directory
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A checkpoint that the policy lets go, and the bytes that this frees."""
+    """A checkpoint that the keep policy does not keep, and the bytes that its removal frees."""
 
     name: str
     nbytes: int
 
 
 def pin(root: Path, name: str) -> None:
-    """Keep a checkpoint whatever the policy says: a link beside it, as any link in the run directory protects."""
+    """Protect a checkpoint from the keep policy with a link beside it: every link in the run directory protects."""
     commit.point(root, layout.PIN + name, name)
 
 
 def unpin(root: Path, name: str) -> bool:
-    """Take a pin away, also of a checkpoint that is gone; False where there was none."""
+    """Remove a pin, also of a missing checkpoint; return False where there was none."""
     pinned = commit.pointer_text(root, layout.PIN + name) is not None
     commit.unpoint(root, layout.PIN + name)
     return pinned
@@ -50,10 +50,10 @@ def superseded_names(root: Path) -> list[str]:
 
 
 def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False) -> list[Removal]:
-    """What :func:`remove` would be given, oldest first; with *superseded* also what was set aside.
+    """The checkpoints that :func:`remove` should remove, oldest first; with *superseded* also those set aside.
 
-    Never among them: the newest complete checkpoint (one of which a file is missing or cut off is not), targets of
-    links, what the policy keeps, and directories that are no complete checkpoints.
+    Never included: the newest complete checkpoint (files missing or truncated count as incomplete), targets of links,
+    what the policy keeps, and directories that are not complete checkpoints.
     """
     records = [*resume.records(root, metric_key)]
     whole = next((record.name for record in records if _is_whole(root / record.name)), None)
@@ -64,7 +64,7 @@ def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, supersede
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether all files are there, as long as they were; they are not read."""
+    """Whether all files exist with their recorded sizes; their contents are not read."""
     try:
         return not verify(checkpoint, Manifest.read(checkpoint), "size")
     except CheckpointUnusable:
@@ -72,16 +72,16 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def recover(root: Path) -> None:
-    """Clear what killed commands and runs left. Only for the holder of the directory's lease. Raises OSError."""
+    """Remove what killed commands and runs left. Only for the holder of the directory's lock. Raises OSError."""
     commit.recover(root)
     links.mend(root)
 
 
 def remove(root: Path, names: Iterable[str], *, check_lease: Callable[[], None]) -> list[str]:
-    """Remove checkpoints, one after the other; returns which are gone. One that a link protects by now stays.
+    """Remove checkpoints in order; return the names of the removed ones. Checkpoints protected by a link are kept.
 
-    *check_lease* is called before each; what it raises is raised. Raises :class:`OSError`; what was withdrawn by then
-    is cleared by the next start or the next `ckpt prune`.
+    *check_lease* is called before each removal. Raises OSError; a checkpoint that is already renamed to trash is then
+    deleted at the next start or ``ckpt prune``.
     """
     removed = []
     for name in names:
@@ -94,13 +94,12 @@ def remove(root: Path, names: Iterable[str], *, check_lease: Callable[[], None])
 
 
 def drop_optimizer(root: Path, name: str) -> int:
-    """Keep a checkpoint's weights and small state only; returns the bytes freed.
+    """Remove the optimizer state of a checkpoint; return the bytes freed.
 
-    0 where there was no optimizer state, or where a link protects the checkpoint by now.
-
-    The checkpoint without it is built beside it from hard links, sealed, and takes its place in one step; nothing is
-    changed in place. Raises :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` where the file
-    system cannot swap two directories.
+    Returns 0 where there was none, or where a link protects the checkpoint. The smaller checkpoint is built from hard
+    links in a staging directory, finalized, and swapped in atomically; no file is changed in place. Raises
+    :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` where the file system cannot swap two
+    directories.
     """
     if name in links.protected_names(root):
         return 0
@@ -142,7 +141,7 @@ def without_optimizer(manifest: Manifest) -> Manifest:
 
 
 def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
-    """The same files under another directory, exports included."""
+    """Hard-link the files of *source*, exports included, below *target*, except those in *omit*."""
     for parent, directories, names in os.walk(source):
         relative = Path(parent).relative_to(source)
         for directory in directories:

@@ -1,7 +1,7 @@
-"""What ``ckpt verify`` and the starts of a run found, noted in the run's directory for ``ckpt ls``.
+"""Results of ``ckpt verify`` and of the verification at starts, stored in the run directory for ``ckpt ls``.
 
-A note belongs to one manifest (its inode, time and size): a checkpoint keeps its note under another name, and one that
-was copied or replaced has none. Damage stays noted until a later comparison finds the checkpoint intact.
+A result belongs to one manifest (inode, time and size): it stays with a renamed checkpoint, and a copied or replaced
+checkpoint has none. Damage stays recorded until a later verification finds the checkpoint intact.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _MAX_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """When a checkpoint was verified (seconds since 1970), and whether all was in order."""
+    """When a checkpoint was verified (seconds since 1970), and whether it was intact."""
 
     time: float
     ok: bool
 
 
 def recall(run: Path) -> dict[str, Note]:
-    """The notes on the checkpoints that are in *run* now, by their names now."""
+    """The results for the checkpoints that are in *run* now, by their present names."""
     return {name: note for name, (note, _) in _current(run).items()}
 
 
 def _current(run: Path) -> dict[str, tuple[Note, list[int]]]:
-    """The notes, with the stamp of the manifest that each belongs to."""
+    """The results with the :func:`resume.stamp` of the manifest that each belongs to."""
     notes: dict[tuple[int, ...], Note] = {}
     for entry in _read(run).values():
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
@@ -60,7 +60,7 @@ def _directories(run: Path) -> list[str]:
 
 
 def remember(run: Path, results: Mapping[str, bool]) -> None:
-    """Note whether each checkpoint was in order; where nothing can be written, nothing is noted."""
+    """Store whether each checkpoint was intact; does nothing where the directory cannot be written."""
     notes: dict[str, dict[str, Any]] = {
         name: {"time": note.time, "ok": note.ok, "stamp": stamp} for name, (note, stamp) in _current(run).items()
     }

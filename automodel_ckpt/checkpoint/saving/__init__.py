@@ -1,1 +1,1 @@
-"""A save from its proposal to its files, for those that training waits for and those it does not; and an import."""
+"""Planning and carrying out saves, synchronous and asynchronous, and imports."""

@@ -52,13 +52,15 @@ class AdapterAssets:
 
     @property
     def maps(self) -> BaseMaps:
-        """The adapter as an export knows it."""
+        """The tensors of the adapter, in the format that an export reads."""
         return BaseMaps(shape={key: spec.shape for key, spec in self._tensors.items()}, is_adapter=True)
 
     @functools.cached_property
     def files(self) -> Mapping[str, bytes]:
-        """The side files by name, as they stand beside adapter_model.safetensors; and what an export from shards must
-        hold. Only the leader makes them."""
+        """The side files by name: those beside adapter_model.safetensors, and the expected tensors of an export.
+
+        Computed only on rank 0.
+        """
         assert self._base is not None
         expected = {key: {"shape": list(spec.shape)} for key, spec in self._tensors.items()}
         peft_config = self._peft_config | {"base_model_name_or_path": self._base.name}
@@ -76,13 +78,15 @@ class AdapterAssets:
 
     @property
     def nbytes(self) -> int:
-        """What the side files take, about: known where the base was not read, too."""
+        """Approximate bytes of the side files; available also where the base was not read."""
         records = (_json(self._peft_config), _json(self._description))
         return sum(map(len, (*self._tokenizer_files.values(), *records)))
 
     def check_base(self, checkpoint: Path, directory: str) -> None:
-        """Raise :class:`CheckpointUnusable` unless the adapters in the module's *directory* of *checkpoint* belong to
-        this base and compute what these compute. For the leader."""
+        """Check on rank 0 that the adapters in *directory* of *checkpoint* belong to this base and configuration.
+
+        Raises :class:`CheckpointUnusable` where the base or a setting that changes the function differs.
+        """
         if self._base is None:
             return
         recorded = read_peft_record(checkpoint, directory)

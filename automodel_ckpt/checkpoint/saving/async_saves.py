@@ -1,4 +1,4 @@
-"""Saves that training does not wait for: which plan is still good, the one that is under way, and how it ends.
+"""Asynchronous checkpointing: reuse of the previous plan, the save in progress, and its completion.
 
 This module coordinates the ranks; ``background.py`` is the part of one rank.
 """
@@ -57,10 +57,10 @@ class _Again:
 
 @dataclass(slots=True)
 class _Kept:
-    """The plan of a save, for those that follow: it is good as long as the state has this *outline*.
+    """The plan of a save, for reuse by later saves: it applies while the state has the signature *outline*.
 
-    *layout* is that of the trees in the writer's memory; *values* are those in it that are no tensors, pickled;
-    *part* is what the manifest learns of the trees beside what is written; *nbytes* what a save takes on the disk.
+    *layout* is that of the trees in the writer's memory; *values* are its pickled values that are not tensors; *part*
+    is the rank manifest of the trees before anything is written; *nbytes* is what a save takes on disk.
     """
 
     outline: list[Any]
@@ -75,8 +75,8 @@ class _Kept:
 class AsyncSaves:
     """The asynchronous saves of all ranks of *group*, one at a time.
 
-    One whose writer does not move at all for *patience_seconds* while it is waited for has failed. Raises
-    :class:`OSError` or :class:`AttributeError` where this machine cannot do it.
+    A save fails when its writer makes no progress for *patience_seconds* while the ranks wait for it. Raises
+    :class:`OSError` or :class:`AttributeError` where this system does not support asynchronous saves.
     """
 
     def __init__(self, planner: Planner, group: ProcessGroup | None, *, patience_seconds: float, on_cuda: bool) -> None:
@@ -87,7 +87,7 @@ class AsyncSaves:
         self._kept: _Kept | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate now what saves of so many bytes of this rank's will need. Raises OSError."""
+        """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
         self._background.reserve(nbytes)
 
     @property
@@ -97,9 +97,9 @@ class AsyncSaves:
     # ---------------------------------------------------------------- a new plan
 
     def save(self, save: Save, proposals: list[Proposal]) -> SaveReport:
-        """Plan, copy, and have written; returns when the state is copied. Called on all ranks.
+        """Plan a save, copy the state and start writing; return when the state is copied. Collective.
 
-        Raises :class:`SaveFailed`, the same on all ranks.
+        Raises :class:`SaveFailed` on all ranks.
         """
         try:
             with failing_together(self._group, f"saving {save.name}", self._planner.run.path):
@@ -124,7 +124,7 @@ class AsyncSaves:
         return SaveReport(path, save.name.step, save.stall_seconds, published=False)
 
     def _upload(self, save: Save, part: Part, trees: MemoryLayout, objects: Iterable[Job]) -> None:
-        """Copy the state, and have the copy written."""
+        """Copy the state, then write the copy in the background."""
         self._in_flight = save
         staged = self._background.stage(
             [trees, lay_out(list(objects), trees.end)], at_once=_buffers(save.snapshot.items)
@@ -134,7 +134,7 @@ class AsyncSaves:
         self._background.start(save.staging.path, part, staged, then=then, doing=f"saving {save.name}")
 
     def _live(self, snapshot: Snapshot) -> LiveState | None:
-        """The state as a later save can look at it; None where that is not what was planned."""
+        """The live state that a later save can compare; None where it differs from what was planned."""
         with contextlib.suppress(Exception):  # a custom state_dict may do anything: it has succeeded otherwise
             live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
             if live.is_what({name: tree.flat() for name, tree in snapshot.trees.items()}):
@@ -144,11 +144,10 @@ class AsyncSaves:
     # ---------------------------------------------------------------- the plan of the save before
 
     def save_again(self, state: Mapping[str, Any], make: Callable[..., Save], staging: Staging) -> SaveReport | None:
-        """Save with the plan of the save before; None, and nothing has happened, where it does not fit on some rank.
-        Called on all ranks. *make* creates a save from its *staging* directory and snapshot.
+        """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
 
-        Raises, the same on all ranks, what kept rank 0 from creating the staging directory. What fails after the ranks
-        agreed is raised by :meth:`settle`, on all ranks.
+        Collective. *make* creates a save from its *staging* directory and snapshot. Raises on all ranks what prevented
+        rank 0 from creating the staging directory. Later failures are raised by :meth:`settle` on all ranks.
         """
         kept = self._kept
         if kept is None:
@@ -179,9 +178,9 @@ class AsyncSaves:
         return self._under_way(save)
 
     def _again(self, kept: _Kept, live: LiveState, save: Save) -> tuple[_Again, AutomodelError | None]:
-        """Whether the plan fits what this rank has now; where it does, rank 0 creates the staging directory.
+        """Check whether the plan matches the state of this rank; if so, rank 0 creates the staging directory.
 
-        The second value is what kept rank 0 from that.
+        Returns this rank's answer, and the failure on rank 0 or None.
         """
         digests = self._fitting(kept, live, save.snapshot)
         if digests is None or not self._is_leader:
@@ -194,7 +193,7 @@ class AsyncSaves:
         return _Again(digests, staging), None
 
     def _fitting(self, kept: _Kept, live: LiveState, snapshot: Snapshot) -> dict[str, str] | None:
-        """The digests of this rank's small state, entered into *snapshot*; None where the plan does not fit."""
+        """The digests of this rank's small state, which is stored in *snapshot*; None where the plan does not match."""
         with contextlib.suppress(Exception):  # the new plan, made instead, meets the same and reports it
             if live.outline == kept.outline and self._refreshed(kept, live):
                 snapshot.objects = {i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"}
@@ -202,7 +201,7 @@ class AsyncSaves:
         return None
 
     def _refreshed(self, kept: _Kept, live: LiveState) -> bool:
-        """Lay out what values are now; False where one does not fit where it stood."""
+        """Update the values that are not tensors in the layout; return False where one no longer has its size."""
         for name in kept.layout.values:
             value = live.trees[name[0]][name[1]]
             now = pickle.dumps(value)
@@ -213,11 +212,15 @@ class AsyncSaves:
                 kept.values[name] = now
         return True
 
-    # ---------------------------------------------------------------- in the leader's thread
+    # ---------------------------------------------------------------- in rank 0's thread
 
     def _complete(self, save: Save) -> None:
-        """When the leader's own share is written: what there is to do until the checkpoint is published, and its
-        export. Whatever grows with the number of tensors is the writer's: here it would take turns with training."""
+        """Finish the checkpoint, publish and export it, after rank 0 has written its share. Runs in a thread of rank
+        0.
+
+        Work that grows with the number of tensors is done in the writer process: in this thread it would contend with
+        training for the GIL.
+        """
         planner, common = self._planner, Part(self._planner.ranks.rank)
         planner.write_common(save, common)
         self._await_parts(save.staging.path)
@@ -258,14 +261,14 @@ class AsyncSaves:
         log.info("Hugging Face export of %s: %s", save.name, output)
 
     def leave_out_exports(self) -> None:
-        """End the export that is under way, if one is, and make none from now on."""
+        """Disable exports from now on, and stop the one in progress."""
         self._background.leave_out_exports()
 
     # ---------------------------------------------------------------- until it has ended
 
     @property
     def progress(self) -> tuple[int, int, int] | None:
-        """Of the save that is being written: its step, bytes of this rank's that are written, of about how many."""
+        """(step, bytes written by this rank, approximate total bytes) of the save that is being written, or None."""
         save = self._in_flight
         if save is None or save.is_published or self._background.state != "busy":
             return None
@@ -273,18 +276,18 @@ class AsyncSaves:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows of a failure: let all ranks :meth:`settle`."""
+        """Whether this rank knows of a failure: all ranks should then call :meth:`settle`."""
         return self._background.state == "failed"
 
     def await_copies(self) -> None:
-        """See :meth:`~automodel_ckpt.checkpoint.background.Background.await_copies`."""
+        """Call this before state on the device is changed: its copy may not be complete yet."""
         self._background.await_copies()
 
     def settle(self) -> bool:
-        """Return when nothing is under way; True if something was. Called on all ranks.
+        """Wait for the save in progress; return True if there was one. Collective.
 
-        Raises :class:`SaveFailed`, the same on all ranks, where it failed on one or came to a standstill; then there is
-        no trace of it.
+        Raises :class:`SaveFailed` on all ranks where it failed or made no progress on any rank; its files are then
+        removed.
         """
         save, background = self._in_flight, self._background
         if save is None:
@@ -304,7 +307,7 @@ class AsyncSaves:
         return True
 
     def _abandon(self, save: Save) -> None:
-        """A save failed: end it on all ranks, clear it away, and raise what it was."""
+        """Stop a failed save on all ranks, remove its staging directory, and raise its failure."""
         failure = self._background.abandon()
         self._in_flight, self._kept = None, None
         try:
@@ -313,11 +316,11 @@ class AsyncSaves:
             save.staging.remove()
 
     def wait(self) -> None:
-        """Return when nothing of this rank's is under way."""
+        """Wait until this rank has no upload in progress."""
         self._background.wait()
 
     def close(self) -> None:
-        """Wait, and give everything back."""
+        """Wait, then release the memory and the writer process."""
         self._kept = None
         self._background.close()
 
@@ -329,5 +332,5 @@ def on_cuda(state: Mapping[str, Any]) -> bool:
 
 
 def _buffers(items: Iterable[Item]) -> set[int]:
-    """The addresses of modules' tensors that a forward pass may change."""
+    """The data pointers of module buffers, which a forward pass may change."""
     return {buffer.data_ptr() for item in items if item.kind == "module" for buffer in item.value.buffers()}

@@ -1,4 +1,4 @@
-"""How large a save will be, before there is one: so that a disk too small shows before training, not after hours."""
+"""Estimate the size of a save before the first one, so that a disk that is too small is reported before training."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def check_manifest_size(num_bytes: int) -> None:
-    """Raise :class:`RecipeError` where no reader would accept a manifest of so many bytes."""
+    """Raise :class:`RecipeError` where a manifest of *num_bytes* would be too large to be read."""
     if num_bytes > MAX_BYTES:
         raise RecipeError(
             "the checkpoints of this run could not be read back: their manifest would be too large",
@@ -126,14 +126,14 @@ def forecast_bytes(
     items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0,
     states: Mapping[str, Mapping[str, Any]] | None = None, side_bytes: int = 0, num_shards: int | None = None,
 ) -> int:  # fmt: skip
-    """Expected bytes of one checkpoint of these items on *world_size* ranks.
+    """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
-    *states* are the modules' state dicts, by attribute, where they are at hand; *side_bytes* what goes beside the
-    weights (config, tokenizer), once in the checkpoint and once in each export; *num_shards* into how many parts a
-    tensor will be cut that is not cut yet.
+    *states* are the modules' state dicts by attribute, where available. *side_bytes* is the size of the files beside
+    the weights (config, tokenizer), counted once for the checkpoint and once for each of *num_exports*. *num_shards*
+    is the number of shards of a tensor that is not sharded yet.
 
-    Counted from shapes and dtypes; the state of an optimizer that has made no step yet is found by trying a step on
-    parameters of the same kind with a few elements each.
+    Computed from shapes and dtypes. The state of an optimizer without state is found by a trial step on parameters
+    with few elements.
     """
     total = _FIXED_BYTES + side_bytes * (1 + num_exports)
     for item in items:
@@ -151,7 +151,7 @@ def forecast_bytes(
 
 
 def _object_bytes(value: Any) -> int:
-    """Of an object's state in a file of its own."""
+    """Expected bytes of the file with the state of one object."""
     return archive_overhead() + _plain_bytes(value)
 
 
@@ -168,12 +168,12 @@ def _plain_bytes(value: Any) -> int:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of the whole tensor, whatever part of it is here."""
+    """Bytes of the whole tensor, not only of this rank's shard."""
     return tensor.numel() * tensor.element_size()
 
 
 def _slices(tensor: torch.Tensor, num_shards: int | None) -> int:
-    """Into how many parts it is cut: along a dimension that is shorter than there are parts, some are empty."""
+    """The number of non-empty shards of a tensor; a dimension shorter than the mesh leaves some empty."""
     if isinstance(tensor, DTensor):
         cuts = [
             min(tensor.device_mesh.size(i), tensor.shape[placement.dim])
@@ -185,7 +185,7 @@ def _slices(tensor: torch.Tensor, num_shards: int | None) -> int:
 
 
 def _times(optimizer: Optimizer) -> float:
-    """How many times what this rank trains all ranks train together, where others train other parameters."""
+    """The elements that all ranks train, divided by those that this rank trains; 1.0 where both are the same."""
     whole = trained_by_all(optimizer)
     if whole is None:
         return 1.0

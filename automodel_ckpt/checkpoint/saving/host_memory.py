@@ -1,7 +1,7 @@
-"""The memory that a rank's state is copied into for its writer process, and where in it everything goes.
+"""The shared memory that a rank's state is copied into for its writer process, and its layout.
 
-It is allocated, and every page of it touched, before the first save, and all saves use it; the writer process shares
-it (a memfd: nothing can be left in ``/dev/shm``).
+It is allocated, and every page touched, before the first save, and reused by all saves. It is a memfd, so that nothing
+can be left in ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ROOM_BYTES = 64 << 20
 
 
 class HostMemory:
-    """Memory that a writer process can share: it grows when it has to, and is never given back before :meth:`close`.
+    """Memory that a writer process can share; it grows on demand and is released only by :meth:`close`.
 
-    For CUDA it is pinned, so that copies from the device need not be waited for.
+    With *pinned* it is registered with CUDA, so that copies from the device are asynchronous.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -38,7 +38,7 @@ class HostMemory:
         self._pinned = pinned
 
     def reserve(self, nbytes: int) -> None:
-        """Have at least this much. Raises :class:`OSError` where the machine has not."""
+        """Ensure that at least *nbytes* are allocated. Raises :class:`OSError` where the system does not have them."""
         wanted = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         if wanted <= self.tensor.nbytes:
             return
@@ -54,7 +54,7 @@ class HostMemory:
 
     @torch.no_grad()
     def filled(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put a layout's constants in their places; what is left to be copied: (target, source) of each tensor."""
+        """Write the constants of *layout*; return (target, source) of each tensor to be copied."""
         for start, data in layout.constants:
             self._view[start : start + len(data)] = data
         layout.constants = []
@@ -66,7 +66,7 @@ class HostMemory:
         return [pair for pair in zip(layout.targets, sources, strict=True) if pair[1].nbytes]
 
     def _place(self, start: int, source: torch.Tensor) -> torch.Tensor:
-        """Memory from *start*, as a tensor like the source."""
+        """The memory from byte *start* as a tensor with the shape and dtype of *source*."""
         if source.numel() == 0:
             return torch.empty_like(source, device="cpu")
         return torch.frombuffer(self._view, dtype=source.dtype, count=source.numel(), offset=start).view(source.shape)
@@ -86,7 +86,7 @@ def _cudart() -> Any:
 
 
 def _faulted_in(mapped: mmap.mmap) -> mmap.mmap:
-    """Touch every page now: the first copy would take ten times as long as the next."""
+    """Touch every page now: otherwise the first copy takes ten times as long as the next."""
     try:
         mapped.madvise(_MADV_POPULATE_WRITE)
     except OSError:
@@ -95,8 +95,7 @@ def _faulted_in(mapped: mmap.mmap) -> mmap.mmap:
 
 
 def available_bytes() -> int | None:
-    """Host memory that can be taken without swapping, within the limit of this process's control group; None where
-    the system does not say."""
+    """Host memory in bytes available without swapping, within the cgroup limit; None where it is unknown."""
     limits = []
     try:
         with open("/proc/meminfo") as file:
@@ -115,11 +114,10 @@ def available_bytes() -> int | None:
 
 @dataclass(slots=True)
 class MemoryLayout:
-    """Jobs over a stretch of the memory up to *end*, and what has to be copied there.
+    """The positions in shared memory, up to byte *end*, of all data of *jobs*.
 
-    *tensors* are copied at every staging, *constants* once (those of a layout that is staged again are there already).
-    *values* says where the bytes of each value that is no tensor stand, by tree and name. *targets* are the places of
-    the tensors in *memory*.
+    *tensors* are copied at every staging, *constants* only once. *values* has the position of each value that is not a
+    tensor, by (tree, name). *targets* are views of *memory* for the tensors.
     """
 
     jobs: list[Job]
@@ -132,21 +130,23 @@ class MemoryLayout:
     pickled: bytes = b""
 
     def packed(self) -> bytes:
-        """The jobs for the writer, pickled once."""
+        """The pickled jobs for the writer process; pickled only once."""
         self.pickled = self.pickled or pickle.dumps(self.jobs)
         return self.pickled
 
     def replace(self, name: tuple[str, str], data: bytes) -> bool:
-        """Let a value have other bytes at the next staging; False where they do not fit its place."""
+        """Set the bytes of a value for the next staging; return False where their size has changed."""
         span = self.values[name]
         self.constants.append((span.start, data))
         return len(data) == span.nbytes
 
 
 def lay_out(jobs: Sequence[Job], after: int = 0) -> MemoryLayout:
-    """Places behind the byte *after* for all that the jobs take. What follows on each other in a file does in memory,
-    and stands at the same place of a page, so that it can go to disk from there. Data that go to several places are
-    copied once."""
+    """Assign positions from byte *after* on to all data of *jobs*.
+
+    Bytes that are consecutive in a file are consecutive in memory, at the same offset within a page, so that they can
+    be written with O_DIRECT. A tensor with several positions in files is copied only once.
+    """
     layout = MemoryLayout([], after)
     known: dict[int, Span] = {}
     for job in jobs:
@@ -166,7 +166,7 @@ def lay_out(jobs: Sequence[Job], after: int = 0) -> MemoryLayout:
 
 
 def _laid(layout: MemoryLayout, data: Data) -> Span:
-    """The place of these data, behind all others."""
+    """Append *data* to the layout and return its position."""
     if isinstance(data, Fetch):
         layout.tensors.append((layout.end, data))
         span = Span(layout.end, data.nbytes)

@@ -62,8 +62,11 @@ ABSENT = ("optimizer", "learning-rate schedule", "data position", "random number
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """What would be taken from *source* and become ``run/name``: the weights in files, the content of side files by
-    their names in ``model/`` and of others by theirs in the checkpoint. *left_out* is there and not taken."""
+    """What an import takes from *source* and writes to ``run/name``.
+
+    *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
+    in the source and is not imported.
+    """
 
     source: Path
     kind: str
@@ -97,10 +100,10 @@ class Import:
 
 
 def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import:
-    """Look at *source*, and at whether ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
+    """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
     Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` where there are no weights of a known
-    form, or not in order.
+    format, or they are damaged.
     """
     source = source.expanduser()
     try:
@@ -204,8 +207,10 @@ def _found(source: Path) -> str:
 
 
 def _check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
-    """Of the files *concerned*, by name, links may stay within the directory or, in the Hub's cache, lead to the blobs
-    of the same model."""
+    """Check symbolic links to the files selected by *concerned*: they may point within the directory.
+
+    In the Hub's cache, they may also point to the blobs of the same model. Raises :class:`CheckpointUnusable`.
+    """
     allowed = [directory]
     if directory.parent.name == "snapshots":
         allowed.append(directory.parent.parent / "blobs")
@@ -333,7 +338,7 @@ def _row_major(root: Path, tensor: Tensor) -> memoryview:
 
 
 def _losses(planned: Import) -> dict[str, Any]:
-    """Of the other program's losses.json what is a finite number or null."""
+    """The entries of the source's losses.json that are finite numbers or null."""
     found = {key: planned.losses.get(key) for key in ("train_loss", "val_loss")}
     return {"step": planned.name.step, "epoch": planned.name.epoch, **{key: _finite(v) for key, v in found.items()}}
 

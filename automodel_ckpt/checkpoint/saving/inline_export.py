@@ -1,7 +1,7 @@
 """The export of a checkpoint whose state is still in memory: all ranks write it from there, and nothing is read again.
 
 It begins when the checkpoint has its name, so that whatever happens to it, the checkpoint is there. Every rank casts
-and writes its slices at their places (:mod:`automodel_ckpt.checkpoint.writing.placement`); the leader adds the rest and
+and writes its slices at their places (:mod:`automodel_ckpt.checkpoint.writing.placement`); rank 0 adds the rest and
 publishes it all as every export is (:mod:`automodel_ckpt.checkpoint.export.publish`).
 """
 
@@ -50,7 +50,7 @@ def export_from_memory(
 ) -> Path:
     """Export the module of a settled *plan*, whose state is what the published *checkpoint* holds; returns where.
 
-    Called on all ranks; the leader's *assets* and *tied* names count, and *log* is called there. *together* makes a
+    Called on all ranks; rank 0's *assets* and *tied* names count, and *log* is called there. *together* makes a
     block whose failure on one rank is raised on all; the export is then absent. What *before_publishing*, called on the
     leader, raises is raised on all too. No collective waits for data.
     """
@@ -83,7 +83,7 @@ def export_from_memory(
 
 
 def _complete(directory: Path, placement: Placement, tree: Tree, parts: list[Part], log: Log) -> None:
-    """What the leader adds when all weights are written."""
+    """Write the side files and the manifest of an export, on rank 0, after all weights are written."""
     source = open_source(directory)
     plan = Plan(placement.files, counted_casts(placement.files), placement.warnings)
     files, more = side_files(source, plan, maps_of(source))
@@ -101,7 +101,7 @@ def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:
 
 
 def _stretches(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
-    """The digest of each stretch of bytes that one rank wrote; of a tensor whose slices interleave, read again."""
+    """The digest of each byte range that one rank wrote. Tensors with interleaved slices are read again."""
     for piece in (piece for tensor in tensors for piece in in_one_piece(tensor) if piece.nbytes):
         digest = piece.digest or range_digest(directory / piece.file, piece.start, piece.nbytes)
         yield Digested(Path(piece.file).name, piece.start, piece.nbytes, digest)

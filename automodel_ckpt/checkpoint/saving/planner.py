@@ -1,6 +1,6 @@
-"""One save as one rank sees it: its state, what the rank writes of it, and what the manifest says of it.
+"""The plan of a save on one rank: the state, what this rank writes, and the manifest.
 
-The same for saves that training waits for (``checkpointer.py``) and for those it does not (``async_saves.py``).
+Used by synchronous saves (``checkpointer.py``) and asynchronous ones (``saving/async_saves.py``).
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Proposal:
-    """What a rank tells the others before a save: its plans, the digests of its other state, its place, and of the
-    trees whose files all ranks fill together, how these are named."""
+    """What a rank sends to the others before a save.
+
+    *plans* are its DCP plans by tree; *digests* those of its other state; *staging* the path that rank 0 created;
+    *naming* the names of files that all ranks write together, by tree.
+    """
 
     plans: dict[str, SavePlan]
     digests: dict[str, str]
@@ -106,7 +109,7 @@ class Proposal:
 
 @dataclass(slots=True)
 class Save:
-    """One save, from its plan to its publication. *staging* is where it is written, *records* how each attribute is."""
+    """One save, from its plan to its publication; *records* describes how each attribute is stored."""
 
     name: layout.CheckpointName
     staging: Staging
@@ -125,9 +128,9 @@ class Save:
 
 
 class Planner:
-    """Plans saves into *run*, and has them published; speaks to no other rank.
+    """Plans saves into *run* and publishes them; calls no collective.
 
-    *assets*, by attribute name, may get entries before the first save. For the other arguments see
+    Entries may be added to *assets* (by attribute name) before the first save. The other arguments are those of
     :class:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer`.
     """
 
@@ -149,13 +152,13 @@ class Planner:
         self.resumed_from: str | None = None
         self.export_when = _export_when(save_consolidated, model_save_format, model_layout)
         self.expected_bytes = 0
-        """What the save that was proposed last takes on the disk, about; known to the leader."""
+        """What the save that was proposed last takes on the disk, about; known to rank 0."""
         self._format, self._layout = model_save_format, model_layout
 
     # ---------------------------------------------------------------- before
 
     def forecast(self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None) -> Forecast:
-        """What one save of these will take, and what is free."""
+        """The expected bytes of one save of *items*, and the free bytes."""
         items = list(items)
         side_bytes = sum(assets.nbytes for assets in self.assets.values())
         expected = forecast_bytes(
@@ -178,11 +181,11 @@ class Planner:
         return forecast_bytes(modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes)
 
     def forecast_manifest_bytes(self, items: Iterable[Item]) -> int:
-        """Expected bytes of the manifest of one save of these."""
+        """Expected bytes of the manifest of one save of *items*."""
         return forecast_manifest_bytes(items, save_optimizer=self.save_optimizer)
 
     def check_fits(self, forecast: Forecast) -> None:
-        """Raises :class:`SaveFailed` where the disk has no room for one checkpoint."""
+        """Raise :class:`SaveFailed` where the disk has too little space for one checkpoint."""
         if not forecast.fits:
             raise SaveFailed(
                 "a checkpoint does not fit on the disk",
@@ -195,7 +198,7 @@ class Planner:
     # ---------------------------------------------------------------- plan
 
     def snapshot(self, state: Mapping[str, Any]) -> Snapshot:
-        """Raises :class:`RecipeError` where something could not be read back safely."""
+        """The state of this rank, ready to be planned. Raises :class:`RecipeError` for state that cannot be stored."""
         snapshot = Snapshot(classify(state))
         owners = Owners(snapshot.items)
         for item in snapshot.items:
@@ -239,8 +242,9 @@ class Planner:
         return str(staging.reserve(self.run.root, str(name), directories))
 
     def _naming(self, snapshot: Snapshot) -> dict[str, hf.Naming]:
-        """In the layout hf: what the base says of each module's files. The dtype is that of training. In the layout
-        adapter, of adapters only."""
+        """The names of files that all ranks write together, by module: of all in layout hf, of adapters in layout
+        adapter.
+        """
         if self._layout == "shards":
             return {}
         maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
@@ -248,8 +252,10 @@ class Planner:
         return {name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter}
 
     def plan(self, save: Save, proposals: list[Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
-        """What this rank has to write of trees and of objects, and the part that will say so; *save* learns how each
-        attribute is stored."""
+        """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
+
+        Also sets the records and placements of *save*.
+        """
         check_consistent([proposal.digests for proposal in proposals])
         part, jobs, snapshot = Part(self.ranks.rank), list[Job](), save.snapshot
         kinds = {item.name: item.kind for item in snapshot.items}
@@ -271,7 +277,7 @@ class Planner:
         return part, jobs, objects
 
     def object_plans(self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]) -> list[FileJob]:
-        """The part of :meth:`plan` that is new at each save."""
+        """The jobs of objects, which are planned anew at each save; also sets the records of *save*."""
         objects = ObjectPlanner(self.ranks, digests, dp_ranks)
         save.records = {item.name: self._record(item, save.snapshot, objects) for item in save.snapshot.items}
         return objects.jobs
@@ -282,10 +288,10 @@ class Planner:
         saved = item.kind == "module" or self.save_optimizer
         return StateRecord(item.kind, item.scope if saved else NOT_SAVED, item.path, aliases=item.aliases)
 
-    # ---------------------------------------------------------------- what the leader adds
+    # ---------------------------------------------------------------- what rank 0 adds
 
     def write_common(self, save: Save, part: Part) -> None:
-        """The recipe, the losses, and what exporting each module needs, entered into *part*. Raises OSError."""
+        """Write the recipe, the losses and the side files of each module, and enter them in *part*. Raises OSError."""
         for file, data in (
             (layout.CONFIG, save.config_yaml.encode()),
             (layout.LOSSES, (json.dumps(plain(save.losses), indent=2) + "\n").encode()),
@@ -299,7 +305,7 @@ class Planner:
                 write_for_export(assets, save.staging.path, part, save.snapshot.trees[name].directory)
 
     def write_metadata(self, save: Save, parts: Callable[[], Sequence[Part]]) -> dict[str, FileRecord]:
-        """What torch's reader needs of each tree in its format; the *parts* are asked for where that is new."""
+        """Write DCP's ``.metadata`` of each tree in the format torch_save; *parts* is called only where it is new."""
         written = {}
         known, formats = save.snapshot.metadata, self._formats(save)
         for name, tree in save.snapshot.trees.items():
@@ -310,7 +316,7 @@ class Planner:
         return written
 
     def draft(self, save: Save) -> Draft:
-        """The manifest, as far as it is known before the parts."""
+        """The manifest without what the ranks wrote."""
         manifest = Manifest(
             step=save.name.step, epoch=save.name.epoch, created=0.0,
             world_size=self.ranks.world_size, dp_size=self.ranks.dp_size,
@@ -320,7 +326,7 @@ class Planner:
         return Draft(manifest, self._formats(save), save.snapshot.tied)
 
     def _formats(self, save: Save) -> dict[str, str]:
-        """Of each tree."""
+        """The format of each tree, by its name."""
         own = {"module": self._format}
         formats = {name: own.get(save.records[name].kind, torch_save.NAME) for name in save.snapshot.trees}
         return formats | dict.fromkeys(save.snapshot.placements, hf.NAME)
@@ -330,8 +336,10 @@ class Planner:
         return {"restore_from": request, "resumed_from": self.resumed_from}
 
     def publish(self, save: Save, nbytes: int) -> SaveReport:
-        """Give a sealed checkpoint of so many bytes its name, swap the pointers, and remove what the keep policy lets
-        go. Raises OSError where it has not got its name."""
+        """Publish a finalized checkpoint of *nbytes*, update the pointers, and apply the keep policy.
+
+        Raises OSError where it could not be published.
+        """
         self.run.publish(save.staging.path, save.name, plain(save.losses) if save.validated else {})
         save.staging.published()
         return replace(self.report(save), nbytes=nbytes, pruned=self.run.prune(str(save.name)))
@@ -339,7 +347,7 @@ class Planner:
     # ---------------------------------------------------------------- what is said of it
 
     def report(self, save: Save) -> SaveReport:
-        """What any rank knows of a save that has ended: not its bytes, nor what was removed."""
+        """The report of a completed save on any rank, without its bytes and removed checkpoints."""
         seconds = time.monotonic() - save.started
         free = None
         with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now
@@ -351,7 +359,7 @@ class Planner:
         )
 
     def export_command(self, path: Path) -> str | None:
-        """See :meth:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer.export_command`."""
+        """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
         if not self.assets or self._layout != "shards":
             return None
         return f"ckpt consolidate {shlex.quote(str(path))}"
@@ -377,5 +385,5 @@ def _export_when(save_consolidated: bool | str | None, model_format: str, model_
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for JSON, which has no NaN and no infinities: those become text."""
+    """Convert *values* for JSON: NaN and infinities become text."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -1,4 +1,4 @@
-"""The files beside a model's weights that the leader alone writes: what an export needs, or an export's own."""
+"""The files beside a model's weights, which only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Assets(Protocol):
 
 
 def write_for_export(assets: Assets, staging: Path, part: Part, directory: str) -> None:
-    """Beside shards: ``.hf_metadata/`` and ``consolidate.sh``. Raises OSError."""
+    """Write ``.hf_metadata/`` and ``consolidate.sh`` beside shards in *directory*. Raises OSError."""
     _write(staging, part, f"{directory}/{layout.CONSOLIDATE_SCRIPT}", consolidate_script(sys.executable).encode())
     for name, data in assets.files.items():
         _write(staging, part, f"{directory}/{layout.HF_METADATA}/{name}", data)
 
 
 def write_finished(assets: Assets | None, placement: Placement, staging: Path, part: Part) -> None:
-    """Beside Hugging Face files: the index and, with *assets*, all that a loader looks for. Raises OSError.
+    """Write the index and, with *assets*, all files that a loader needs, beside Hugging Face files. Raises OSError.
 
-    config.json is made to state the dtype that the weights have. An adapter has neither.
+    config.json gets the dtype of the weights. An adapter has neither index nor config.json.
     """
     if assets is not None and assets.maps.is_adapter:
         for name, data in assets.files.items():

@@ -10,10 +10,10 @@ from automodel_ckpt.checkpoint import commit
 
 
 class Staging:
-    """The staging directory of a save. It exists before :meth:`reserve` only as this object.
+    """The staging directory of a save; it is created by :meth:`reserve`.
 
-    Rank 0 owns the directory from its creation until its checkpoint is published. Whatever fails in between,
-    on any rank, has to end in :meth:`remove`. On other ranks only :attr:`path` is used.
+    Rank 0 owns the directory from its creation until its checkpoint is published. Any failure in between, on any rank,
+    must end in :meth:`remove`. On other ranks only :attr:`path` is used.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Staging:
             commit.discard(self.path)
 
     def published(self) -> None:
-        """The directory has become a checkpoint under another name: there is nothing to remove any more."""
+        """Give up ownership: the directory was renamed to a checkpoint."""
         self._is_owner = False
 
     @contextlib.contextmanager

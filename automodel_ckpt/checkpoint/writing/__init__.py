@@ -1,1 +1,1 @@
-"""What a rank has to write, as plain data, and carrying it out up to the sealed directory. Imports no torch."""
+"""Write jobs: what a rank writes, as plain data, and writing it up to the finalized directory. Imports no torch."""

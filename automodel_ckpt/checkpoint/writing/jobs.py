@@ -1,9 +1,9 @@
-"""What a rank has to write, as plain data: planned where the state is, carried out there or in another process.
+"""Write jobs: what a rank writes, as plain data; planned in the trainer, run there or in the writer process.
 
 A format only plans :class:`FileJob` objects: which files, which bytes in which order, and which entry of the rank's
-:class:`~automodel_ckpt.checkpoint.writing.parts.Part` each stretch of bytes is. Carrying one out needs no torch: it
-writes, digests and fsyncs, and completes the part. The bytes come from the live state (a synchronous save), or from a
-stretch of memory that they were copied into (an asynchronous one).
+manifest (:class:`~automodel_ckpt.checkpoint.writing.parts.Part`) each byte range is. Running a job needs no torch: it
+writes, digests and fsyncs, and completes the rank manifest. The bytes come from the live state (synchronous saves) or
+from shared memory that they were copied into (asynchronous saves).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ since they may be a copy."""
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a file, from *start*.
+    """A chunk: consecutive bytes of a file, from byte *start*.
 
-    *entry* is what they are to the manifest, still without its digest. *crc_at* lists where in them (which are bytes
-    then) the CRC-32 of the piece before has to be filled in, little-endian.
+    *entry* is its manifest entry, still without digest. *crc_at* lists offsets in the chunk (which is bytes then)
+    where the little-endian CRC-32 of the previous chunk is filled in.
     """
 
     start: int
@@ -52,10 +52,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
-    """A new file that this rank alone writes, front to back.
+    """A new file that only this rank writes, sequentially.
 
-    *file* is relative to the checkpoint; *tree* is the one that the pieces' entries belong to, None for a file without
-    any. *nbytes* of space are reserved first; 0 where its size is not known.
+    *file* is relative to the checkpoint; *tree* is the tree of the chunks' entries, None for a file without entries.
+    *nbytes* of disk space are reserved first; 0 where the size is not known.
     """
 
     file: str
@@ -90,39 +90,39 @@ class FileJob:
 
 
 class Job(Protocol):
-    """Something to write: a file of one's own, or one's share of a common one.
+    """Something to write: a whole file, or this rank's share of a shared file.
 
-    :meth:`data` are the bytes that it takes, with the place in the file where they go; :meth:`over` is the same job
-    with these bytes elsewhere, such as in the memory that :meth:`run` gets; :attr:`size` is about how many it writes.
+    :meth:`data` lists its bytes with their file offsets; :meth:`over` returns the job with these bytes in another
+    place, such as the memory that :meth:`run` receives; :attr:`size` is approximately what it writes.
     """
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Approximate bytes to write."""
 
     def data(self) -> Sequence[tuple[int, Data]]:
-        """(byte in the file, what goes there), for each piece."""
+        """(offset in the file in bytes, data) of each chunk."""
 
     def over(self, data: Sequence[Data]) -> Job:
-        """The same job with other *data*, one for each of its own."""
+        """A copy of this job with other *data*, one for each chunk."""
 
     def run(self, staging: Path, part: Part, memory: memoryview) -> None:
-        """Write below *staging*, and enter into *part* what was written. Raises OSError naming the file."""
+        """Write below *staging*, and enter what was written into *part*. Raises OSError naming the file."""
 
 
 def run_all(jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview | None = None) -> None:
-    """Carry out jobs in their order; what they wrote stands in *part*. *memory* is what their spans are of."""
+    """Run *jobs* in order and enter what they wrote into *part*. Spans refer to *memory*."""
     for job in jobs:
         job.run(staging, part, memoryview(b"") if memory is None else memory)
 
 
 def _length(data: Data) -> int:
-    """Bytes, as far as they are known before they are fetched."""
+    """Bytes of *data*; 0 for a function, whose length is not known before it is called."""
     return len(data) if isinstance(data, bytes) else int(getattr(data, "nbytes", 0))
 
 
 def _whole(pieces: Sequence[Piece]) -> Span | None:
-    """All pieces as one, where they stand in memory as they will in the file: it can be written from there."""
+    """One span for all chunks, where they are consecutive in memory, so that they can be written in one call."""
     first = pieces[0].data if pieces else None
     if not isinstance(first, Span):
         return None
@@ -135,7 +135,7 @@ def _whole(pieces: Sequence[Piece]) -> Span | None:
 
 
 def with_bytes(pieces: Iterable[Piece], memory: memoryview) -> Iterator[tuple[Piece, bytes | memoryview]]:
-    """Each piece with its bytes, the checksums filled in (of a span: in the memory itself)."""
+    """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
     before: bytes | memoryview = b""
     for piece in pieces:
         data = fetched(piece.data, memory)
@@ -146,7 +146,7 @@ def with_bytes(pieces: Iterable[Piece], memory: memoryview) -> Iterator[tuple[Pi
 
 
 def enter(tree: TreePart, piece: Piece, data: bytes | memoryview) -> None:
-    """Put a piece's entry, now with its digest, into what this rank wrote of a tree."""
+    """Add the entry of a chunk, with the digest of *data*, to what this rank wrote of a tree."""
     if isinstance(piece.entry, Blob):
         tree.objects.append(replace(piece.entry, digest=digest_of(data)))
     elif piece.entry is not None:
@@ -155,7 +155,7 @@ def enter(tree: TreePart, piece: Piece, data: bytes | memoryview) -> None:
 
 
 def fetched(data: Data, memory: memoryview) -> bytes | memoryview:
-    """The bytes themselves; *memory* is what spans are of."""
+    """The bytes of *data*; spans refer to *memory*."""
     if isinstance(data, Span):
         return memory[data.start : data.start + data.nbytes]
     return data if isinstance(data, bytes) else data()

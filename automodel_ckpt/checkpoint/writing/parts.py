@@ -1,4 +1,4 @@
-"""What each rank wrote of a checkpoint, and what all of it comes to. Imports no torch."""
+"""Rank manifests: what each rank wrote of a checkpoint, and how they are merged. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class TreePart:
 
 @dataclass(slots=True)
 class Part:
-    """What one rank wrote of a checkpoint, by which the leader makes the manifest.
+    """A rank manifest: what one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
 
-    *placed*: of each file that several ranks fill and this one made, the size, and the digest of its head alone.
+    *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Part:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """What dataclasses.asdict gives, one level at a time and not copied: there are thousands of them."""
+    """The fields of a dataclass, without recursion and copies as in dataclasses.asdict: there are thousands."""
     return {name: getattr(record, name) for name in record.__slots__}
 
 
@@ -71,14 +71,14 @@ def merge_files(parts: Iterable[Part]) -> dict[str, FileRecord]:
 
 
 def placed_files(parts: Iterable[Part], tensors: Iterable[Tensor]) -> dict[str, FileRecord]:
-    """The records of the files that several ranks filled, from what their creator noted of their heads."""
+    """The records of the files that several ranks wrote, from the digests of their headers and slices."""
     held = held_by_file(tensors)
     heads = {path: head for part in parts for path, head in part.placed.items()}
     return {p: FileRecord(head.size, composed_digest(head.digest, held.get(p, ()))) for p, head in heads.items()}
 
 
 def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str, str]) -> Tree:
-    """The tree *name* from what each rank wrote of it."""
+    """The tree *name*, merged from the rank manifests."""
     written = [part.trees[name] for part in parts if name in part.trees]
     tensors = _merge_tensors(tensor for part in written for tensor in part.tensors)
     copies = _merge_tensors(tensor for part in written for tensor in part.copies)

@@ -1,8 +1,7 @@
-"""Writing one's slices at their places in files that several ranks fill.
+"""Write this rank's slices at their offsets in files that several ranks write.
 
-Whoever comes first makes the file; its creator reserves its space and writes its head. Nobody writes a byte outside its
-own slices, so that the order in which the ranks come does not matter, and each is done when its own bytes are on disk.
-Imports no torch.
+The first rank that opens a file creates it; rank 0 reserves its space and writes its header. A rank writes only the
+bytes of its slices, so that the order of the ranks does not matter. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,8 +36,10 @@ _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """A slice on its way to its place: *entry* says where, and in which dtype, it is to stand, *dtype* which its
-    *data* have. A *copy* is entered as one."""
+    """A slice to be written: *entry* has its final position and dtype, *dtype* is that of *data*.
+
+    A *copy* is entered as an additional copy of its tensor.
+    """
 
     entry: Tensor
     data: Data
@@ -48,10 +49,10 @@ class PlacedPiece:
 
 @dataclass(frozen=True, slots=True)
 class PlacedJob:
-    """One rank's share of a file of *nbytes* bytes that several ranks fill.
+    """This rank's share of a file of *nbytes* bytes that several ranks write.
 
-    *file* is relative to the checkpoint, *tree* is the one that the pieces belong to. The rank that has the *header*
-    makes the file what it is; the others have None.
+    *file* is relative to the checkpoint, *tree* is the tree of the slices. *header* is not None on the rank that
+    writes the file's header.
     """
 
     file: str
@@ -85,9 +86,9 @@ class PlacedJob:
 
 
 class PlacedFile:
-    """A file that others write too, open for writing at given offsets; on disk when the block ends without exception.
+    """A file that several ranks write, open for writing at given offsets; fsynced when the block succeeds.
 
-    With *direct*, long stretches bypass the page cache where the file system allows it.
+    With *direct*, long byte ranges bypass the page cache where the file system supports it.
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
@@ -96,13 +97,13 @@ class PlacedFile:
         self._stream = DirectStream(self._descriptor, path) if direct else None
 
     def make(self, header: bytes, nbytes: int) -> None:
-        """Reserve all of the file's space, so that a full disk shows now, and write its head."""
+        """Reserve *nbytes* for the file, so that a full disk is found now, and write its header."""
         with naming(self.path):
             _reserve(self._descriptor, nbytes)
             write_all(self._descriptor, memoryview(header), 0)
 
     def put(self, piece: PlacedPiece, data: bytes | memoryview) -> str:
-        """Write a slice to its place; returns the digest of its bytes as they stand there."""
+        """Write a slice at its position; return the digest of its bytes as stored."""
         hashed = xxhash.xxh3_128()
         (stored,) = piece.entry.slices
         view = memoryview(data).cast("B")
@@ -138,7 +139,7 @@ class PlacedFile:
 
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
-    """The runs in groups of about a block's bytes, longer ones cut: a group is consecutive in the slice."""
+    """Group consecutive runs into about BLOCK_BYTES bytes each; longer runs are split."""
     group: list[Run] = []
     nbytes = 0
     for run in runs:
@@ -153,7 +154,7 @@ def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
 
 
 def _converted(view: memoryview, group: Sequence[Run], source: str, target: str) -> memoryview:
-    """The bytes of a group's runs, cast from dtype *source* of the slice's data to *target*."""
+    """The bytes of a group's runs, cast from dtype *source* to dtype *target*."""
     first, last = group[0].target, group[-1].target + group[-1].nbytes
     if source == target:
         return view[first:last]
@@ -167,10 +168,10 @@ def _converted(view: memoryview, group: Sequence[Run], source: str, target: str)
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate without changing what others may have written already.
+    """Allocate disk space without changing bytes that other ranks may have written.
 
-    The system call itself: where a file system lacks it, the C library's posix_fallocate writes zeros into every block
-    that it finds empty, which another rank may fill at that moment.
+    Uses the system call: where a file system lacks it, the C library's posix_fallocate writes zeros into blocks that
+    it finds empty, which another rank may be writing.
     """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     done = -1

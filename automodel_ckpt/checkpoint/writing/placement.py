@@ -1,7 +1,7 @@
-"""Where every slice of every rank goes in files that the ranks fill together: fixed before data moves. Pure.
+"""The positions of all slices of all ranks in files that the ranks write together. Pure.
 
-From the shapes, dtypes and slices that all ranks hold, each rank computes the same files (header bytes, the place of
-every key), so that afterwards each writes its slices at their final offsets and asks nobody.
+From the shapes, dtypes and slices of all ranks, each rank computes the same files (header bytes, position of every
+key), so that each can write its slices at their final offsets without communication.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _UNLIMITED = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor stands in the files: under *key*, in *dtype*, from byte *start* of *file*, which is relative to
-    the checkpoint. A *copy* is a second place of a tensor that has another one."""
+    """The position of a tensor in the files: under *key*, in *dtype*, from byte *start* of *file*.
+
+    *file* is relative to the checkpoint. A *copy* is an additional position of a tensor.
+    """
 
     key: str
     dtype: str
@@ -31,10 +33,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The files of a *directory*, and the places of each stored tensor, by its FQN.
+    """The files of a *directory*, and the positions of each stored tensor, by its FQN.
 
-    *interleaved* names the tensors of which some slice is not one run of bytes in the whole tensor. *warnings* are for
-    the user.
+    *interleaved* names the tensors with a slice that is not one contiguous byte range of the whole tensor. *warnings*
+    are for the user.
     """
 
     directory: str
@@ -44,7 +46,7 @@ class Placement:
     warnings: tuple[str, ...] = ()
 
     def entry(self, tensor: Tensor, box: Box, place: Place) -> Tensor:
-        """The tensor as far as *box* goes: a slice at its final offset, not digested yet."""
+        """The manifest entry of the slice *box* of *tensor* at *place*, without digest."""
         start, interleaved = place.start, tensor.fqn in self.interleaved
         if not interleaved:
             start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[place.dtype] // 8 if box.numel else 0
@@ -92,6 +94,6 @@ def _places(files: tuple[OutputFile, ...], directory: str, keys: Mapping[str, st
 
 
 def _ordered(own: str, found: list[Place]) -> tuple[Place, ...]:
-    """The place that has the tensor's own key first; the others are copies."""
+    """The positions with that of the tensor's own key first; the others are marked as copies."""
     first, *others = sorted(found, key=lambda place: place.key != own)
     return (first, *(Place(p.key, p.dtype, p.file, p.start, True) for p in others))

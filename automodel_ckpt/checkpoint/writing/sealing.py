@@ -1,5 +1,8 @@
-"""From the parts that the ranks wrote to a sealed checkpoint. Imports no torch: of an asynchronous save the leader's
-writer process does it, since thousands of tensors keep an interpreter busy for as long as a training step."""
+"""Merge the rank manifests into the manifest and finalize the staging directory. Imports no torch.
+
+For an asynchronous save, rank 0's writer process does it: with thousands of tensors it takes as long as a training
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A manifest without what the ranks wrote: no trees, no files. *formats* and *tied* names of each tree to come."""
+    """A manifest without trees and files; *formats* and *tied* are the formats and tied names of the trees by name."""
 
     manifest: Manifest
     formats: Mapping[str, str]
@@ -24,12 +27,12 @@ class Draft:
 
 
 def part_files(staging: Path, num_ranks: int) -> list[Path]:
-    """Where each rank leaves word of what it wrote."""
+    """The paths of the rank manifests, in the order of the ranks."""
     return [staging / layout.part_file(rank) for rank in range(num_ranks)]
 
 
 def parts_in(staging: Path, num_ranks: int) -> list[Part]:
-    """What each rank says that it wrote. Raises OSError where one has not."""
+    """Read the rank manifests, in the order of the ranks. Raises OSError where one is missing."""
     return [Part.parse(path.read_bytes()) for path in part_files(staging, num_ranks)]
 
 

@@ -1,8 +1,8 @@
-"""The process that writes a rank's asynchronous saves: it knows files, no torch and no other rank.
+"""The process that writes a rank's asynchronous saves. It imports no torch and talks to no other rank.
 
-The trainer starts it once and tells it through a pipe what to do; the bytes stand in memory that both share. It yields
-the processor to the trainer, lets signals be the trainer's affair, and ends at once when the trainer is gone, whatever
-it is doing: an unpublished checkpoint is cleared by the next start.
+The trainer starts it once and sends it commands through a pipe; the bytes to write are in shared memory. It runs at a
+low priority, blocks signals, and exits immediately when the trainer is gone: the next start removes an unpublished
+checkpoint.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ _START = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Carry out *jobs* (lists of :class:`~automodel_ckpt.checkpoint.writing.jobs.Job`, pickled) below *staging* with
-    the first *memory_bytes* of the shared memory, and leave the part there."""
+    """Run the pickled *jobs* below *staging* on the first *memory_bytes* of shared memory; write the rank manifest."""
 
     staging: str
     part: Part
@@ -87,8 +86,10 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Make the *staging* directory a complete checkpoint, all of whose parts are there. *common* is what the leader
-    wrote beside its part; answers the bytes of all files."""
+    """Finalize *staging*, which has all rank manifests. Returns the bytes of all files.
+
+    *common* has the files that rank 0 wrote in addition to its rank manifest.
+    """
 
     staging: str
     draft: Draft
@@ -105,10 +106,10 @@ Command = Write | Seal | Export
 
 
 class Writer:
-    """The trainer's side: a writer process that shares the memory behind a file descriptor."""
+    """The trainer's handle of a writer process that shares the memory behind a file descriptor."""
 
     def __init__(self, memory: int) -> None:
-        """Start it. Raises OSError where that cannot be."""
+        """Start the process. Raises OSError."""
         commands, mine = os.pipe()
         answers, theirs = os.pipe()
         arguments = [str(number) for number in (memory, commands, theirs, os.getpid())]
@@ -137,7 +138,7 @@ class Writer:
         return self._process.poll() is None
 
     def sign_of_life(self) -> tuple[bytes, ...]:
-        """Something that is another when it has computed, read or written anything; also where it is about to end."""
+        """A value that changes when the process has computed, read or written anything; empty after its end."""
         with contextlib.suppress(OSError):  # it has ended
             process = Path(f"/proc/{self.pid}")
             times = (process / "stat").read_bytes().rpartition(b")")[2].split()[11:13]
@@ -145,7 +146,7 @@ class Writer:
         return ()
 
     def do(self, command: Command) -> Any:
-        """What a command answers, when it is done. Raises what it raised, and :class:`SaveFailed` where it died."""
+        """Run a command and return its result. Raises its exception, or :class:`SaveFailed` where the process died."""
         try:
             pickle.dump(command, self._commands)
             self._commands.flush()
@@ -173,13 +174,13 @@ class Writer:
         )  # fmt: skip
 
     def kill(self) -> None:
-        """End it in the middle of what it is doing."""
+        """Kill the process."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a call into a disk that hangs cannot be interrupted
             self._process.wait(5)
 
     def end(self) -> None:
-        """Let it end, when it has nothing to do."""
+        """End the process after its current command."""
         for stream in (self._commands, self._answers):
             with contextlib.suppress(OSError):
                 stream.close()
@@ -187,7 +188,7 @@ class Writer:
 
 
 class SharedMemory:
-    """The child's view of the memory; mapped anew when it has grown."""
+    """The writer process's mapping of the memory; mapped again after it has grown."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -203,8 +204,10 @@ class SharedMemory:
 
 
 def main() -> None:
-    """Do what comes through the pipe until it closes. ``sys.argv``: descriptors of the memory, of the pipes of commands
-    and answers; the trainer's process id."""
+    """Run commands from the pipe until it closes.
+
+    ``sys.argv``: descriptors of the memory, of the pipes for commands and answers; the trainer's process id.
+    """
     memory, commands, answers, trainer = map(int, sys.argv[1:])
     os.nice(NICENESS)
     todo: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -223,7 +226,7 @@ def main() -> None:
 
 
 def _listen(commands: int, trainer: int, todo: queue.SimpleQueue[Command | None], idle: threading.Event) -> None:
-    """Pass commands on; end the process when the trainer has gone (a data loader's worker may hold the pipe open)."""
+    """Queue commands; end the process when the trainer has gone (a data-loader worker may hold the pipe open)."""
     poll = select.poll()
     poll.register(commands, select.POLLIN)
     with open(commands, "rb") as incoming:
@@ -248,7 +251,7 @@ def _listen(commands: int, trainer: int, todo: queue.SimpleQueue[Command | None]
 
 @contextlib.contextmanager
 def _reporting(out: IO[bytes]) -> Iterator[None]:
-    """Meanwhile, and at the end, tell the trainer how many bytes are written: (None, number)."""
+    """During the block and at its end, send the number of written bytes to the trainer as (None, number)."""
     before, ended = METER.nbytes, threading.Event()
 
     def tell() -> None:
