@@ -1,4 +1,4 @@
-"""A recipe of one's own: fine-tuning that keeps a moving average of the weights, and validates with it."""
+"""A custom recipe: fine-tuning that keeps a moving average of the weights, and validates with it."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 @dataclass
 class AverageSection:
     decay: float = setting(0.99, FRACTION)
-    """What stays of the average at each step; the rest comes from the new weights."""
+    """Weight of the old average in each step. The new weights have 1 - decay."""
 
 
 @dataclass

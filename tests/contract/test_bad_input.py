@@ -381,7 +381,7 @@ def test_on_a_terminal_the_title_of_a_recipe_stands_below_its_name(
     assert main(["--list"]) == EXIT_DONE
     name, *lines = capsys.readouterr().out.splitlines()
     assert "custom_recipe/ema" in name
-    assert lines[0].startswith("    A recipe in a file of one's own")
+    assert lines[0].startswith("    A custom recipe")
     assert max(map(len, lines)) <= 60
 
 

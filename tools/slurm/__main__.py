@@ -101,7 +101,7 @@ def signaled(cluster: Cluster, directory: Path) -> None:
         job.wait_for_step(30)
         say(f"job {job.number} is at step {max(job.steps())}: SIGUSR1 to its ranks")
         cluster.run("scancel", "--signal=USR1", job.number)
-        texts = ("SIGUSR1: stopping after step", "stopped by SIGUSR1 after step", "back into the queue",
+        texts = ("SIGUSR1: stopping after step", "stopped by SIGUSR1 after step", "requeueing the job",
                  "Loading checkpoint from run/epoch_0_step_")  # fmt: skip
         job.check(restarts=1, texts=texts)
 
