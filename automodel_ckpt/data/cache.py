@@ -1,4 +1,4 @@
-"""A directory of prepared data, built once even when several processes ask for it at the same time."""
+"""A directory of prepared data, built once even if several processes need it at the same time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from automodel_ckpt.on_disk import fsync_file
 
 
 def cache_directory() -> Path:
-    """``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``, else this user's directory in the temporary one.
+    """The directory of prepared data: ``$AUTOMODEL_CKPT_CACHE`` if set, otherwise ``~/.cache/automodel_ckpt``.
 
-    The last is for accounts without a home, as in containers. Raises PermissionError where it is somebody else's.
+    An account without a writable home, as in containers, gets a directory of its own in the temporary directory.
+    Raises PermissionError if that directory belongs to another user.
     """
     named = os.environ.get("AUTOMODEL_CKPT_CACHE")
     if named:
@@ -45,10 +46,11 @@ def _temporary() -> Path:
 
 
 def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) -> Path:
-    """The directory that *build* filled for *key*; built now unless it is there.
+    """Return the directory that *build* filled for *key*, and build it first if it does not exist.
 
-    *key* holds all that the content depends on (its repr is hashed). The directory gets its name only when complete and
-    on disk; whoever asks meanwhile waits. Raises :class:`RecipeError` when the cache cannot be written.
+    *key* has to contain everything that the content depends on; its repr is hashed. The directory is published under
+    its name only after all files are flushed to disk. Other processes that need it wait meanwhile. Raises
+    :class:`RecipeError` if the cache cannot be written.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     try:
@@ -81,7 +83,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock ends with the process that holds it, so a killed one blocks nobody."""
+    """Hold an exclusive lock on *path*. It ends with the process, so a killed process blocks no other one."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -28,11 +28,11 @@ from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.training_templates import model_of, select_template
 from automodel_ckpt.data.turns import (
-    Unlearnable,
+    UnusableSample,
     as_rendered,
     calls_of,
     is_empty,
-    is_learnt,
+    is_trained_on,
     plain,
     turns_of,
     with_functions,
@@ -110,7 +110,7 @@ def messages(
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Turns a conversation into tokens and labels. Raises :class:`Unlearnable`."""
+    """Turns a conversation into tokens and labels. Raises :class:`UnusableSample`."""
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
@@ -144,11 +144,11 @@ class ChatTemplate:
     def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """The tokens of the whole conversation (of :func:`turns_of`), those of the assistant labelled."""
         turns, offered = self._with_arguments(self._as_taken(conversation)), plain(tools) or None
-        self._refuse_lost_calls(turns, offered)
+        self._check_calls_rendered(turns, offered)
         sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
         labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
         if not any(labelled[1:]):
-            raise _nothing_learnt(turns)
+            raise _no_labels(turns)
         return TokenizedSample(sample.tokens, labelled)
 
     @property
@@ -156,7 +156,7 @@ class ChatTemplate:
         """Whether the template asks for the present time, which samples then depend on."""
         watched = replace(self, template=_WATCHED + self.template)
         question = [{"role": "user", "content": "probe"}]
-        with suppress(Unlearnable):
+        with suppress(UnusableSample):
             return "strftime_now" in self.template and _MARK in watched._apply(question, None, tokenize=False)
         return False
 
@@ -166,7 +166,7 @@ class ChatTemplate:
         parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             shown = str(self._apply(parts, None, tokenize=False))
-        except Unlearnable:
+        except UnusableSample:
             return False
         return "probe" in shown and not re.search(r"['\"]type['\"]", shown)
 
@@ -181,14 +181,14 @@ class ChatTemplate:
         """Whether a call's arguments have to be objects: the template fails for JSON text, or writes it in quotes."""
         try:
             shown = self._apply(_calling('{"probe": 1}'), None, tokenize=False)
-        except Unlearnable:
+        except UnusableSample:
             return self._renders(_calling({"probe": 1}))
         return '{\\"probe' in str(shown)
 
     def _renders(self, turns: list[dict[str, Any]]) -> bool:
         try:
             self._apply(turns, None, tokenize=False)
-        except Unlearnable:
+        except UnusableSample:
             return False
         return True
 
@@ -198,7 +198,7 @@ class ChatTemplate:
             return turns
         return [with_functions(turn, _with_arguments_read) for turn in turns] if self.needs_objects else turns
 
-    def _refuse_lost_calls(self, turns: list[dict[str, Any]], tools: Any) -> None:
+    def _check_calls_rendered(self, turns: list[dict[str, Any]], tools: Any) -> None:
         """An assistant that only calls a tool would be learnt as one that says nothing."""
         names = {str(call.get("name")) for turn in turns for call in calls_of(turn)}
         if not names:
@@ -207,7 +207,7 @@ class ChatTemplate:
         text = str(self._apply(marked, tools, tokenize=False))
         lost = sorted(name for name in names if name + _MARK not in text)
         if lost:
-            raise Unlearnable(
+            raise UnusableSample(
                 "the chat template omits the tool calls in this conversation", ", ".join(lost),
                 "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
             )  # fmt: skip
@@ -217,7 +217,7 @@ class ChatTemplate:
         try:
             encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except NotImplementedError as error:
-            raise Unlearnable(
+            raise UnusableSample(
                 "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
                 type(self.tokenizer).__name__,
                 "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
@@ -228,27 +228,27 @@ class ChatTemplate:
     def _marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
         """The text of a conversation, and what the markers enclose of the turns that are learnt."""
         text, spans = self._with_marks(turns, tools)
-        if all(is_learnt(turn) for turn in turns if turn["role"] == "assistant"):
+        if all(is_trained_on(turn) for turn in turns if turn["role"] == "assistant"):
             return text, spans
         learnt, num_before = [], 0
         for number in [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]:
             _, so_far = self._with_marks(turns[: number + 1], tools)
             # Only where marks start: some templates end the last turn with another token than those before.
             if _starts(so_far) != _starts(spans[: len(so_far)]):
-                raise Unlearnable(
+                raise UnusableSample(
                     "the chat template marks different text when more messages follow, so the messages with weight 0 "
                     "cannot be located",
                     f"marks: {len(so_far)} in the first {number + 1} messages, {len(spans)} in total",
                     "remove the weights, or use a template that writes a message the same way at any position",
                 )
-            learnt += so_far[num_before:] if is_learnt(turns[number]) else []
+            learnt += so_far[num_before:] if is_trained_on(turns[number]) else []
             num_before = len(so_far)
         return text, learnt
 
     def _with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
         """The text of a conversation, and all that the template's markers enclose."""
         render: Any = render_jinja_template
-        with self._telling():
+        with self._reporting_errors():
             texts, marks = render(
                 conversations=[[as_rendered(turn) for turn in turns]], tools=tools, chat_template=self.template,
                 return_assistant_tokens_mask=True, **{**self._special_tokens, **self.variables},
@@ -259,21 +259,21 @@ class ChatTemplate:
         whole = self._apply(turns, tools, tokenize=False)
         tokens = self._encode(whole)
         labelled = [False] * len(tokens)
-        for number in self._learnt_turns(turns):
+        for number in self._labeled_turns(turns):
             before, after = self._prefixes(turns, tools, number, whole)
             start, end = (_num_equal(self._encode(text), tokens) for text in (before, after))
             labelled[start:end] = [True] * (end - start)
         return TokenizedSample(tokens, labelled)
 
-    def _learnt_turns(self, turns: list[dict[str, Any]]) -> list[int]:
-        numbers = [number for number, turn in enumerate(turns) if is_learnt(turn)]
+    def _labeled_turns(self, turns: list[dict[str, Any]]) -> list[int]:
+        numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
         return numbers[-1:] if self.last_only else numbers
 
     def _prefixes(self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str) -> tuple[str, str]:
         """The conversation's text up to what the assistant says in a turn, and up to the end of that."""
         if number == 0:
             what = "without generation markers, the first message must not be the assistant's: its header is unknown"
-            raise Unlearnable(what, self.method, "begin the conversation with a user or system message")
+            raise UnusableSample(what, self.method, "begin the conversation with a user or system message")
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
         if self._header and whole.startswith(before + self._header):
             before += self._header  # written before the answer although it was not prompted, as after a tool's result
@@ -286,7 +286,7 @@ class ChatTemplate:
         for text, part in ((before, f"the first {number} messages"), (after, f"the first {number + 1} messages")):
             if not whole.startswith(text):
                 same = _num_equal(text, whole)
-                raise Unlearnable(
+                raise UnusableSample(
                     f"the chat template writes {part} differently when more messages follow, so the "
                     "assistant's tokens cannot be located",
                     f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
@@ -298,7 +298,7 @@ class ChatTemplate:
     def _header(self) -> str:
         """What the template writes before the assistant's words, as a prompt for them."""
         question = [{"role": "user", "content": "probe"}]
-        with suppress(Unlearnable):
+        with suppress(UnusableSample):
             asked = str(self._apply(question, None, tokenize=False))
             prompted = str(self._apply(question, None, tokenize=False, add_generation_prompt=True))
             return prompted.removeprefix(asked) if prompted.startswith(asked) else ""
@@ -320,7 +320,7 @@ class ChatTemplate:
         number = calls[0].get("id", "probe0000")
         first, second = "first probe", "second probe"
         results = [{"role": "tool", "name": name, "tool_call_id": number, "content": text} for text in (first, second)]
-        with suppress(Unlearnable):
+        with suppress(UnusableSample):
             shown = str(self._apply([*turns, *results], tools, tokenize=False))
             if first in shown and second in shown:
                 head, _, rest = shown.partition(first)
@@ -340,7 +340,7 @@ class ChatTemplate:
     def _end_of_turn(self) -> str:
         """What the template writes after the words of the assistant."""
         answer = "answer of the probe"
-        with suppress(Unlearnable):
+        with suppress(UnusableSample):
             talk = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
             return str(self._apply(talk, None, tokenize=False)).partition(answer)[2]
         return ""
@@ -352,32 +352,32 @@ class ChatTemplate:
     def _apply(self, turns: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         apply: Any = self.tokenizer.apply_chat_template
         rendered = [as_rendered(turn) for turn in turns]
-        with self._telling():
+        with self._reporting_errors():
             return apply(rendered, tools=tools, chat_template=self.template, **options, **self.variables)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """What the template raises as :class:`Unlearnable`, that it takes too long or writes too much included."""
+    def _reporting_errors(self) -> Iterator[None]:
+        """What the template raises as :class:`UnusableSample`, that it takes too long or writes too much included."""
         bound_chat_templates()
         try:
             yield
         except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
             remedy = "correct the conversation, the template, or dataset.template_kwargs"
-            raise Unlearnable("the chat template cannot render this conversation", value, remedy) from error
+            raise UnusableSample("the chat template cannot render this conversation", value, remedy) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _nothing_learnt(turns: list[dict[str, Any]]) -> Unlearnable:
+def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
     remedy = "remove it, or use the role assistant for the messages to train on"
     if any(turn["role"] == "assistant" for turn in turns):
         remedy = "remove it: all of its assistant messages have weight 0"
-    if any(map(is_learnt, turns)):
+    if any(map(is_trained_on, turns)):
         remedy = "correct the chat template or its generation markers: they mark no assistant token"
     roles = ", ".join(str(turn["role"]) for turn in turns)
-    return Unlearnable("this conversation has no assistant token to train on", roles, remedy)
+    return UnusableSample("this conversation has no assistant token to train on", roles, remedy)
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
@@ -430,7 +430,7 @@ def conversations(
         try:
             conversation = turns(*values)
             sample = template.sample(conversation, offered)
-        except Unlearnable as error:
+        except UnusableSample as error:
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
         samples.append(sample._replace(is_empty=any(map(is_empty, conversation))))
@@ -459,7 +459,7 @@ def _text_of(content: Any) -> Any:
     texts = [text for text in given if isinstance(text, str)]
     if len(texts) < len(given):
         odd = next(part for part, text in zip(content, given, strict=True) if not isinstance(text, str))
-        raise Unlearnable(
+        raise UnusableSample(
             "a message has a part that is not text, but the chat template supports only text", repr(odd)[:80],
             "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From token lists of different lengths to one padded micro-batch."""
+"""Pads token lists of different lengths to one micro-batch."""
 
 from __future__ import annotations
 
@@ -40,25 +40,30 @@ class PadCollator:
         for sample in samples:
             _check(sample)
         longest = max(len(sample["input_ids"]) for sample in samples)
-        shape = (len(samples), -(-longest // self.multiple) * self.multiple)
+        num_multiples = -(-longest // self.multiple)
+        shape = (len(samples), num_multiples * self.multiple)
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
         if "position_ids" in samples[0]:
             padding["position_ids"] = 0
         arrays = {name: np.full(shape, empty, dtype=np.int64) for name, empty in padding.items()}
+        copied = [name for name in padding if name != "attention_mask"]
         for row, sample in enumerate(samples):
             length = len(sample["input_ids"])
-            for name, array in arrays.items():
-                array[row, :length] = 1 if name == "attention_mask" else sample[name]
+            arrays["attention_mask"][row, :length] = 1
+            for name in copied:
+                arrays[name][row, :length] = sample[name]
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def refuse_padded(sample: Mapping[str, Sequence[int]]) -> None:
-    """:class:`RecipeError` for a sample with tokens that its own mask hides."""
-    if "attention_mask" in sample and not all(sample["attention_mask"]):
+def check_unpadded(sample: Mapping[str, Sequence[int]]) -> None:
+    """Raise :class:`RecipeError` if the sample's own attention mask hides some of its tokens."""
+    mask = sample.get("attention_mask", [])
+    if not all(mask):
+        num_hidden = sum(1 for is_visible in mask if not is_visible)
         raise RecipeError(
             "a sample is already padded: tokens that its attention_mask hides would be treated as data",
             where="dataset",
-            value=f"{sum(not shown for shown in sample['attention_mask'])} of {len(sample['input_ids'])} tokens",
+            value=f"{num_hidden} of {len(sample['input_ids'])} tokens",
             remedy="remove the padding (each batch is padded as needed), or set dataloader.collate_fn",
         )
 
@@ -68,8 +73,8 @@ def _check(sample: Mapping[str, Sequence[int]]) -> None:
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise RecipeError("a sample lacks input_ids or labels", where="dataset", value=found, remedy=remedy)
+    check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
-    refuse_padded(sample)
-    if len(set(lengths.values())) > 1 or lengths["input_ids"] == 0:
+    if lengths["input_ids"] != lengths["labels"] or lengths["input_ids"] == 0:
         what = "input_ids and labels of a sample must have the same length and must not be empty"
         raise RecipeError(what, where="dataset", value=lengths, remedy=remedy)

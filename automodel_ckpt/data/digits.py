@@ -1,7 +1,7 @@
 """1,797 scans of handwritten digits that come with scikit-learn, as conversations, and a small processor for them.
 
 The scans are the UCI "Optical Recognition of Handwritten Digits" test set (E. Alpaydin, C. Kaynak), 8 by 8 pixels of 17
-grey levels. Nothing is downloaded.
+gray levels. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import pillow
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.python_docs import train_tokenizer
-from automodel_ckpt.data.turns import Unlearnable
+from automodel_ckpt.data.turns import UnusableSample
 from automodel_ckpt.data.vlm import ImageChatTemplate, ImageText, image_text
 from automodel_ckpt.errors import RecipeError
 
@@ -33,7 +33,10 @@ _TEMPLATE = (
 
 
 def processor(vocab_size: int = 512) -> LlavaProcessor:
-    """A LLaVA processor for images of 32 by 32 pixels in 16 patches; its tokenizer knows the Python documentation."""
+    """A LLaVA processor for images of 32 by 32 pixels in 16 patches.
+
+    Its tokenizer has *vocab_size* entries and is trained on the Python documentation.
+    """
     from transformers import CLIPImageProcessorPil
 
     tokenizer = train_tokenizer(vocab_size)
@@ -54,7 +57,7 @@ def processor(vocab_size: int = 512) -> LlavaProcessor:
 def scans(processor: Any, split: str = "train", max_samples: int | None = None) -> DigitConversations:
     """A conversation for each scan: :data:`QUESTION`, and the digit in figures as the answer.
 
-    *split* ``validation`` is 300 scans, chosen once and for all, that ``train`` does not have.
+    *split* is ``train`` or ``validation``, a fixed set of 300 scans that ``train`` does not contain.
     """
     require_choice("split", split, ("train", "validation"))
     return DigitConversations(processor, split, max_samples)
@@ -80,14 +83,16 @@ class DigitConversations:
         ]
         try:
             return image_text(self.template, turns, [self.image(index)], where=where)
-        except Unlearnable as error:
+        except UnusableSample as error:
             raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
 
     def image(self, index: int) -> Any:
         """A scan as a Pillow image, dark on white."""
-        grey = (255 - self.images[index] * (255 / 16)).astype(np.uint8)
-        scale = IMAGE_PIXELS // grey.shape[0]
-        return pillow().fromarray(np.kron(grey, np.ones((scale, scale), dtype=np.uint8))).convert("RGB")
+        levels = self.images[index] * (255 / 16)
+        gray = (255 - levels).astype(np.uint8)
+        scale = IMAGE_PIXELS // gray.shape[0]
+        enlarged = np.kron(gray, np.ones((scale, scale), dtype=np.uint8))
+        return pillow().fromarray(enlarged).convert("RGB")
 
 
 def _load(split: str) -> tuple[np.ndarray[Any, Any], list[int]]:

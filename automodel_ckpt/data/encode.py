@@ -1,4 +1,4 @@
-"""From text to tokenized samples, once: what was prepared before is found in the cache."""
+"""Tokenizes text to samples, once: samples that were prepared before are read from the cache."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NUM_SHOWN = 3
 
 @dataclass
 class Truncation:
-    """What happens to samples of more than *seq_length* tokens: ``error`` rejects them, ``right`` cuts them.
+    """The policy for samples of more than *seq_length* tokens: ``error`` rejects them, ``right`` truncates them.
 
-    Counts the samples that it cut, those that it left out because no label remained, and those whose completion is
-    empty.
+    Counts the truncated samples, the samples that were skipped because no label remained, and the samples with an empty
+    completion.
     """
 
     policy: str
@@ -47,7 +47,10 @@ class Truncation:
             )
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
-        """The sample as it is or cut; None if no label remains. :class:`RecipeError` names *where* it is too long."""
+        """The sample, truncated if needed; None if no label remains.
+
+        With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
+        """
         if not any(sample.labelled[1:]):
             self.num_left_out += 1
             return None
@@ -69,16 +72,19 @@ class Truncation:
         return TokenizedSample(sample.tokens[: self.seq_length], sample.labelled[: self.seq_length])
 
     def apply_to_all(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> TokenizedDataset:
-        """The data set of what remains of *samples*; ``where(n)`` is the place of the n-th.
+        """The data set of the truncated *samples*, without those that have no label left.
 
-        With the policy ``error``, one :class:`RecipeError` reports all samples that are too long.
+        ``where(n)`` is the location of sample n in the data. With the policy ``error``, one :class:`RecipeError`
+        reports all samples that are too long.
         """
         if self.policy == "error":
             self._require_short(samples, where)
-        kept = [self.apply(sample, partial(where, number)) for number, sample in enumerate(samples)]
-        return TokenizedDataset.of(
-            [sample for sample in kept if sample is not None], self.num_cut, self.num_left_out, self.num_empty
-        )
+        remaining = []
+        for number, sample in enumerate(samples):
+            truncated = self.apply(sample, partial(where, number))
+            if truncated is not None:
+                remaining.append(truncated)
+        return TokenizedDataset.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
 
     def _require_short(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> None:
         used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
@@ -102,7 +108,7 @@ class Truncation:
 
 
 def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer; :class:`RecipeError` where there is none."""
+    """Return *tokenizer*; raise :class:`RecipeError` if it is None."""
     if tokenizer is None:
         raise RecipeError(
             "text data requires a tokenizer, but the recipe has none",
@@ -114,7 +120,7 @@ def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase
 
 
 class Encoder:
-    """Turns documents and pairs into tokens, with the start and end tokens that the tokenizer's model expects."""
+    """Tokenizes documents and pairs of texts, with the start and end tokens that the tokenizer's model expects."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         tokenizer = needed(tokenizer)
@@ -140,25 +146,29 @@ class Encoder:
         return samples
 
     def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
-        """A sample per prompt and completion, tokenized separately so that a token border is between them."""
+        """A sample per prompt and completion, tokenized separately so that no token spans both.
+
+        Labels are on the completion and the end token.
+        """
         samples = []
         parts = zip(self._encode(prompts), self._encode(completions), completions, strict=True)
         for prompt, completion, text in parts:
-            begins = prompt if self._begins(prompt + completion) else self.begin + prompt
+            has_start = self._begins(prompt + completion)
+            start = prompt if has_start else self.begin + prompt
             is_empty = not text.strip() or self._is_only_special(completion)
-            sample = TokenizedSample.answer(begins, self._with_end(completion))
+            sample = TokenizedSample.answer(start, self._with_end(completion))
             samples.append(sample._replace(is_empty=is_empty))
         return samples
 
     def _with_begin(self, ids: list[int]) -> list[int]:
-        """*ids* after the start token, if the model expects one and the text did not have it already."""
+        """*ids* with the start token in front, unless the model expects none or *ids* already begin with it."""
         return ids if self._begins(ids) else self.begin + ids
 
     def _begins(self, ids: list[int]) -> bool:
         return ids[: len(self.begin)] == self.begin
 
     def _with_end(self, ids: list[int]) -> list[int]:
-        """*ids* before the end token, if the text did not have it already."""
+        """*ids* with the end token appended, unless *ids* already end with it."""
         return ids if ids[-1:] == self.end else ids + self.end
 
     def _is_only_special(self, ids: list[int]) -> bool:
@@ -175,9 +185,9 @@ class Encoder:
 
 
 def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[TokenizedSample]:
-    """The documents one after another, cut into blocks of *seq_length* tokens; a shorter last one is kept.
+    """Concatenate the documents and split them into blocks of *seq_length* tokens; the last one may be shorter.
 
-    A single token left at the end is dropped: it has nothing to predict.
+    A single token at the end is dropped, because it has nothing to predict.
     """
     stream = [token for document in documents for token in document.tokens]
     starts = range(0, len(stream) - 1, seq_length)
@@ -185,7 +195,7 @@ def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[Tokeni
 
 
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """:class:`RecipeError` unless *value*, the data set's argument *name*, is one of *choices*."""
+    """Raise :class:`RecipeError` unless *value*, the data set's argument *name*, is one of *choices*."""
     if value not in choices:
         what = f"unknown value for {name}"
         raise RecipeError(what, where=f"dataset.{name}", value=value, remedy=f"use one of: {', '.join(choices)}")
@@ -194,9 +204,9 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def prepared(
     name: str, key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase, build: Callable[[], TokenizedDataset]
 ) -> TokenizedDataset:
-    """What *build* makes for *key* and *tokenizer*: from the cache, else built and stored there.
+    """The data set that *build* returns for *key* and *tokenizer*, read from the cache if it was prepared before.
 
-    Without the cache where the tokenizer, a slow one, cannot be told from others by its content.
+    A slow tokenizer has no digest of its content, so the cache is not used for it.
     """
     fingerprint = _fingerprint(tokenizer)
     if fingerprint is None:
@@ -211,8 +221,9 @@ def prepared(
 
 
 def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest that changes with the samples: with *key*, all that they depend on but the tokenizer, and with that."""
-    return hashlib.blake2b(repr((key, _fingerprint(tokenizer))).encode(), digest_size=12).hexdigest()
+    """A digest that changes with the samples: *key* contains everything that they depend on besides the tokenizer."""
+    whole_key = repr((key, _fingerprint(tokenizer)))
+    return hashlib.blake2b(whole_key.encode(), digest_size=12).hexdigest()
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -1,4 +1,4 @@
-"""Reading the samples of one micro-batch, the same whether it happens in the rank or in a worker process.
+"""Reads the samples of one micro-batch, with the same result in the rank and in a worker process.
 
 The random generators are seeded before each sample from (seed, epoch, sample), so that what a sample looks like
 depends neither on the worker that read it nor on what was read before: a resumed epoch equals an uninterrupted one.
@@ -27,7 +27,7 @@ from automodel_ckpt.own_code import place_in_own_code
 
 Batch = dict[str, torch.Tensor]
 WORKER_END_SECONDS = 1.0
-"""How long a worker process may take to end by itself."""
+"""How long a worker process may take to end before it is killed."""
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way from a worker process to the rank, where it is raised."""
+    """An error that a worker process passes to the rank, where it is raised."""
 
     error: AutomodelError
 
@@ -71,11 +71,14 @@ class SampleReader(Dataset[Any]):
         try:
             return self.dataset[sample_id]
         except Exception as error:
-            raise located(error, f"dataset[{sample_id}]", "could not be read") from error
+            raise with_location(error, f"dataset[{sample_id}]", "could not be read") from error
 
 
 def _draws_nothing(part: Any) -> bool:
-    """Whether a data set or collator is known to draw no random number; what is derived from one may draw."""
+    """Whether a data set or collator declares that it draws no random numbers.
+
+    The declaration is not inherited: a subclass may draw.
+    """
     inner = getattr(part, "dataset", None)
     return vars(type(part)).get("draws_nothing") is True and (inner is None or _draws_nothing(inner))
 
@@ -85,7 +88,7 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
     try:
         batch = collate_fn(samples)
     except Exception as error:
-        raise located(error, f"samples {list(ids)} of the data set", "could not be collated") from error
+        raise with_location(error, f"samples {list(ids)} of the data set", "could not be collated") from error
     if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
         raise RecipeError(
             "collate_fn must return a mapping of tensors with a key 'labels'",
@@ -98,12 +101,16 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
     return batch
 
 
-def located(error: Exception, where: str, what: str) -> AutomodelError:
-    """The same error with the sample it belongs to; anything that is not ours is wrapped, with its file and line."""
+def with_location(error: Exception, where: str, what: str) -> AutomodelError:
+    """Return *error* with the location *where* of its sample in front.
+
+    An exception of another library is wrapped in an :class:`AutomodelError` with its file and line.
+    """
     if isinstance(error, AutomodelError):
-        return type(error).all_of(
-            [replace(each, where=f"{where}: {each.where}", value=str(each.value)) for each in error.problems]
-        )
+        problems = []
+        for problem in error.problems:
+            problems.append(replace(problem, where=f"{where}: {problem.where}", value=str(problem.value)))
+        return type(error).all_of(problems)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return AutomodelError(
         f"{where} {what}",
@@ -122,7 +129,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Give the host generators of python, numpy and torch back as they were."""
+    """Restore the host generators of python, numpy and torch on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -133,11 +140,15 @@ def isolated_rng() -> Iterator[None]:
 
 
 def read_all(reader: SampleReader, requests: Iterable[Request], num_workers: int) -> Generator[Batch]:
-    """The micro-batches of *requests* in order, read here or by *num_workers* processes. Raises what reading raised.
+    """Yield the micro-batches of *requests* in order, read by *num_workers* processes, or in this one for 0.
 
-    Reading here moves the global generators: see :func:`isolated_rng`.
+    Reading in this process advances its random generators; :func:`isolated_rng` restores them. Raises
+    :class:`AutomodelError` for a sample that cannot be read.
     """
-    items = run_workers(reader, num_workers, sampler=requests) if num_workers else (reader[r] for r in requests)
+    if num_workers:
+        items = run_workers(reader, num_workers, sampler=requests)
+    else:
+        items = (reader[request] for request in requests)
     with closing(items):
         for item in items:
             if isinstance(item, Failure):
@@ -146,13 +157,14 @@ def read_all(reader: SampleReader, requests: Iterable[Request], num_workers: int
 
 
 def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Generator[Any]:
-    """What worker processes make of *dataset*, in order, without a draw from the global generator.
+    """Yield the items that worker processes read from *dataset*, in order, without advancing the global generator.
 
-    Closing the generator ends the processes. Nothing may keep torch's iterator alive longer, an exception's traceback
-    neither: workers forked later would inherit it and trip over it.
+    Closing the generator ends the processes. Nothing may keep torch's iterator alive longer, not even the traceback of
+    an exception: workers that are forked later would inherit it and fail. Raises :class:`AutomodelError` if a worker
+    dies.
     """
-    # Or a worker's death would be raised wherever this process is just then, in a save too; it is noticed by whoever
-    # waits for the worker's batch.
+    # Without this, torch would raise the death of a worker in its signal handler, at any place of this process, for
+    # example in a save. The code that waits for the worker's batch notices it in any case.
     signal_handling._SIGCHLD_handler_set = True
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -187,10 +199,10 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
 
 
 def _end_workers(items: Any) -> None:
-    """End the worker processes of torch's iterator, those too that are blocked in the data set's code.
+    """End the worker processes of torch's iterator, including those that are blocked in the data set's code.
 
-    torch would wait five seconds for each and send SIGTERM, which ours ignore. A worker is killed only after it was
-    asked to end: an idle one might hold a lock that ending the iterator needs.
+    torch would wait five seconds for each and then send SIGTERM, which these workers ignore. A worker is killed only
+    after it was asked to end: an idle worker might hold a lock that is needed to end the iterator.
     """
     items._workers_done_event.set()
     for number, is_running in enumerate(items._workers_status):
@@ -201,7 +213,7 @@ def _end_workers(items: Any) -> None:
         worker.join(max(0.0, deadline - time.monotonic()))
     blocked = [worker for worker in items._workers if worker.is_alive()]
     if blocked:
-        # torch takes the death of a worker that it knows for an accident.
+        # torch reports the death of a registered worker as an error.
         signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]
         items._worker_pids_set = False
     for worker in blocked:
@@ -214,6 +226,6 @@ def _unchanged(item: Any) -> Any:
 
 
 def _leave_signals_to_the_rank(worker_id: int) -> None:
-    """A scheduler signals all processes of a job; the rank must still get its batches to stop in an orderly way."""
+    """Ignore signals: a scheduler signals all processes of a job, but the rank needs its batches to stop in order."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -27,8 +27,8 @@ def hellaswag(
     """Prompt: the beginning. Completion, with labels: the right ending.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``ctx``, ``endings`` (four texts)
-    and ``label`` (the right one's number from 0, as text or number). A row without a label, as the split ``test`` has
-    them, is refused with its place. *truncation* and *streaming* as for
+    and ``label`` (the right one's number from 0, as text or number). A row without a label, as in the split ``test``,
+    is rejected with its location. *truncation* and *streaming* as for
     :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
     encoder = Encoder(tokenizer)
@@ -36,8 +36,12 @@ def hellaswag(
     def encode(rows: Rows) -> list[TokenizedSample]:
         (beginnings,) = rows.texts(["ctx"])
         endings, labels = rows.columns(["endings", "label"])
-        chosen = [_ending(rows, row, *each) for row, each in enumerate(zip(endings, labels, strict=True))]
-        return encoder.pairs([text.strip() for text in beginnings], [f" {ending}" for ending in chosen])
+        prompts = [text.strip() for text in beginnings]
+        completions = []
+        for row, (choices, label) in enumerate(zip(endings, labels, strict=True)):
+            ending = _ending(rows, row, choices, label)
+            completions.append(f" {ending}")
+        return encoder.pairs(prompts, completions)
 
     return samples_of(
         Source.of(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=("hellaswag",),

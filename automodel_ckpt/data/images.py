@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.data.turns import Unlearnable
+from automodel_ckpt.data.turns import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
 _REMEDY = "give the path of an image file, absolute or relative to the data file, or remove this sample"
@@ -30,7 +30,7 @@ def pillow() -> Any:
 
 def open_image(value: Any, folder: Path) -> Any:
     """A Pillow image in RGB of a path (relative ones start from *folder*), of bytes, of ``{"path" or "bytes": ...}`` as
-    the ``datasets`` library stores it, or of an image. Raises :class:`Unlearnable` for anything else."""
+    the ``datasets`` library stores it, or of an image. Raises :class:`UnusableSample` for anything else."""
     image_module = pillow()
     source = _source(value, folder)
     try:
@@ -41,7 +41,7 @@ def open_image(value: Any, folder: Path) -> Any:
     except (OSError, ValueError, SyntaxError, AttributeError, Warning, image_module.DecompressionBombError) as error:
         value_shown = source if isinstance(source, Path) else type(value).__name__
         why = getattr(error, "strerror", None) or error
-        raise Unlearnable("an image cannot be read", f"{value_shown} ({why})", _REMEDY) from error
+        raise UnusableSample("an image cannot be read", f"{value_shown} ({why})", _REMEDY) from error
 
 
 def _source(value: Any, folder: Path) -> Any:
@@ -52,5 +52,5 @@ def _source(value: Any, folder: Path) -> Any:
     if not isinstance(value, str):
         return value
     if "://" in value or value.startswith("data:"):
-        raise Unlearnable("an image is not a local file, and images are not downloaded", value[:80], _REMEDY)
+        raise UnusableSample("an image is not a local file, and images are not downloaded", value[:80], _REMEDY)
     return folder / Path(value).expanduser()

@@ -164,8 +164,8 @@ class GlobalBatchLoader:
                 remedy="resume from another checkpoint (checkpoint.restore_from)",
             )
         self._require_same_data(state["num_samples"])
-        self._tell_other_data(state)
-        self._tell_differences(state)
+        self._report_other_data(state)
+        self._report_differences(state)
         self.epoch, self.consumed_samples = state["epoch"], state["consumed_samples"]
         self.seed, self.shuffle = state["seed"], state["shuffle"]
         if self.num_samples is None:
@@ -208,7 +208,7 @@ class GlobalBatchLoader:
     def _skip_to_next_epoch(self) -> None:
         if self.consumed_samples == 0:
             raise _empty(f"epoch {self.epoch} of the iterable data set yields no {self._unit()}")
-        self._say(
+        self._warn(
             f"epoch {self.epoch} has no further {self._unit()} after {self.consumed_samples} samples: "
             f"continuing with epoch {self.epoch + 1}"
         )
@@ -227,9 +227,9 @@ class GlobalBatchLoader:
                 "batches do not depend on the number of ranks",
             )
         if self.shuffle and not shuffles(self.dataset):
-            self._say("an iterable data set is read in its own order; dataloader.shuffle does not apply")
+            self._warn("an iterable data set is read in its own order; dataloader.shuffle does not apply")
         if self.num_workers > 1:
-            self._say(f"an iterable data set is read by one worker process, not {self.num_workers}")
+            self._warn(f"an iterable data set is read by one worker process, not {self.num_workers}")
         if restores_exactly(self.dataset):
             self._source_state = self._start_state = self.dataset.state_dict()
 
@@ -260,25 +260,25 @@ class GlobalBatchLoader:
         known = getattr(self.dataset, "identity", None)
         return known if isinstance(known, str) else None
 
-    def _tell_other_data(self, state: Mapping[str, Any]) -> None:
+    def _report_other_data(self, state: Mapping[str, Any]) -> None:
         if None not in (here := self._identity, there := state.get("data")) and here != there:
-            self._say(
+            self._warn(
                 "the data has changed since this checkpoint was saved, although its length is the same: its files, "
                 "seq_length, truncation, tokenizer or chat template differ. Training continues with the current data "
                 f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
             )
 
-    def _tell_differences(self, state: Mapping[str, Any]) -> None:
+    def _report_differences(self, state: Mapping[str, Any]) -> None:
         has_own_order = self.num_samples is None and not shuffles(self.dataset)
         for name in ("seed",) if has_own_order else ("seed", "shuffle"):
             if state[name] != getattr(self, name):
-                self._say(
+                self._warn(
                     f"keeping the saved data order ({name} {state[name]}) instead of the recipe's {name} "
                     f"{getattr(self, name)}: another order would repeat and skip samples"
                 )
         size = self.sizes.global_batch_size
         if state["global_batch_size"] != size:
-            self._say(
+            self._warn(
                 f"global_batch_size changed from {state['global_batch_size']} to {size}: training continues after "
                 f"sample {state['consumed_samples']} of epoch {state['epoch']}, with different global batches "
                 "and step counts"
@@ -290,9 +290,11 @@ class GlobalBatchLoader:
             return
         self._source_state = None
         if self.consumed_samples:
-            self._say(f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples")
+            self._warn(
+                f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples"
+            )
 
-    def _say(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         """Log a consequence once, not on every rank."""
         if self.sizes.dp_rank == 0:
             log.warning(message)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, refuse_padded
+from automodel_ckpt.data.collate import IGNORE_INDEX, check_unpadded
 from automodel_ckpt.errors import RecipeError
 
 _Lengths = npt.NDArray[np.int64]
@@ -99,7 +99,7 @@ class PackedDataset:
         pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
         for number in self.packs[index]:
             sample = self.dataset[number]
-            refuse_padded(sample)
+            check_unpadded(sample)
             pack["input_ids"] += sample["input_ids"]
             pack["labels"] += [IGNORE_INDEX, *sample["labels"][1:]]
             pack["position_ids"] += range(len(sample["input_ids"]))

@@ -24,7 +24,7 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger(__name__)
 
 Encode = Callable[[Rows], list[TokenizedSample]]
-"""From a table to a sample per row."""
+"""Makes a sample of each row of a table."""
 DEFAULT_BLOCK = 1000
 _Placed = tuple[dict[str, Any], str | None]
 """A row, and its file and line where they are known."""
@@ -40,15 +40,15 @@ class Row:
 
 
 class RowStream(IterableDataset[Row]):
-    """Iterable with exact state: *rows*, a stream of a :class:`Source`, each block of *block* rows in its own order.
+    """Iterates over *rows*, a stream of a :class:`Source`, shuffled within blocks of *block* rows; its state is exact.
 
-    The state is that of the rows at the beginning of the block and how many of it were given, so that a resume reads
-    less than a block again, and shuffled rows resume exactly. :meth:`prepare` makes the sample of a row; whoever
-    needs it calls it, so that ranks tokenize their own part of the stream only.
+    The state is the state of *rows* at the start of the block and the number of rows yielded since, so a resume reads
+    less than one block again, and continues in the same order. :meth:`prepare` tokenizes a row; each rank calls it
+    only for its own part of the stream. Raises :class:`RecipeError` if *block* is less than 1.
     """
 
     identity: str | None = None
-    """Changes with the samples, as far as that shows without reading; None where it is not known."""
+    """A digest that changes with the samples, as far as is known without reading them; None if unknown."""
 
     def __init__(
         self, rows: Any, encode: Encode, policy: Truncation, source: Source, block: int = DEFAULT_BLOCK
@@ -58,13 +58,20 @@ class RowStream(IterableDataset[Row]):
             raise RecipeError(
                 "shuffle_block must be at least 1", where="dataset.shuffle_block", value=block, remedy=remedy
             )
-        self.rows, self.encode, self.policy, self.source, self.block = rows, encode, policy, source, block
-        self._start = self._block_start = rows.state_dict()
-        self._first, self._given, self._block_size = 0, 0, block
+        self.rows = rows
+        self.encode = encode
+        self.policy = policy
+        self.source = source
+        self.block = block
+        self._start = rows.state_dict()
+        self._block_start = self._start
+        self._first = 0
+        self._given = 0
+        self._block_size = block
         self.set_order(0, 0, shuffle=False)
 
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
-        """The order of the rows in each block, a function of these three and the block's place."""
+        """Set the order of the rows in each block: a function of *seed*, *epoch*, *shuffle* and the block."""
         self._order = (seed, epoch, shuffle)
 
     def __iter__(self) -> Iterator[Row]:
@@ -90,14 +97,21 @@ class RowStream(IterableDataset[Row]):
             raise self.source.unreadable(error) from error
 
     def prepare(self, row: Row) -> dict[str, list[int]]:
-        """The sample of a row, cut where it is too long; without any label where none was left of it."""
+        """Tokenize a row: ``{"input_ids": list[int], "labels": list[int]}``, truncated to seq_length.
+
+        If truncation leaves no label, all labels are -100. With the policy ``error``, raises :class:`RecipeError` for a
+        sample that is too long.
+        """
         table = OneRow(self.source.path, row.number, row.content, row.place, self.rows.fields)
         (whole,) = self.encode(table)
-        kept = self.policy.apply(whole, lambda: table.place(0))
-        tokens = kept.tokens if kept else whole.tokens[: self.policy.seq_length]
-        labelled = kept.labelled if kept else [False] * len(tokens)
-        labels = [token if learnt else IGNORE_INDEX for token, learnt in zip(tokens, labelled, strict=True)]
-        return {"input_ids": tokens, "labels": labels}
+        truncated = self.policy.apply(whole, lambda: table.place(0))
+        if truncated is None:
+            tokens = whole.tokens[: self.policy.seq_length]
+            return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
+        labels = []
+        for token, is_labeled in zip(truncated.tokens, truncated.labelled, strict=True):
+            labels.append(token if is_labeled else IGNORE_INDEX)
+        return {"input_ids": truncated.tokens, "labels": labels}
 
     def report(self) -> None:
         """Log how many samples were cut or have an empty completion since the last call."""
@@ -126,14 +140,19 @@ class RowStream(IterableDataset[Row]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._block_start, self._first = state["rows"], state["first"]
+        self._block_start = state["rows"]
+        self._first = state["first"]
+        self._given = state["given"]
+        self._block_size = state["block"]
         if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
-            # Saved by a version that read these files with datasets, whose state means nothing here.
+            # Saved by a version that read these files with the library datasets: its state has another format.
             self._block_start = self.rows.state_after(self._first)
-        self._given, self._block_size = state["given"], state["block"]
 
     def _rewind(self) -> None:
-        self._block_start, self._first, self._given, self._block_size = self._start, 0, 0, self.block
+        self._block_start = self._start
+        self._first = 0
+        self._given = 0
+        self._block_size = self.block
 
     def _order_of(self, num_rows: int) -> Any:
         seed, epoch, shuffle = self._order
@@ -141,13 +160,18 @@ class RowStream(IterableDataset[Row]):
 
 
 def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None) -> RowStream:
-    """The stream of *source*; says what happens to samples that are too long, since nothing is counted in advance."""
+    """The stream of at most *max_samples* rows of *source*.
+
+    Logs how samples that are too long are handled, because their number is not known in advance.
+    """
     rows = source.stream()
     if max_samples is not None:
         rows = rows.take(at_most(max_samples, max_samples))
-    does = "rejected" if policy.policy == "error" else "truncated"
+    handling = "rejected" if policy.policy == "error" else "truncated"
     log.info(
-        "streaming %s: samples of more than %d tokens are %s when they are read; "
-        "their number is not known in advance", source.path, policy.seq_length, does,
-    )  # fmt: skip
+        "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in advance",
+        source.path,
+        policy.seq_length,
+        handling,
+    )
     return RowStream(rows, encode, policy, source, block)

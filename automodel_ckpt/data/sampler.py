@@ -1,7 +1,7 @@
 """The order of the data, as pure functions: one permutation per epoch, global batches as its slices, each rank's part.
 
-Nothing here depends on the number of ranks but :func:`rank_part`, so every number of ranks trains on the same global
-batches in the same order.
+Only :func:`rank_part` depends on the number of ranks, so every number of ranks trains on the same global batches in the
+same order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def permutation(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch
     """The order of a whole epoch: an int64 tensor of shape (num_samples,) holding each index once.
 
     Sample ``i`` gets as key the i-th output of the generator SplitMix64 seeded with ``derive_seed(seed, epoch)``, and
-    the keys are sorted (stably). This is spelt out rather than left to ``torch.randperm`` because a resumed epoch must
-    go on in the same order after torch was upgraded. Source of SplitMix64: Steele, Lea and Flood, "Fast splittable
+    the keys are sorted (stably). ``torch.randperm`` is not used because a resumed epoch has to continue in the same
+    order after an upgrade of torch. Source of SplitMix64: Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", 2014.
     """
     if not shuffle:
@@ -51,16 +51,19 @@ def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uin
 def rank_part(ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int) -> list[list[int]]:
     """The micro-batches of one rank out of the *ids* of a global batch.
 
-    The ids are cut, in order, into units of *local_batch_size* (the last may be shorter). Each rank takes a contiguous
-    run of units; when they do not divide evenly the first ranks take one unit more. Every rank returns the same number
-    of micro-batches: ranks with one unit fewer get an empty list as their last.
+    The ids are divided, in order, into micro-batches of *local_batch_size* (the last may be shorter). Each rank takes a
+    contiguous run of them; if they do not divide evenly, the first ranks take one more. Every rank returns the same
+    number of micro-batches: ranks with one fewer get an empty list as their last.
     """
-    units = [list(ids[i : i + local_batch_size]) for i in range(0, len(ids), local_batch_size)]
-    share, extra = divmod(len(units), dp_size)
-    first = dp_rank * share + min(dp_rank, extra)
-    mine = units[first : first + share + (dp_rank < extra)]
-    micro_batches = share + (extra > 0)
-    return mine + [[] for _ in range(micro_batches - len(mine))]
+    starts = range(0, len(ids), local_batch_size)
+    units = [list(ids[start : start + local_batch_size]) for start in starts]
+    share, num_extra = divmod(len(units), dp_size)
+    first = dp_rank * share + min(dp_rank, num_extra)
+    num_own = share + 1 if dp_rank < num_extra else share
+    own = units[first : first + num_own]
+    if num_own == share and num_extra > 0:
+        own.append([])
+    return own
 
 
 def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: int) -> int:

@@ -1,4 +1,4 @@
-"""From a source and a way to tokenize its rows to a data set: prepared once and kept, or read as a stream."""
+"""Makes a data set of a source and a function that tokenizes its rows: prepared once and cached, or a stream."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def samples_of(
     shuffle_block: int,
     fields: Sequence[str] | None = None,
 ) -> TokenizedDataset | RowStream:
-    """The samples that *encode* makes of the rows of *source*, cut by *policy*, and *max_samples* of them at most.
+    """The samples that *encode* makes of the rows of *source*, truncated by *policy*, at most *max_samples* of them.
 
-    They are kept in the cache under *key*: the builder's name, and what they depend on beside the others; when they
-    are made, the log names the data's fields that are none of *fields*. With
-    *streaming* nothing is kept: rows are read and tokenized while they are used, in the order of the source, or
-    (``dataloader.shuffle``) shuffled within blocks of *shuffle_block* rows.
+    They are cached under *key*: the builder's name, and everything that the samples depend on besides the other
+    arguments. When they are prepared, the data's fields that are not in *fields* are logged as unused. With
+    *streaming*, nothing is cached: rows are read and tokenized during training, in the order of the source or
+    (``dataloader.shuffle``) shuffled within blocks of *shuffle_block* rows. Raises :class:`RecipeError` for data that
+    cannot be read or tokenized.
     """
     policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
@@ -42,9 +43,8 @@ def samples_of(
 
     def build() -> TokenizedDataset:
         samples = encode(source)
-        unused = [] if fields is None else [field for field in source.fields if field not in fields]
-        if unused:
-            log.info("%s: unused fields: %s", source.path, ", ".join(unused))
+        if fields is not None:
+            _report_unused(source, fields)
         return policy.apply_to_all(samples, source.place)
 
     whole_key = (source.fingerprint(), *policy_key)
@@ -53,3 +53,9 @@ def samples_of(
     dataset = dataset.first(max_samples)
     dataset.identity = identity(whole_key, tokenizer)
     return dataset
+
+
+def _report_unused(source: Source, used: Sequence[str]) -> None:
+    unused = [field for field in source.fields if field not in used]
+    if unused:
+        log.info("%s: unused fields: %s", source.path, ", ".join(unused))

@@ -309,7 +309,7 @@ class Source(Rows):
             with _quiet(datasets):
                 return datasets.load_dataset(**self._of_files(), split=self.split, streaming=True)
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._refused(error) from error
+            raise self._cannot_read(error) from error
 
     @property
     def num_rows(self) -> int:
@@ -360,7 +360,7 @@ class Source(Rows):
             with _quiet(datasets):
                 builder = datasets.load_dataset_builder(**self._of_name())
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._refused(error) from error
+            raise self._cannot_read(error) from error
         splits = {
             str(split): [Path(file) for file in files if LOADERS.get(kind_of(Path(file))) == builder.info.builder_name]
             for split, files in (builder.config.data_files or {}).items()
@@ -385,7 +385,7 @@ class Source(Rows):
         try:
             parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
         except (ValueError, AssertionError) as error:
-            raise self._refused(error) from error
+            raise self._cannot_read(error) from error
         bounds = [(tables[part.splitname], part.from_ or 0, part.to) for part in parts]
         return RecordRows(
             self.path, [(table, start, len(table) if stop is None else stop) for table, start, stop in bounds]
@@ -397,7 +397,7 @@ class Source(Rows):
         known = list(self._record_files or ())
         for name in names:
             if name not in known:
-                raise self._refused(ValueError(f'Unknown split "{name}". Should be one of {known}.'))
+                raise self._cannot_read(ValueError(f'Unknown split "{name}". Should be one of {known}.'))
         return names
 
     def unreadable(self, error: Exception) -> RecipeError:
@@ -465,7 +465,7 @@ class Source(Rows):
             except (datasets.exceptions.DatasetGenerationError, ArrowInvalid, *UNREADABLE) as error:
                 raise self.unreadable(error) from error
             except ValueError as error:
-                raise self._refused(error) from error
+                raise self._cannot_read(error) from error
 
     def _of_files(self) -> dict[str, Any]:
         """What ``load_dataset`` is given to read the files."""
@@ -479,7 +479,7 @@ class Source(Rows):
         try:
             rows = datasets.load_dataset(**self._of_name(), split=self.split)
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._refused(error) from error
+            raise self._cannot_read(error) from error
         self._report_others(rows.info.builder_name)
         return rows
 
@@ -490,7 +490,7 @@ class Source(Rows):
             shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
             log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
-    def _refused(self, error: Exception) -> RecipeError:
+    def _cannot_read(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
             remedy = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or use another directory"
             return RecipeError(

@@ -28,8 +28,8 @@ def squad(
     """Prompt: paragraph and question. Completion, with labels: the first of the answers.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and
-    ``answers`` (``{"text": list[str], ...}``). *no_answer* stands for the answer where there is none, as in SQuAD 2.0;
-    without it such a row is refused with its place. *truncation* and *streaming* as for
+    ``answers`` (``{"text": list[str], ...}``). *no_answer* is the text to answer to a question without an
+    answer, as in SQuAD 2.0; without it, such a row is rejected with its location. *truncation* and *streaming* as for
     :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
     encoder = Encoder(tokenizer)
@@ -37,9 +37,14 @@ def squad(
     def encode(rows: Rows) -> list[TokenizedSample]:
         contexts, questions = rows.texts(["context", "question"])
         (answers,) = rows.columns(["answers"])
-        asked = zip(contexts, questions, strict=True)
-        prompts = [f"Context: {context.strip()}\nQuestion: {question.strip()}\nAnswer:" for context, question in asked]
-        return encoder.pairs(prompts, [f" {_answer(rows, row, found, no_answer)}" for row, found in enumerate(answers)])
+        prompts = []
+        for context, question in zip(contexts, questions, strict=True):
+            prompts.append(f"Context: {context.strip()}\nQuestion: {question.strip()}\nAnswer:")
+        completions = []
+        for row, found in enumerate(answers):
+            answer = _answer(rows, row, found, no_answer)
+            completions.append(f" {answer}")
+        return encoder.pairs(prompts, completions)
 
     key = ("squad", repr(no_answer))
     return samples_of(

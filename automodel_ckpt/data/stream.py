@@ -1,7 +1,7 @@
-"""Iterable data sets: every rank reads the whole stream and keeps its part, so the global batches need no agreement.
+"""Iterable data sets: every rank reads the whole stream and keeps its part of each global batch.
 
-A source may leave the costly half to the rank that keeps the sample: its ``prepare(sample)`` is called for that part
-only.
+Ranks therefore need no communication. A source may postpone expensive work: its ``prepare(sample)`` is called only on
+the rank that keeps the sample.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from automodel_ckpt.data.fetch import (
     Collate,
     Failure,
     collate,
-    located,
     run_workers,
     seed_everything,
+    with_location,
 )
 from automodel_ckpt.data.sampler import derive_seed, rank_part
 from automodel_ckpt.errors import AutomodelError
@@ -29,7 +29,7 @@ from automodel_ckpt.errors import AutomodelError
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """How a global batch is cut, and for which rank."""
+    """How a global batch is divided into micro-batches, and the rank that reads its part."""
 
     global_batch_size: int
     local_batch_size: int
@@ -40,9 +40,10 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where to read on: *consumed* samples into *epoch*, by the source's own state where it has one.
+    """The position to continue from: *consumed* samples into *epoch*.
 
-    *start_state* is that of the source before anything was read.
+    *source_state* is the source's own state at this position, or None. *start_state* is its state before the first
+    sample.
     """
 
     seed: int
@@ -72,7 +73,10 @@ class _Chunk:
 
 
 class StreamReader(IterableDataset[Any]):
-    """The global batches of the rest of an epoch, one read ahead to know the last. An error ends it as a Failure."""
+    """Yields one rank's part of the remaining global batches of an epoch.
+
+    Reads one global batch ahead, to know which one is the last. An error is yielded as a :class:`Failure`, and ends it.
+    """
 
     def __init__(self, source: Any, collate_fn: Collate, sizes: BatchSizes, position: StreamPosition) -> None:
         self.source = source
@@ -92,8 +96,8 @@ class StreamReader(IterableDataset[Any]):
         chunks = self._chunks(self._resume())
         held = next(chunks, None)
         if held is None and self.position.source_state is not None and self.position.consumed == 0:
-            # A source restored to the end of an epoch may say "end" before it starts over, and those of datasets never
-            # start over by themselves.
+            # A source that is restored to the end of an epoch may end at once, before it restarts; those of the library
+            # datasets never restart on their own.
             self.source.load_state_dict(copy.deepcopy(self.position.start_state))
             chunks = self._chunks(iter(self.source))
             held = next(chunks, None)
@@ -126,9 +130,13 @@ class StreamReader(IterableDataset[Any]):
         start, size = self.position.consumed, self.sizes.global_batch_size
         while True:
             samples: list[Any] = []
-            while len(samples) < size and (sample := self._read(stream, start + len(samples))):
-                samples += sample
-            if not samples or (self.sizes.drop_last and len(samples) < size):
+            while len(samples) < size:
+                found = self._read(stream, start + len(samples))
+                if not found:
+                    break
+                samples += found
+            is_full = len(samples) == size
+            if not samples or (self.sizes.drop_last and not is_full):
                 return
             yield _Chunk(start, samples, self._source_state())
             start += len(samples)
@@ -141,24 +149,26 @@ class StreamReader(IterableDataset[Any]):
         except StopIteration:
             return []
         except Exception as error:
-            raise located(error, f"sample {number} of the stream", "could not be read") from error
+            raise with_location(error, f"sample {number} of the stream", "could not be read") from error
 
     def _source_state(self) -> Any:
         return copy.deepcopy(self.source.state_dict()) if self.stateful else None
 
     def _part(self, chunk: _Chunk, *, last: bool) -> StreamBatch:
         sizes = self.sizes
-        offsets = range(len(chunk.samples))
-        parts = rank_part(offsets, sizes.dp_rank, sizes.dp_size, sizes.local_batch_size)
+        num_samples = len(chunk.samples)
+        parts = rank_part(range(num_samples), sizes.dp_rank, sizes.dp_size, sizes.local_batch_size)
         micro_batches = [self._collate(chunk, part) for part in parts]
-        return StreamBatch(chunk.start, len(chunk.samples), micro_batches, last, chunk.source_state)
+        return StreamBatch(chunk.start, num_samples, micro_batches, last, chunk.source_state)
 
     def _collate(self, chunk: _Chunk, offsets: list[int]) -> Batch:
-        chosen = offsets or [0]
+        is_empty = not offsets
+        chosen = offsets or [0]  # an empty part gets a sample whose labels do not count
         ids = [chunk.start + offset for offset in chosen]
-        seed_everything(derive_seed(self.position.seed, self.position.epoch, ids[0]))
+        seed = derive_seed(self.position.seed, self.position.epoch, ids[0])
+        seed_everything(seed)
         samples = [self._prepared(chunk, offset) for offset in chosen]
-        return collate(self.collate_fn, samples, ids, empty=not offsets)
+        return collate(self.collate_fn, samples, ids, empty=is_empty)
 
     def _prepared(self, chunk: _Chunk, offset: int) -> Any:
         sample = chunk.samples[offset]
@@ -167,13 +177,16 @@ class StreamReader(IterableDataset[Any]):
         try:
             return self.prepare(sample)
         except Exception as error:
-            raise located(error, f"sample {chunk.start + offset} of the stream", "could not be prepared") from error
+            raise with_location(
+                error, f"sample {chunk.start + offset} of the stream", "could not be prepared"
+            ) from error
 
 
 def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch]:
-    """The batches of *reader*, read here or by one worker process (more would each read the whole stream again).
+    """Yield the batches of *reader*, read by a worker process, or in this one if *num_workers* is 0.
 
-    Reading here moves the global generators: see :func:`isolated_rng`.
+    One worker is enough: several would each read the whole stream. Reading in this process advances its random
+    generators; :func:`isolated_rng` restores them. Raises :class:`AutomodelError` for a sample that cannot be read.
     """
     items = run_workers(reader, 1) if num_workers else iter(reader)
     with closing(items):
@@ -184,16 +197,16 @@ def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch
 
 
 def restores_exactly(source: Any) -> bool:
-    """Whether the source can go on from its own state; without that, a resume reads and drops what was consumed.
+    """Whether the source can continue from its own state; otherwise, a resume reads and discards consumed samples.
 
-    A shuffle buffer of ``datasets`` is not part of its state: what the buffer held would be lost.
+    A source with a shuffle buffer of ``datasets`` cannot: its state does not contain the buffered samples.
     """
     methods = (getattr(source, name, None) for name in ("state_dict", "load_state_dict"))
     return all(callable(method) for method in methods) and not _has_shuffle_buffer(source)
 
 
 def shuffles(source: Any) -> bool:
-    """Whether the source takes its order from us: ``set_order(seed, epoch, shuffle=...)``."""
+    """Whether the source has a method ``set_order(seed, epoch, shuffle=...)`` that defines its order."""
     return callable(getattr(source, "set_order", None))
 
 
@@ -203,6 +216,11 @@ def is_split_by_rank(source: Any) -> bool:
 
 
 def _has_shuffle_buffer(source: Any) -> bool:
+    if hasattr(source, "buffer_size"):
+        return True
+    # The names are private to datasets: a wrapper has one inner iterable, or several.
     inner = getattr(source, "_ex_iterable", None) or getattr(source, "ex_iterable", None)
-    inners = [inner] if inner is not None else getattr(source, "ex_iterables", None) or []
-    return hasattr(source, "buffer_size") or any(map(_has_shuffle_buffer, inners))
+    if inner is not None:
+        return _has_shuffle_buffer(inner)
+    several = getattr(source, "ex_iterables", None) or []
+    return any(map(_has_shuffle_buffer, several))

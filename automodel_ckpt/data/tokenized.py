@@ -1,4 +1,4 @@
-"""Tokenized samples in three flat arrays: quick to store, mapped into memory when loaded, shared by all processes."""
+"""Tokenized samples in flat arrays, which are memory-mapped when loaded and shared by all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES = ("tokens", "ends", "labelled", "counts")
 
 
 class TokenizedSample(NamedTuple):
-    """All tokens of a sample, for each whether it carries a label, and whether an answer in it has no text."""
+    """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text."""
 
     tokens: list[int]
     labelled: list[bool]
@@ -28,12 +28,12 @@ class TokenizedSample(NamedTuple):
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
-        """Every token is learnt."""
+        """A sample with a label on every token."""
         return cls(tokens, [True] * len(tokens))
 
     @classmethod
     def answer(cls, prompt: list[int], completion: list[int]) -> TokenizedSample:
-        """Only the completion is learnt."""
+        """A sample of a prompt without labels and a *completion* with labels."""
         return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
 
@@ -60,17 +60,24 @@ class TokenizedDataset:
     def of(
         cls, samples: Sequence[TokenizedSample], num_cut: int = 0, num_left_out: int = 0, num_empty: int = 0
     ) -> TokenizedDataset:
-        """The data set of *samples*, of which some were cut or have an empty completion; more were left out."""
+        """The data set of *samples*.
+
+        *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
+        """
         tokens = np.fromiter((token for sample in samples for token in sample.tokens), dtype=np.int32)
         ends = np.fromiter(accumulate(len(sample.tokens) for sample in samples), dtype=np.int64)
-        labelled = np.fromiter((learnt for sample in samples for learnt in sample.labelled), dtype=np.bool_)
+        labelled = np.fromiter((is_labeled for sample in samples for is_labeled in sample.labelled), dtype=np.bool_)
         return cls(tokens, ends, labelled, np.array([num_cut, num_left_out, num_empty], dtype=np.int64))
 
     @classmethod
     def load(cls, directory: Path) -> TokenizedDataset:
-        """What :meth:`save` wrote, mapped into memory rather than read."""
-        # np.asarray: a plain array over the mapping; numpy's own memmap class takes ten times as long to slice.
-        return cls(*(np.asarray(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in _FILES))
+        """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
+        arrays = []
+        for name in _FILES:
+            mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
+            # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
+            arrays.append(np.asarray(mapped))
+        return cls(*arrays)
 
     def save(self, directory: Path) -> None:
         """Write the arrays as ``.npy`` files into an existing directory."""
@@ -78,8 +85,9 @@ class TokenizedDataset:
             np.save(directory / f"{name}.npy", getattr(self, name))
 
     def first(self, max_samples: int | None) -> TokenizedDataset:
-        """The same data set, of at most *max_samples* samples."""
-        return TokenizedDataset(self.tokens, self.ends[: at_most(max_samples, len(self))], self.labelled, self.counts)
+        """A data set of the first *max_samples* samples (None: all of them), which shares the arrays."""
+        num_samples = at_most(max_samples, len(self))
+        return TokenizedDataset(self.tokens, self.ends[:num_samples], self.labelled, self.counts)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -92,9 +100,10 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         if not 0 <= index < len(self.ends):
             raise IndexError(index)
-        part = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
-        tokens = self.tokens[part]
-        labels = np.where(self.labelled[part], tokens, IGNORE_INDEX)
+        start = int(self.ends[index - 1]) if index else 0
+        end = int(self.ends[index])
+        tokens = self.tokens[start:end]
+        labels = np.where(self.labelled[start:end], tokens, IGNORE_INDEX)
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
     def report_truncation(self, what: str, seq_length: int) -> None:

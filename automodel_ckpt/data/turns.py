@@ -17,7 +17,7 @@ _SHAREGPT = {
 """Who speaks, and the role of that."""
 
 
-class Unlearnable(Exception):
+class UnusableSample(Exception):
     """Why a conversation makes no sample, and what to do; the caller knows which one it is."""
 
     def __init__(self, what: str, value: object, remedy: str) -> None:
@@ -26,11 +26,11 @@ class Unlearnable(Exception):
 
 
 def turns_of(conversation: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, or of its JSON text; :class:`Unlearnable` when it is none."""
+    """The messages of a conversation, or of its JSON text; :class:`UnusableSample` when it is none."""
     given = plain(conversation)
     turns = [_without_absent(_in_roles(turn)) for turn in given] if isinstance(given, list) else []
     if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        raise Unlearnable(
+        raise UnusableSample(
             "this is not a conversation",
             repr(conversation)[:80],
             'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
@@ -46,14 +46,14 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     asked, answered = prompt, completion
     if not isinstance(asked, list) or not isinstance(answered, list):
         odd, other = ("prompt", "completion") if isinstance(answered, list) else ("completion", "prompt")
-        raise Unlearnable(
+        raise UnusableSample(
             f"the {odd} is not a list of messages, but the {other} is",
             repr(prompt if odd == "prompt" else completion)[:80],
             "provide both as lists of messages, or both as text",
         )
     before, after = ([_in_roles(turn) for turn in part] for part in (asked, answered))
     if [turn.get("role") for turn in (*before[-1:], *after[:1]) if isinstance(turn, dict)] == ["assistant"] * 2:
-        raise Unlearnable(
+        raise UnusableSample(
             "the completion continues the assistant's message in the prompt",
             repr(before[-1])[:80],
             "move the whole message into the completion",
@@ -61,7 +61,7 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     return turns_of([turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before] + after)
 
 
-def is_learnt(turn: Mapping[str, Any]) -> bool:
+def is_trained_on(turn: Mapping[str, Any]) -> bool:
     """Whether a message is the assistant's, and not of weight 0."""
     return turn["role"] == "assistant" and turn.get(_WEIGHT) != 0
 
@@ -70,7 +70,7 @@ def is_empty(turn: Mapping[str, Any]) -> bool:
     """Whether a message of the assistant is learned and has neither text nor calls."""
     others = turn.keys() - {"role", "name", "content", _WEIGHT}
     content = turn.get("content")
-    return is_learnt(turn) and not others and isinstance(content, str) and not content.strip()
+    return is_trained_on(turn) and not others and isinstance(content, str) and not content.strip()
 
 
 def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def plain(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise Unlearnable("this is not JSON", value[:80], "correct this sample") from error
+        raise UnusableSample("this is not JSON", value[:80], "correct this sample") from error
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def _in_roles(turn: Any) -> Any:
         return turn
     speaker = turn["from"]
     if speaker not in _SHAREGPT:
-        raise Unlearnable(
+        raise UnusableSample(
             "unknown speaker of a message",
             f"from: {speaker!r}",
             f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
@@ -135,23 +135,23 @@ def _in_roles(turn: Any) -> Any:
 
 def _require_content(turn: dict[str, Any]) -> None:
     if turn.keys() <= {"role", "name", _WEIGHT}:  # templates write nothing for it, or the word None, to be learned
-        raise Unlearnable(
+        raise UnusableSample(
             "a message has no content", repr(turn)[:80], "add content or tool_calls, or remove the message"
         )
     content = turn.get("content", "")
     if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
         remedy = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
-        raise Unlearnable("a message's content is neither text nor a list of parts", repr(content)[:80], remedy)
+        raise UnusableSample("a message's content is neither text nor a list of parts", repr(content)[:80], remedy)
 
 
 def _require_weight(turn: dict[str, Any]) -> None:
     weight = turn.get(_WEIGHT, 0)
     if weight not in (0, 1):
         remedy = "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others"
-        raise Unlearnable("a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy)
+        raise UnusableSample("a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy)
     if weight and turn["role"] != "assistant":
         remedy = "remove the weight or set it to 0: only assistant messages are trained on"
-        raise Unlearnable("a message that is not the assistant's has a weight", f"role: {turn['role']}", remedy)
+        raise UnusableSample("a message that is not the assistant's has a weight", f"role: {turn['role']}", remedy)
 
 
 def without_nulls(value: Any) -> Any:

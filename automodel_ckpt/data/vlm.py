@@ -18,7 +18,7 @@ from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.training_templates import select_template
-from automodel_ckpt.data.turns import Unlearnable, turns_of
+from automodel_ckpt.data.turns import UnusableSample, turns_of
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class ImageConversations:
                 seq_length=self.seq_length,
                 truncation=self.truncation,
             )
-        except Unlearnable as error:
+        except UnusableSample as error:
             where = f"sample {index} ({self.source.place(index)})"
             raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
 
@@ -123,16 +123,17 @@ class ImageConversations:
 def image_text(
     template: ImageChatTemplate, conversation: Any, images: Sequence[Any], folder: Path = Path(), **options: Any
 ) -> ImageText:
-    """The sample of a *conversation* and the *images* that its empty image entries take. :class:`Unlearnable`: why not.
+    """Make a sample of a *conversation* and the *images* for its empty image entries.
 
-    *options* are further fields of :class:`ImageText`.
+    Relative paths of images start at *folder*; *options* are further fields of :class:`ImageText`. Raises
+    :class:`UnusableSample` if the conversation has no assistant text or its images do not match.
     """
     turns, values = _placed(turns_of(conversation), list(images))
-    _refuse_placeholders(turns, template.placeholders)
+    _check_placeholders(turns, template.placeholders)
     text, learnt = template.render(turns)
     if not learnt:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        raise Unlearnable("this conversation has no assistant text to train on", roles, "remove it")
+        raise UnusableSample("this conversation has no assistant text to train on", roles, "remove it")
     return ImageText(text, [open_image(value, folder) for value in values], learnt, **options)
 
 
@@ -152,7 +153,7 @@ class ImageChatTemplate(ChatTemplate):
             text, marked = self._marks(turns, None)
             return text, marked[-1:] if self.last_only else marked
         whole = self._apply(turns, None, tokenize=False)
-        learnt = [self._prefixes(turns, None, number, whole) for number in self._learnt_turns(turns)]
+        learnt = [self._prefixes(turns, None, number, whole) for number in self._labeled_turns(turns)]
         return whole, [(len(before), len(after)) for before, after in learnt]
 
     @property
@@ -190,7 +191,7 @@ def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[s
     if num_places != len(images):
         num_entries = "1 entry" if num_places == 1 else f"{num_places} entries"
         num_images = "1 image" if len(images) == 1 else f"{len(images)} images"
-        raise Unlearnable(
+        raise UnusableSample(
             "the number of images does not match the number of image entries",
             f"{num_entries} for {num_images}",
             'provide one image for each entry {"type": "image"}, or remove these entries',
@@ -201,11 +202,11 @@ def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[s
     return [{**turn, "content": content} for turn, content in zip(turns, bare, strict=True)], values
 
 
-def _refuse_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
+def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
     texts = [str(part.get("text", "")) for turn in turns for part in turn["content"]]
     found = sorted(token for token in placeholders if any(token in text for text in texts))
     if found:
-        raise Unlearnable(
+        raise UnusableSample(
             "a message contains the processor's placeholder for an image",
             found[0],
             'remove it: images come first in their question; or write {"type": "image"} where each belongs',

@@ -169,4 +169,4 @@ def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], rem
 def test_rows_that_cannot_be_cut_evenly_are_refused(tmp_path: Path) -> None:
     collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
     error = failure(tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2)
-    assert "17 tokens among 2 ranks" in str(error) and "remove cp_size" in str(error)
+    assert "17 tokens among 2 ranks" in str(error) and "leave cp_size out" in str(error)

@@ -14,7 +14,7 @@ from automodel_ckpt.data import templates
 from automodel_ckpt.data.chat import ChatTemplate
 from automodel_ckpt.data.fields import FieldTemplate
 from automodel_ckpt.data.templates import BoundedEnvironment, TemplateTooCostly
-from automodel_ckpt.data.turns import Unlearnable
+from automodel_ckpt.data.turns import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
 LOOP = "{% for a in range(90000) %}"
@@ -159,7 +159,7 @@ def test_a_chat_template_is_stopped_in_any_thread(tokenizer: Any, monkeypatch: p
     errors = []
 
     def render(text: str) -> None:
-        with pytest.raises(Unlearnable) as caught:
+        with pytest.raises(UnusableSample) as caught:
             ChatTemplate(tokenizer, text, {}, False).sample(TALK, None)
         errors.append(str(caught.value.value))
 
