@@ -70,13 +70,17 @@ class FinetuneRecipe(ModelBuilding):
         if self.layout.in_stages:
             refuse_own_steps(self, FinetuneRecipe)
         self.checkpointer = self.build_checkpointer()
+        if self.checkpointer is not None:
+            self.hold_checkpointer(self.checkpointer)
         self.build()
+        self.run_log.progress.total_steps = self.step_scheduler.planned_steps
         # What is drawn before this line is drawn alike on all ranks; nothing is drawn between it and the first step.
         # Ranks that compute one thing together (tensor parallel) draw alike: what they hold in common stays common.
         self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
             self.check_export(self.checkpointer.assets)
+        self.saves = self.build_saves()
         self.resume()
 
     def build(self) -> None:
@@ -187,7 +191,6 @@ class FinetuneRecipe(ModelBuilding):
     def build_step_scheduler(self) -> StepScheduler:
         """The counters, and how many steps there will be as far as can be known."""
         planned = total_steps(self.cadence, self._steps_per_epoch())
-        self.progress.total_steps = planned
         return StepScheduler(self.cadence, planned_steps=planned)
 
     def build_optimizer(self) -> torch.optim.Optimizer:

@@ -83,7 +83,7 @@ class Steps(Lifecycle):
         while not self.step_scheduler.is_finished():
             self.run_epoch()
         self.stop_request.on_request = None
-        if self.last_step is None and self.resumed is not None:
+        if self.last_step is None and self.saves.resumed is not None:
             self.already_complete()  # no full batch was left of the last epoch
         else:
             self.end()
@@ -98,7 +98,7 @@ class Steps(Lifecycle):
                 return
             control = self.agree_on(batch)
             if control.save_failed:
-                self.settle()
+                self.saves.wait()
             if control.stop or batch is None:
                 self.stop()
             try:
@@ -164,8 +164,9 @@ class Steps(Lifecycle):
             self.lr_scheduler.step()
         total, aux_loss, due = self.finish_step(batch, control, loss_sum)
         loss = total / control.num_label_tokens if control.num_label_tokens else math.nan
-        result = StepResult(loss, grad_norm, lr, aux_loss if self.router_loss is not None else None)
-        self.log_step(batch, control, result, time.perf_counter() - started)
+        self.last_step = StepResult(loss, grad_norm, lr, aux_loss if self.router_loss is not None else None)
+        seconds = time.perf_counter() - started
+        self.run_log.log_step(self.step_scheduler, batch.sample_ids, control, self.last_step, seconds)
         return due
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:

@@ -157,7 +157,7 @@ def _was_stopped(stop: StopRequest, error: BaseException, record: FailureRecord)
 
 def _end_line(recipe: Recipe | None) -> None:
     """What is said of the failure must not stand in the middle of a line of progress."""
-    progress = getattr(recipe, "progress", None)
+    progress = getattr(getattr(recipe, "run_log", None), "progress", None)
     if isinstance(progress, Progress):
         with contextlib.suppress(Exception):
             progress.break_off()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -44,7 +45,6 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.targets import Trust, check_targets, resolve_recipe
-from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.pipeline import Pipeline, Wire
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
@@ -53,6 +53,7 @@ from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.planning import _under_way
 from automodel_ckpt.recipes.records import Control, StepResult
+from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
 from tests.unit.checkpoint.test_background import AdapterFiles
@@ -290,22 +291,26 @@ def compiled(it: Subject) -> Any:
 
 def step_line(it: Subject) -> list[str]:
     """The fields of a line of training.jsonl."""
-    fields: list[str] = []
-    it.recipe.append = lambda jsonl, record, **_: fields.extend(record)  # type: ignore[method-assign]
-    it.recipe.training_log = None  # type: ignore[assignment]
-    it.recipe.peak_memory = SimpleNamespace(nbytes=1)  # type: ignore[assignment]
-    batch = GlobalBatch(0, 0, 0, [1, 2], [], False)
-    it.recipe.log_step(batch, Control(1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
-    return fields
+    run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
+    try:
+        run_log.open(it.directory, lambda: None)
+        scheduler = StepScheduler(it.recipe.cadence)
+        run_log.log_step(scheduler, [1, 2], Control(1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
+        run_log.flush()
+    finally:
+        run_log.close_files(lease_is_lost=False)
+        run_log.close()
+    return list(json.loads((it.directory / "training.jsonl").read_text()))
 
 
 def followed(it: Subject) -> bool:
     """Whether a process feeds trackers with what the run logs."""
-    it.recipe.place_logs(it.directory)
-    it.recipe._follow_logs()
-    if it.recipe.tracking is not None:
-        it.recipe.tracking.close()
-    return it.recipe.tracking is not None
+    run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
+    try:
+        run_log.start_trackers(it.directory, 0)
+        return run_log.is_tracked
+    finally:
+        run_log.close()
 
 
 def vocabulary(it: Subject) -> Any:
@@ -403,7 +408,9 @@ def joined(it: Subject) -> Any:
     groups = [m._get_fsdp_state()._fsdp_param_group for m in sharded.modules() if hasattr(m, "_get_fsdp_state")]
     try:
         return (
-            log.getEffectiveLevel(), it.recipe.progress.every_seconds, torch.are_deterministic_algorithms_enabled(),
+            log.getEffectiveLevel(),
+            it.recipe.run_log.progress.every_seconds,
+            torch.are_deterministic_algorithms_enabled(),
             torch.rand(2).tolist(),
             [group and (group.post_forward_mesh_info is not None, group.mp_policy.param_dtype) for group in groups],
         )  # fmt: skip

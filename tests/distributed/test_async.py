@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.recipes.records import Control
+from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Due
 from tests.distributed.test_signals import wait_for
 from tests.support import ranks, tiny, training
@@ -64,27 +66,33 @@ def saves(directory: Path) -> list[int]:
     return [record["step"] for record in records if record.get("event") == "save"]
 
 
-class WriterKilled(training.Recipe):
+class KilledWriterSaves(Saves):
     """Rank 1 loses its writer in the save of step 5, while it writes."""
 
     failed_at: int | None = None
 
-    def save_now(self, checkpointer: Any, validation: Any, *, last: bool) -> Any:
-        if self.layout.rank != 1 or self.step_scheduler.step != 5:
-            return super().save_now(checkpointer, validation, last=last)
+    def save_now(self, checkpointer: Any, losses: Any, *, validated: bool, last: bool) -> Any:
+        if dist.get_rank() != 1 or self._scheduler.step != 5:
+            return super().save_now(checkpointer, losses, validated=validated, last=last)
         writer = checkpointer._async._background.writer_pid
         os.kill(writer, signal.SIGSTOP)
-        report = super().save_now(checkpointer, validation, last=last)
+        report = super().save_now(checkpointer, losses, validated=validated, last=last)
         os.kill(writer, signal.SIGKILL)
         return report
 
-    def settle(self) -> None:
-        before = self.save_failure
+    def wait(self) -> None:
+        before = self.failure
         try:
-            super().settle()
+            super().wait()
         finally:
-            if self.save_failure is not before or sys.exc_info()[0]:
-                self.failed_at = self.step_scheduler.step
+            if self.failure is not before or sys.exc_info()[0]:
+                self.failed_at = self._scheduler.step
+
+
+class WriterKilled(training.Recipe):
+    """A run with KilledWriterSaves."""
+
+    saves_class = KilledWriterSaves
 
 
 def writer_killed(recipe: Path, directory: Path, *overrides: str) -> tuple[str, int, int | None]:
@@ -95,10 +103,10 @@ def writer_killed(recipe: Path, directory: Path, *overrides: str) -> tuple[str, 
         made.setup()
         made.run()
     except SaveFailed as failure:
-        return str(failure), failure.exit_code, made.failed_at
+        return str(failure), failure.exit_code, made.saves.failed_at
     finally:
         made.close()
-    return "", 0, made.failed_at
+    return "", 0, made.saves.failed_at
 
 
 def test_a_writer_killed_on_one_rank_is_reported_by_the_next_steps_on_all(tmp_path: Path) -> None:

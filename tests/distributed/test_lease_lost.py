@@ -12,6 +12,7 @@ from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
 from automodel_ckpt.recipes.records import Control
+from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Due
 from tests.support import ranks, training
 
@@ -26,23 +27,34 @@ def another_run_takes_over(directory: Path) -> None:
     (directory / "log").write_bytes((directory / "training.jsonl").read_bytes())
 
 
+def directory_of(recipe: training.Recipe) -> Path:
+    assert recipe.checkpointer is not None
+    return recipe.checkpointer.directory
+
+
 class InAStep(training.Recipe):
     """It happens during the eighth step, after the save of step 5."""
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
         if self.layout.is_leader and self.step_scheduler.step == 7:
-            self.training_log.flush()
-            another_run_takes_over(self.training_log.path.parent)
+            self.run_log.flush()
+            another_run_takes_over(directory_of(self))
         return super().train_step(batch, control)
 
 
 class InASave(training.Recipe):
     """It happens when everything of the second save, step 10, is written, and nothing is published."""
 
-    def flush_logs(self) -> None:
-        super().flush_logs()
-        if (self.training_log.path.parent / "LATEST").exists():
-            another_run_takes_over(self.training_log.path.parent)
+    def build_saves(self) -> Saves:
+        flush = self.run_log.flush
+
+        def flush_and_lose() -> None:
+            flush()
+            if (directory_of(self) / "LATEST").exists():
+                another_run_takes_over(directory_of(self))
+
+        self.run_log.flush = flush_and_lose  # type: ignore[method-assign]
+        return super().build_saves()
 
 
 class InTheLastStep(training.Recipe):
@@ -51,8 +63,8 @@ class InTheLastStep(training.Recipe):
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         due = super().step(batch, control)
         if self.layout.is_leader and due.last:
-            self.training_log.flush()
-            another_run_takes_over(self.training_log.path.parent)
+            self.run_log.flush()
+            another_run_takes_over(directory_of(self))
         return due
 
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:

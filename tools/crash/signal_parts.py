@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.saving.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.records import Validation
+from automodel_ckpt.recipes.saves import Saves
 
 MICRO_BATCH_SECONDS = 0.04
 SAMPLE_SECONDS = 0.005
@@ -63,8 +63,34 @@ class Samples:
         return {"input_ids": tokens, "labels": tokens}
 
 
+class MarkedSaves(Saves):
+    """Marks when a save begins, when it returns, and when its checkpoint is published; in between it can ``hang``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        flush = self._run_log.flush
+
+        def flush_after_hang() -> None:
+            hang("save")
+            flush()
+
+        self._run_log.flush = flush_after_hang  # type: ignore[method-assign]
+
+    def save_now(self, *arguments: Any, **options: Any) -> SaveReport:
+        mark("save", self._scheduler.step)
+        report = super().save_now(*arguments, **options)
+        mark("saved" if report.published else "upload")
+        return report
+
+    def note_saved(self, report: SaveReport) -> None:
+        mark("published")
+        super().note_saved(report)
+
+
 class Marked(LLMFinetune):
     """The language model recipe, each phase a little longer than its work takes."""
+
+    saves_class = MarkedSaves
 
     def build_checkpointer(self) -> Checkpointer | None:
         checkpointer = super().build_checkpointer()
@@ -96,20 +122,6 @@ class Marked(LLMFinetune):
             hang("validation")
         time.sleep(MICRO_BATCH_SECONDS)
         return super().micro_batch_loss(micro_batch)
-
-    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
-        mark("save", self.step_scheduler.step)
-        report = super().save_now(checkpointer, validation, last=last)
-        mark("saved" if report.published else "upload")
-        return report
-
-    def flush_logs(self) -> None:
-        hang("save")
-        super().flush_logs()
-
-    def note_saved(self, report: SaveReport) -> None:
-        mark("published")
-        super().note_saved(report)
 
     def stop(self) -> NoReturn:
         mark("stop", self.step_scheduler.step)

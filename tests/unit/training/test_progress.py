@@ -147,14 +147,14 @@ def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(monkeypatch: pyt
 
     class Failing:
         def __init__(self, *_: object, **__: object) -> None:
-            self.progress = progress(stream, Clock())
+            self.run_log = SimpleNamespace(progress=progress(stream, Clock()))
 
         def setup(self) -> None:
-            self.progress.update(view(20))
+            self.run_log.progress.update(view(20))
             raise RecipeError("no", where="here", value=1, remedy="none")
 
         def close(self) -> None:
-            self.progress.close()
+            self.run_log.progress.close()
 
     loaded: Any = SimpleNamespace(config=None, to_yaml=str)
     kind: Any = Failing

@@ -15,6 +15,7 @@ from automodel_ckpt.config.schema import CheckpointConfig, OptimizerConfig, Reci
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.lifecycle import Lifecycle
+from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 
 
@@ -25,6 +26,10 @@ class Recipe(Lifecycle):
 def recipe(**checkpoint: Any) -> Recipe:
     config = SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint), optimizer=OptimizerConfig())
     return Recipe(cast(RecipeConfig, config), config_yaml="")
+
+
+def saves(config: RecipeConfig, checkpointer: Any = None) -> Saves:
+    return Saves(config, checkpointer, at_step(5), cast(Any, None), dict, config_yaml="", num_ranks=1)
 
 
 def test_a_class_may_say_what_is_untracked_and_an_object_add_to_it() -> None:
@@ -41,7 +46,7 @@ def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
 
 
 def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    asked = recipe(best_metric_key="f1")
+    asked = saves(RecipeConfig(checkpoint=CheckpointConfig(best_metric_key="f1")))
     for _ in range(2):
         asked._warn_of_unknown_metric({"step": 1, "val_loss": 2.0})
     (record,) = caplog.records
@@ -83,17 +88,13 @@ def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_repo
     tmp_path: Path, caplog: pytest.LogCaptureFixture, free_bytes: int, warned: bool
 ) -> None:
     (tmp_path / "epoch_0_step_5").mkdir()
-    run = Recipe(
-        RecipeConfig(
-            step_scheduler=StepSchedulerConfig(ckpt_every_steps=5, ckpt_every_epochs=None),
-            checkpoint=CheckpointConfig(export_best=True),
-        ),
-        config_yaml="",
+    config = RecipeConfig(
+        step_scheduler=StepSchedulerConfig(ckpt_every_steps=5, ckpt_every_epochs=None),
+        checkpoint=CheckpointConfig(export_best=True),
     )
-    run.dataloader = cast(Any, range(100))
-    run.step_scheduler = at_step(5)
-    saver = SimpleNamespace(directory=tmp_path, exports_at_end=True)
-    run._warn_of_little_space(cast(Any, saver), Forecast(100, free_bytes, export_bytes=25))
+    forecast = Forecast(100, free_bytes, export_bytes=25)
+    saver = SimpleNamespace(directory=tmp_path, exports_at_end=True, check_disk_space=lambda state: forecast)
+    saves(config, saver).check_space({}, steps_per_epoch=100)
     said = "3 more checkpoints of about 100 B and 2 exports of about 25 B take 350 B, and 340 B are free"
     assert (said in caplog.text) == warned == bool(caplog.records)
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.checkpoint import Checkpointer, SaveReport
+from automodel_ckpt.checkpoint import SaveReport
 from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from automodel_ckpt.recipes.lifecycle import Lifecycle
-from automodel_ckpt.recipes.records import Validation
+from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import (
     Cadence,
     StepScheduler,
@@ -178,21 +177,21 @@ def test_a_step_whose_save_was_lost_is_unsaved_again() -> None:
     assert scheduler.unsaved
 
 
-class FullDisk(Lifecycle):
-    """A run whose saves all fail, asynchronous ones after they returned; 5 s a step."""
+class FullDisk(Saves):
+    """Saves that all fail, asynchronous ones after they returned; a step takes 5 s."""
 
     def __init__(self, cadence: Cadence, is_async: bool) -> None:
-        config = RecipeConfig(checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async))
-        super().__init__(config, config_yaml="")
+        self.config = RecipeConfig(checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async))
         self.clock, self.attempts = Clock(), list[int]()
         self.step_scheduler = StepScheduler(cadence, clock=self.clock)
-        self.checkpointer = self  # type: ignore[assignment]
+        unused: Any = object()
+        super().__init__(self.config, unused, self.step_scheduler, unused, dict, config_yaml="", num_ranks=1)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self.attempts and self.config.checkpoint.is_async and not self.step_scheduler.unsaved:
             self.step_scheduler.note_lost_save()
 
-    def save_now(self, checkpointer: Checkpointer, validation: Validation | None, *, last: bool) -> SaveReport:
+    def save_now(self, *_: Any, **options: Any) -> SaveReport:
         self.attempts.append(self.step_scheduler.step)
         if self.config.checkpoint.is_async:
             return SaveReport(Path(), self.step_scheduler.step, 0.0, published=False)
@@ -205,9 +204,9 @@ class FullDisk(Lifecycle):
             due = self.step_scheduler.finish_step(
                 epoch=0, epochs_done=0, num_samples=1, num_tokens=1, elapsed_seconds=1.0, save_is_wanted=wanted
             )
-            self.settle()
+            self.wait()
             if due.save:
-                self.save(None, 0.0, last=due.last)
+                self.save({}, validated=False, started=0.0, last=due.last)
         return self.attempts
 
 

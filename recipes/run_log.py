@@ -1,0 +1,179 @@
+"""What a run reports: its two logs on disk, the progress line, log messages, and the trackers that follow the logs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import SaveReport
+from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.config.schema import LoggingConfig
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.errors import LeaseLost, without_hidden
+from automodel_ckpt.recipes.records import Control, StepResult, Validation
+from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
+from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
+from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.training.tracking import Tracking
+
+
+class RunLog:
+    """The logs of a run. Rank 0 writes ``training.jsonl`` and ``validation.jsonl``; the other ranks only log messages.
+
+    Nothing is written to disk before :meth:`open`, which a run without checkpoints never calls.
+    """
+
+    progress: Progress
+    training: JsonlLog | None
+    """Rank 0's ``training.jsonl``; None before :meth:`open`, and on other ranks."""
+    validation: JsonlLog | None
+    """Rank 0's ``validation.jsonl``; None before :meth:`open`, and on other ranks."""
+
+    def __init__(self, settings: LoggingConfig, layout: RankLayout) -> None:
+        """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
+        self._settings, self._layout = settings, layout
+        self.progress = Progress(every_seconds=settings.log_every_seconds, enabled=layout.is_leader)
+        self.training = None
+        self.validation = None
+        self._tracking: Tracking | None = None
+        self._peak_memory = PeakMemory(layout.device)
+        self._handler = set_up_logging(self.progress, settings.level, layout.rank)
+
+    def open(self, directory: Path, check_lease: Callable[[], None]) -> None:
+        """Write the logs in *directory* from here on.
+
+        *check_lease* is called before each change of a file; it raises :class:`LeaseLost` if another run took over
+        the directory.
+        """
+        if self._layout.is_leader:
+            self.training = JsonlLog(directory / TRAINING_LOG, before_writing=check_lease)
+            self.validation = JsonlLog(directory / VALIDATION_LOG, before_writing=check_lease)
+
+    def resume(self, scheduler: StepScheduler, resumed_from: str | None) -> None:
+        """Remove the lines of steps after the present one, and start the trackers. Call it after :meth:`open`.
+
+        *resumed_from* is the name of the checkpoint that was loaded, which is logged; None if the run starts.
+        Raises :class:`SaveFailed` if a file cannot be rewritten.
+        """
+        if self.training is None or self.validation is None:
+            return
+        if scheduler.validation_is_missing:
+            # The validation of this step is made up for, and logged then.
+            self.validation.truncate_after(scheduler.step - 1)
+        is_finished = scheduler.is_finished()
+        for jsonl in (self.training, self.validation):
+            # A finished run may have gone back to an earlier checkpoint: the lines of its later ones stay.
+            jsonl.truncate_after(math.inf if is_finished else scheduler.step)
+        if resumed_from is not None and not is_finished:
+            event = {"event": "resume", "step": scheduler.step, "timestamp": time.time()}
+            self._append(self.training, {**event, "from": resumed_from, "world_size": self._layout.world_size})
+        # Of a finished run too: a kill at its end may have kept its last lines from the trackers.
+        self.start_trackers(self.training.path.parent, scheduler.step)
+
+    def start_trackers(self, run: Path, step: int) -> None:
+        """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""
+        if self._settings.trackers:
+            went_back = any(name.step > step for name in checkpoint_names(run))
+            self._tracking = Tracking(run, self._settings.trackers, step, went_back=went_back)
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether a process sends the logs to trackers."""
+        return self._tracking is not None
+
+    def log_step(
+        self, scheduler: StepScheduler, sample_ids: Sequence[int], control: Control, result: StepResult, seconds: float
+    ) -> None:
+        """Log a step that took *seconds*, whose global batch had the samples *sample_ids*."""
+        if not self._layout.is_leader:
+            return
+        record: dict[str, Any] = {
+            "step": scheduler.step,
+            "epoch": scheduler.epoch,
+            "timestamp": time.time(),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": control.num_tokens,
+            "label_tokens": control.num_label_tokens,
+            "tps": control.num_tokens / seconds,
+            "mem": self._peak_memory.nbytes,
+        }
+        if result.aux_loss is not None:
+            record["aux_loss"] = result.aux_loss
+        if self._settings.sample_ids:
+            record["samples"] = sample_ids
+        self._append(self.training, record, soon=True)
+        self.progress.update(
+            StepView(
+                scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds, result.aux_loss
+            )
+        )
+
+    def log_validation(self, scheduler: StepScheduler, validation: Validation) -> None:
+        """Write a line of ``validation.jsonl``."""
+        record = {
+            "step": scheduler.step,
+            "epoch": scheduler.epoch,
+            "timestamp": time.time(),
+            "val_loss": validation.loss,
+            "label_tokens": validation.num_label_tokens,
+        }
+        self._append(self.validation, record)
+
+    def log_save(self, report: SaveReport) -> None:
+        """Write a line of ``training.jsonl`` about a published checkpoint. Called from any thread."""
+        record = {
+            "event": "save",
+            "step": report.step,
+            "stall_seconds": report.stall_seconds,
+            "total_seconds": report.total_seconds,
+            "bytes": report.nbytes,
+            "bytes_per_second": report.bytes_per_second,
+            "free_bytes": report.free_bytes,
+            "pruned": list(report.pruned),
+            "export_command": report.export_command and without_hidden(report.export_command),
+        }
+        self._append(self.training, record)
+
+    def _append(self, jsonl: JsonlLog | None, record: dict[str, Any], *, soon: bool = False) -> None:
+        """Write a line, unless another run took over the directory.
+
+        The control vector of the next step carries that to all ranks, which then raise :class:`LeaseLost` together.
+        """
+        if jsonl is not None:
+            with contextlib.suppress(LeaseLost):
+                jsonl.append(record, soon=soon)
+
+    def flush(self) -> None:
+        """Return when every line up to this step is on disk. Raises OSError if one cannot be written."""
+        for jsonl in (self.training, self.validation):
+            if jsonl is not None:
+                jsonl.flush()
+
+    def close_files(self, *, lease_is_lost: bool) -> None:
+        """Write the last lines, before the lease of the directory is released.
+
+        With *lease_is_lost* another run owns the logs, and sends them to the trackers itself.
+        """
+        self.progress.close()
+        for jsonl in (self.training, self.validation):
+            if jsonl is not None:
+                with contextlib.suppress(LeaseLost):
+                    jsonl.close()
+        if lease_is_lost and self._tracking is not None:
+            self._tracking.abandon()
+            self._tracking = None
+
+    def close(self) -> None:
+        """End the progress line and the trackers, and show log messages no more."""
+        self.progress.close()
+        if self._tracking is not None:
+            self._tracking.close()
+            self._tracking = None
+        tear_down_logging(self._handler)

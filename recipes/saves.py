@@ -1,0 +1,274 @@
+"""The checkpoints of a run: which is the best, what follows a failed save, what is exported, and how a run ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
+from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
+from automodel_ckpt.recipes.disk_use import still_to_come
+from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.training.progress import SavingView
+from automodel_ckpt.training.step_scheduler import StepScheduler
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Saves:
+    """Saves the state of a run, and applies ``checkpoint.on_save_failure`` if a save fails.
+
+    A run without checkpoints (``checkpoint.enabled: false``) has no *checkpointer*: then nothing is saved. All methods
+    are called on all ranks, except :meth:`note_saved`.
+    """
+
+    failure: AutomodelError | None
+    """The last save's failure, if training continues after it; the run ends with it."""
+    last_save: SaveReport | None
+    """The newest checkpoint of this process."""
+    resumed: Resumed | None
+    """The checkpoint that this process resumed from."""
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        checkpointer: Checkpointer | None,
+        scheduler: StepScheduler,
+        run_log: RunLog,
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        config_yaml: str,
+        num_ranks: int,
+    ) -> None:
+        """*state* returns everything that a checkpoint holds, by attribute name."""
+        self.checkpointer = checkpointer
+        self.failure = None
+        self.last_save = None
+        self.resumed = None
+        self._config, self._section, self._config_yaml = config, config.checkpoint, config_yaml
+        self._scheduler, self._run_log, self._state, self._num_ranks = scheduler, run_log, state, num_ranks
+        self._unknown_metrics: set[str] = set()
+
+    # ---------------------------------------------------------------- before the first step
+
+    def check_space(self, state: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+        """Check that a checkpoint fits on the disk, and warn if the disk cannot hold all that the run will keep.
+
+        *steps_per_epoch* is None for a stream. Raises :class:`SaveFailed` if ``on_save_failure`` is ``stop``.
+        """
+        if self.checkpointer is None or self._scheduler.is_finished():
+            return
+        try:
+            forecast = self.checkpointer.check_disk_space(state)
+        except SaveFailed as failure:
+            self._handle(failure)
+            return
+        if forecast is not None:
+            self._warn_of_little_space(self.checkpointer, forecast, steps_per_epoch)
+
+    def _warn_of_little_space(
+        self, checkpointer: Checkpointer, forecast: Forecast, steps_per_epoch: int | None
+    ) -> None:
+        existing = [name.step for name in checkpoint_names(checkpointer.directory)]
+        num_more = still_to_come(self._config, self._scheduler.planned_steps, steps_per_epoch, existing) or 1
+        num_exports = 0
+        if forecast.export_bytes and checkpointer.exports_at_end:
+            num_exports = 1 + self._section.export_best
+        needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
+        if needed <= forecast.free_bytes:
+            return
+        exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}" if num_exports else ""
+        log.warning(
+            "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
+            "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)",
+            checkpointer.directory,
+            num_more,
+            size_text(forecast.nbytes),
+            exports,
+            size_text(needed),
+            size_text(forecast.free_bytes),
+        )
+
+    def make_missing_export(self) -> None:
+        """Export the checkpoint that the run continues from, where each checkpoint is to have an export."""
+        if self.checkpointer is None or self.resumed is None or self._scheduler.is_finished():
+            return
+        try:
+            self.checkpointer.export_if_missing(self.resumed, last=False)
+        except SaveFailed as failure:
+            self._handle(failure)
+
+    # ---------------------------------------------------------------- during training
+
+    def note_if_best(self, losses: Mapping[str, Any]) -> bool:
+        """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
+        better value is to be saved (``ckpt_on_best``)."""
+        value = policy.metric_of(losses, self._section.best_metric_key)
+        if value is None or not policy.is_better(value, self._scheduler.best, self._section.best_mode):
+            return False
+        return self._scheduler.note_best(value)
+
+    def note_late_validation(self, losses: Mapping[str, Any]) -> None:
+        """Record *losses* of the resumed step, whose validation a signal had prevented, for its checkpoint."""
+        is_wanted = self.note_if_best(losses) or self._scheduler.save_was_due
+        if is_wanted and self.checkpointer is not None and self.resumed is not None:
+            measured = {key: value for key, value in losses.items() if value is not None}
+            self.checkpointer.note_validation(self.resumed, measured)
+
+    def save(self, losses: Mapping[str, Any], *, validated: bool, started: float, last: bool) -> None:
+        """Save the present step, with *losses* in its ``losses.json``.
+
+        *validated*: the losses include a validation. *started* is when the step's validation began, in seconds of
+        ``time.monotonic``. *last*: the run ends with this step. Raises :class:`SaveFailed` if ``on_save_failure`` is
+        ``stop``, and :class:`LeaseLost` if another run took over the run directory.
+        """
+        if self.checkpointer is None:
+            self._scheduler.note_save(0.0)
+            return
+        self.wait()
+        try:
+            report = self.save_now(self.checkpointer, losses, validated=validated, last=last)
+        except SaveFailed as failure:
+            self._scheduler.note_failed_save()
+            self._handle(failure)
+            return
+        self._scheduler.note_save(time.monotonic() - started)
+        self.last_save = report
+        if report.published:
+            self.failure = None
+        if report.export_failure is not None:
+            self._handle(report.export_failure)
+
+    def save_now(
+        self, checkpointer: Checkpointer, losses: Mapping[str, Any], *, validated: bool, last: bool
+    ) -> SaveReport:
+        """Write the checkpoint of the present step, or with ``is_async`` begin to. Raises :class:`SaveFailed`."""
+        scheduler = self._scheduler
+        if validated:
+            self._warn_of_unknown_metric(losses)
+        self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
+        return checkpointer.save(
+            self._state(),
+            step=scheduler.step,
+            epoch=scheduler.epoch,
+            config_yaml=self._config_yaml,
+            losses=losses,
+            progress={
+                "consumed_samples": scheduler.consumed_samples,
+                "consumed_tokens": scheduler.consumed_tokens,
+                "elapsed_seconds": scheduler.elapsed_seconds,
+            },
+            validated=validated,
+            last=last,
+            before_publishing=self._run_log.flush,
+            on_saved=self.note_saved,
+        )
+
+    def _warn_of_unknown_metric(self, losses: Mapping[str, Any]) -> None:
+        key = self._section.best_metric_key
+        if key not in losses and key not in self._unknown_metrics:
+            self._unknown_metrics.add(key)
+            log.warning(
+                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s", key, ", ".join(losses)
+            )
+
+    def note_saved(self, report: SaveReport) -> None:
+        """Log a published checkpoint. Called on rank 0, by a save in the background from another thread."""
+        reasoning = self._scheduler.note_published(report.stall_seconds, report.total_seconds)
+        self._run_log.progress.note_saved(report.step)
+        log.info("%s", saved_line(report))
+        if reasoning is not None:
+            log.info("%s", reasoning)
+        self._run_log.log_save(report)
+
+    def wait(self) -> None:
+        """Wait for a save in the background, and handle its failure.
+
+        Raises :class:`LeaseLost` if another run took over the run directory, and :class:`SaveFailed` if
+        ``on_save_failure`` is ``stop``; the same on all ranks.
+        """
+        if self.checkpointer is None:
+            return
+        self.checkpointer.check_lease_together()
+        try:
+            if self.checkpointer.settle():
+                self.failure = None
+        except SaveFailed as failure:
+            if not isinstance(failure, ExportFailed):
+                self._scheduler.note_lost_save()
+            self._handle(failure)
+
+    def _handle(self, failure: AutomodelError) -> None:
+        """Apply ``checkpoint.on_save_failure``: raise *failure* now, or continue and raise it at the end of the run."""
+        if self._section.on_save_failure == "stop":
+            raise failure
+        self.failure = failure
+        log.warning("%s", failure)
+        log.warning("training goes on, since checkpoint.on_save_failure is continue")
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self, losses: Mapping[str, Any]) -> None:
+        """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
+        if self.checkpointer is not None:
+            self.checkpointer.leave_out_exports()
+        if self._scheduler.unsaved:
+            self.save(losses, validated=False, started=time.monotonic(), last=False)
+        self.wait()
+        if self.failure is not None:
+            raise self.failure
+        self._log_how_to_export()
+
+    def _log_how_to_export(self) -> None:
+        newest = self.last_save or self.resumed
+        if self.checkpointer is None or newest is None:
+            return
+        command = self.checkpointer.export_command(newest.path)
+        if command is not None and not self.checkpointer.is_exported(newest.path):
+            log.info("not exported, since a signal leaves little time; to export it: %s", command)
+
+    def end(self) -> None:
+        """Log the newest checkpoint and export the best one. Raises the failure of the last save."""
+        if self.last_save is not None:
+            log.info("newest checkpoint: %s", self.last_save.path)
+            if self.last_save.export is not None:
+                log.info("Hugging Face export: %s", self.last_save.export)
+        self._export_best()
+        if self.failure is not None:
+            raise self.failure
+
+    def export_finished(self) -> None:
+        """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
+        if self.checkpointer is not None and self.resumed is not None:
+            self.checkpointer.export_if_missing(self.resumed, last=True)
+            self._export_best()
+
+    def _export_best(self) -> None:
+        if self.checkpointer is not None and self._section.export_best:
+            self.checkpointer.export_best()
+
+
+def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
+    """How far a save is, for the progress line; with several ranks, how far rank 0 is."""
+    if saving is None:
+        return None
+    written, total = min(saving.written_bytes, saving.total_bytes), max(saving.total_bytes, 1)
+    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}" + (" on rank 0" if num_ranks > 1 else "")
+    return SavingView(saving.step, written / total, amount)
+
+
+def saved_line(report: SaveReport) -> str:
+    """The log message about a published checkpoint."""
+    seconds = f"{report.total_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
+    size = f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
+    free = "" if report.free_bytes is None else f", {size_text(report.free_bytes)} free"
+    pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
+    export = f"; to export it: {report.export_command}" if report.export_command and not report.export else ""
+    return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"
