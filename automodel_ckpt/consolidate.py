@@ -1,7 +1,7 @@
-"""``python -m automodel_ckpt.consolidate``: what ``consolidate.sh`` and tools/offline_hf_consolidation.py run.
+"""``python -m automodel_ckpt.consolidate``: the command of ``consolidate.sh`` and tools/offline_hf_consolidation.py.
 
-Takes the arguments of NeMo AutoModel's offline tool, so that either tool can stand in for the other. Started by
-torchrun with several processes, the first one does the work with as many processes of its own.
+Takes the arguments of NeMo AutoModel's offline tool, so that either tool can replace the other. Started by torchrun
+with several processes, only rank 0 works, with as many processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
         description="Export a sharded checkpoint as Hugging Face files.",
         epilog="Environment: NPROC_PER_NODE, the default of --nproc.",
     )
-    result.add_argument("-m", "--model-name", help="the base model, for messages; the maps come from .hf_metadata")
+    result.add_argument(
+        "-m", "--model-name", help="name of the base model for messages; metadata is read from .hf_metadata"
+    )
     result.add_argument("-i", "--input-dir", required=True, help="a checkpoint, its model/, or a directory of shards")
     result.add_argument("-o", "--output-dir", help="default: consolidated/ in the model's directory")
     result.add_argument("--num-threads", type=int, default=5, help="threads of each process (default: 5)")
@@ -65,7 +67,7 @@ def export(
     source: str | os.PathLike[str], output: str | None, cast_dtype: str | None, num_procs: int, num_threads: int,
     *, quiet: bool = False,
 ) -> ConsolidationReport:  # fmt: skip
-    """Consolidate with its log on standard error; unless *quiet*, print the directory on standard output."""
+    """Consolidate and log to standard error; unless *quiet*, print the output directory on standard output."""
     report = consolidate(source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=say)
     say(summary(report))
     if not quiet:
@@ -93,7 +95,7 @@ def _processes() -> int:
 
 
 def say(text: str) -> None:
-    """A line of the log, on standard error."""
+    """Log a line on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)
 
 

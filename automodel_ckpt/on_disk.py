@@ -1,4 +1,4 @@
-"""Files and directories that are on disk, not only in the kernel's memory. Imports nothing of the package."""
+"""Durable files and directories: fsync, complete writes and atomic replacement. Imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """System calls on a descriptor do not know the file's name: put it into their errors."""
+    """Add *path* to an OSError raised in the block: system calls on a descriptor do not know the file's name."""
     try:
         yield
     except OSError as error:
@@ -20,7 +20,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_file(path: Path) -> None:
-    """Make a file durable that something else wrote, but for its directory entry. Raises OSError naming it."""
+    """Fsync the content of an existing file, not its directory entry. Raises OSError naming it."""
     _fsync(path, os.O_RDONLY)
 
 
@@ -46,9 +46,9 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put *data* in the place of a file at once: temporary name, fsync, rename, fsync of the directory.
+    """Atomically replace a file by *data*: temporary name, fsync, rename, fsync of the directory.
 
-    What is left of one that was killed is named ``.NAME.`` and 32 hexadecimal digits. Raises OSError naming the file.
+    A killed process leaves a file named ``.NAME.`` and 32 hexadecimal digits. Raises OSError naming the file.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

@@ -1,6 +1,6 @@
-"""The digest of a file that several ranks wrote: nobody saw all of its bytes in order, so it is made from its parts'.
+"""The Merkle digest of a file that several ranks wrote, computed from the digests of its slices.
 
-It is the XXH3-128 of a text: a line with the digest of what stands before the first slice, then a line ``START OFFSETS
+It is the XXH3-128 of a text: a line with the digest of the bytes before the first slice, then a line ``START OFFSETS
 NBYTES DIGEST`` for each slice that is not empty, in the order of start and offsets (decimal; offsets joined by commas;
 DIGEST with the name of its algorithm). The slices' digests are those of the manifest. Imports no torch.
 """

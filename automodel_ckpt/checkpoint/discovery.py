@@ -39,19 +39,18 @@ class Item:
 
     @property
     def path(self) -> str:
-        """Where it is stored, relative to the checkpoint."""
+        """The path relative to the checkpoint where it is stored."""
         if self.kind == "object":
             return layout.state_file(self.name) if self.scope == "replicated" else f"{self.name}/"
         return layout.state_directory(self.owner or self.name) + "/"
 
 
 def discover(recipe: object) -> dict[str, Any]:
-    """All state that the recipe's attributes hold, by name; lists, tuples and dicts of such objects count.
+    """All state in the recipe's attributes, by name, including objects in lists, tuples and dicts.
 
-    Names in the recipe's set ``untracked`` are left out, and modules that hold nothing. An object under several names
-    stands under each of them here; :func:`classify` stores it once.
-
-    Raises :class:`RecipeError` where two would have one name.
+    Names in the recipe's set ``untracked`` and modules without state are left out. An object with several names is
+    returned under each of them; :func:`classify` stores it once. Raises :class:`RecipeError` where two objects have
+    the same name.
     """
     passed_over = dict(left_out(recipe))
     found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""MANIFEST.json: what a checkpoint is made of, written last, so that what carries one is complete.
+"""MANIFEST.json: the contents of a checkpoint. It is written last, so that a checkpoint with one is complete.
 
-It names every file (size, digest), every tensor (dtype, shape, the slices that make it up and where their raw bytes
-stand), every pickled value, the recipe attributes they belong to, the environment, and its own digest. The format is
-described in docs/format.md. Nothing here imports torch or trusts what it reads: a manifest that does not describe a
-checkpoint of this format exactly is refused with :class:`CheckpointUnusable`.
+It lists every file (size, digest), every tensor (dtype, shape, its slices and the position of their bytes), every
+pickled value, the recipe attributes they belong to, the environment, and its own digest. docs/format.md describes the
+format. Nothing here imports torch or trusts its input: a manifest that does not match the format exactly raises
+:class:`CheckpointUnusable`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Blob:
 class Tree:
     """The state of a module or an optimizer: a directory of tensors and a few other values.
 
-    *tied* maps each tensor name that was not stored to the stored one it shares its memory with. *copies* are tensors
-    that stand in files a second time under such a name, for other readers; loading does not look at them.
+    *tied* maps each tensor name that was not stored to the stored one that shares its memory. *copies* are tensors
+    stored a second time under such a name for other readers; loading ignores them.
     """
 
     format: str
@@ -75,7 +75,7 @@ class Tree:
 
     @property
     def stored(self) -> Iterator[Tensor]:
-        """All tensors that stand in files."""
+        """All tensors that are stored in files, copies included."""
         yield from self.tensors.values()
         yield from self.copies.values()
 
@@ -93,7 +93,7 @@ class StateRecord:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What choosing and listing checkpoints asks of a manifest; its tensors and files are not looked at."""
+    """The parts of a manifest that choosing and listing checkpoints need; tensors and files are not parsed."""
 
     step: int
     epoch: int
@@ -107,7 +107,10 @@ class Summary:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Summary:
-        """As :meth:`Manifest.read`, a few times faster; the digest is compared all the same."""
+        """Read the summary of the manifest in *checkpoint*, a few times faster than :meth:`Manifest.read`.
+
+        The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
+        """
         path = checkpoint / layout.MANIFEST
         with _refusing_other_forms(path):
             raw = _checked_json(_read_sealed(path), path)
@@ -126,7 +129,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that is known of a checkpoint without reading its tensors."""
+    """All metadata of a checkpoint."""
 
     step: int
     epoch: int
@@ -166,7 +169,7 @@ class Manifest:
         return head + _TAIL % digest_of(head).encode()
 
     def fault(self) -> str | None:
-        """The first thing in the manifest that cannot be true, or None."""
+        """The first inconsistency in the manifest, or None."""
         for path, record in self.files.items():
             if reason := layout.unsafe_path(path):
                 return f"the file name {path!r}: {reason}"
@@ -196,13 +199,13 @@ class Manifest:
                      for alias, kept in tree.tied.items() if kept not in tree.tensors), None)  # fmt: skip
 
     def _misplaced(self, tensor: Tensor) -> Slice | None:
-        """The first slice of a wrong size, or that is not in its file."""
+        """The first slice with a wrong size or outside of its file, or None."""
         wrong = (piece for piece in tensor.slices if piece.nbytes != nbytes_of(piece.dtype, piece.sizes))
         outside = (piece for piece in in_one_piece(tensor) if not self._holds(piece))
         return next(itertools.chain(wrong, outside), None)
 
     def _overlap_fault(self) -> str | None:
-        """No byte of a file belongs to two slices or values."""
+        """The first two slices or values that share bytes of a file, as text; None where there are none."""
         parts: list[Slice | Blob] = [b for tree in self.trees.values() for b in tree.objects.values() if b.nbytes]
         parts += [p for tree in self.trees.values() for t in tree.stored for p in in_one_piece(t) if p.nbytes]
         parts.sort(key=lambda part: (part.file, part.start))
@@ -212,7 +215,7 @@ class Manifest:
         return None
 
     def _gap_fault(self) -> str | None:
-        """A digest made of slices' digests says nothing of bytes between them."""
+        """The first gap between slices of a file with a Merkle digest, which does not cover bytes in gaps; or None."""
         composed = {path: record for path, record in self.files.items() if record.digest.startswith(COMPOSED)}
         ends: dict[str, list[Slice]] = {path: [] for path in composed}
         for piece in (p for tree in self.trees.values() for t in tree.stored for p in in_one_piece(t)):
@@ -317,7 +320,7 @@ def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _claimed_version(data: bytes) -> int | None:
-    """The version at the head of the file, which every version writes first and alike."""
+    """The format version, which every version writes first and in the same format; None for other content."""
     prefix = b'{"format":"%s","format_version":' % FORMAT.encode()
     if not data.startswith(prefix):
         return None
@@ -398,7 +401,7 @@ def _tree(raw: Mapping[str, Any]) -> Tree:
 
 
 def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
-    """A tensor from JSON. Raises KeyError, TypeError or ValueError for another form; so do the next two."""
+    """A tensor from JSON. Raises KeyError, TypeError or ValueError where it is malformed."""
     dtype = _text(raw["dtype"])
     pieces = tuple(
         Slice(
@@ -412,7 +415,7 @@ def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
 
 
 def blob_of(raw: Mapping[str, Any]) -> Blob:
-    """A value's place from JSON."""
+    """A pickled value's position from JSON. Raises KeyError, TypeError or ValueError where it is malformed."""
     fqn, file, digest = (_text(raw[key]) for key in ("fqn", "file", "digest"))
     return Blob(fqn, file, _integer(raw["start"]), _integer(raw["nbytes"]), digest)
 
@@ -430,7 +433,7 @@ def _seconds(value: object) -> float:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: not the thousands of digits or levels that it may have."""
+    """A value in a message, without the thousands of digits or levels that it may have."""
     if isinstance(value, (str, float, bool, type(None))):
         return repr(value)[:100]
     return f"a value of type {type(value).__name__}"
@@ -453,7 +456,7 @@ def _text(value: object) -> str:
 
 
 def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
-    """A shape or offsets from JSON."""
+    """A shape or offsets from JSON. Raises TypeError or ValueError where they are malformed."""
     sizes = tuple(_integer(item) for item in value)
     if len(sizes) > MAX_DIMENSIONS:
         raise ValueError(f"{len(sizes)} dimensions")
@@ -461,7 +464,7 @@ def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    """Values for people: of any kind, but none that printing it or computing with it would fail on."""
+    """A mapping for display, checked for depth and for integers that later code cannot handle."""
     if not isinstance(value, dict):
         raise TypeError(f"{_shown(value)} is not a mapping")
     level: list[Any] = [value]

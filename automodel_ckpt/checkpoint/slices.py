@@ -44,8 +44,9 @@ class Slice:
     """A box of the tensor *fqn*, stored row-major in *file* at bytes ``start .. start + nbytes``.
 
     *file* is relative to the checkpoint (or to the bare directory it was found in). *dtype* is a safetensors code.
-    *digest* is that of the slice's own bytes, row-major, or None where the source keeps none. An *interleaved* slice's
-    bytes stand in the whole tensor, which begins at *start*, where they belong; then so do all slices of the tensor.
+    *digest* is that of the slice's own bytes, row-major, or None where the source has none. The bytes of an
+    *interleaved* slice are at their positions in the whole tensor, which begins at *start*; then all slices of the
+    tensor are interleaved.
     """
 
     fqn: str
@@ -96,7 +97,7 @@ def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
 
 
 def whole_tensor(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Tensor:
-    """A tensor that stands in a file as one slice, without a digest."""
+    """A tensor that is stored in a file as one slice, without a digest."""
     nbytes = nbytes_of(dtype, shape)
     return Tensor(fqn, dtype, shape, (Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes),))
 
@@ -147,7 +148,7 @@ def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
 
 
 def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
-    """What each stretch of a file holds of the tensor: its slices, or where they are interleaved the whole tensor."""
+    """The contiguous byte ranges of a tensor in files: its slices or, where they are interleaved, the whole tensor."""
     if not any(piece.interleaved for piece in tensor.slices):
         return tensor.slices
     first = tensor.slices[0]
@@ -155,7 +156,7 @@ def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
 
 
 def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
-    """Where a slice's bytes stand: ``source`` counts from the file's beginning, ``target`` from the slice's."""
+    """The byte ranges of a slice: ``source`` is an offset in the file, ``target`` one in the slice's own bytes."""
     if not piece.interleaved:
         yield Run(piece.start, 0, piece.nbytes)
         return

@@ -43,10 +43,11 @@ def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What the ranks that hold different parts of a module (stages of a pipeline, experts) store of it together.
+    """The tensors that ranks with different parts of a module (pipeline stages, experts) store together.
 
-    *tensors* are without memory, by stored name and in the module's own order; *tied* as of :func:`module_state`. Such
-    a module has it in its attribute ``whole``: names, shapes and dtypes can be compared without asking other ranks.
+    *tensors* are without memory, by stored name and in the module's own order; *tied* maps left-out names to kept
+    names. Such a module has it in its attribute ``whole``, so that names, shapes and dtypes are compared without
+    communication.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -54,13 +55,13 @@ class Whole:
 
     @classmethod
     def of(cls, module: nn.Module) -> Whole:
-        """Of a module of which nothing has been taken away yet."""
+        """The tensors of a complete *module*, from which no part has been removed yet."""
         state, tied = module_state(module)
         return cls({name: outline(value) for name, value in state.items() if isinstance(value, torch.Tensor)}, tied)
 
 
 def keep_whole(module: nn.Module) -> None:
-    """Where shards of a module will hold different tensors of files, have it know them all; call it before."""
+    """Record all tensors of a module before its shards hold different tensors of files."""
     if _parts_in_files(module):
         module.whole = Whole.of(module)  # type: ignore[assignment]
 
@@ -71,13 +72,13 @@ def outline(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(module: nn.Module) -> Whole | None:
-    """What the ranks store of a module together; None where each of them has all of its names."""
+    """The tensors that all ranks store of a module; None where each rank has all of them."""
     whole: Whole | None = getattr(unwrap(module), "whole", None)
     return whole
 
 
 def whole_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """As :func:`module_state`, but of all that the ranks hold of the module; what others have is without memory."""
+    """(state, tied names) of a module on all ranks, as in :func:`module_state`; other ranks' tensors have no memory."""
     (state, tied), whole = module_state(module), whole_of(module)
     return (state, tied) if whole is None else ({**whole.tensors, **state}, whole.tied)
 

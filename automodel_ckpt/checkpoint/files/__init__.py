@@ -1,1 +1,1 @@
-"""Files as such: written durably, opened without trust, and the formats of what stands in them."""
+"""Files: durable writing, safe opening, and the formats of their contents."""

@@ -1,7 +1,7 @@
-"""Moving much data past the page cache: blocks of memory as disks like them, and a stream that writes them.
+"""Write large files past the page cache (O_DIRECT): aligned memory blocks, and a stream that writes them.
 
-A request to the disk names its memory piece by piece, and a piece is a page: of ordinary pages a few hundred fill a
-request, so that a large one is cut up. Blocks therefore stand in huge pages where the system has them.
+A disk request lists its memory by page, and a few hundred ordinary pages fill a request, so that a large one is split.
+Blocks are therefore in huge pages where the system has them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def block_of(nbytes: int) -> memoryview:
-    """Private memory of that size, all zero, as O_DIRECT asks of memory; what is never touched takes none.
+    """Private zeroed memory of *nbytes* bytes, aligned for O_DIRECT; untouched pages use no memory.
 
-    It begins at a page. Where *nbytes* fill a huge one the kernel is asked for those: Linux begins a mapping of whole
-    huge pages at one since 6.7, an older one has them in the middle.
+    It begins at a page. From 2 MiB on huge pages are requested: since Linux 6.7 a mapping of whole huge pages begins
+    at one; older kernels have them in the middle.
     """
     huge = nbytes >= _HUGE_PAGE_BYTES
     size = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES if huge else nbytes
@@ -41,14 +41,14 @@ def block_of(nbytes: int) -> memoryview:
 
 
 def begins_at_a_sector(memory: memoryview) -> bool:
-    """Whether O_DIRECT takes this memory; of memory that cannot be written it is not known, which counts as no."""
+    """Whether *memory* is aligned for O_DIRECT; false for read-only memory, whose address is unknown."""
     if memory.readonly or not memory:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % SECTOR_BYTES == 0
 
 
 def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
-    """Set or clear O_DIRECT; False where that changes nothing or cannot be."""
+    """Set or clear O_DIRECT; return False where that changes nothing or is not supported."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if bypass else flags & ~os.O_DIRECT
     try:
@@ -59,7 +59,7 @@ def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
 
 
 class Meter:
-    """Counts the bytes that this process has written to new files, for whoever shows how far a save is."""
+    """Counts the bytes that this process has written to new files, for progress reports."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -69,10 +69,10 @@ METER = Meter()
 
 
 class DirectStream:
-    """Gathers consecutive writes to a file into two blocks; while one goes to disk the other fills.
+    """Buffers consecutive writes to a file in two blocks: one is written to disk while the other is filled.
 
-    Whole sectors go past the page cache, where the file system allows it; the ends of a stretch, whose sectors others
-    may share, through it, and through *descriptor*, which stays the caller's to fsync and close.
+    Whole sectors bypass the page cache where the file system supports it. The ends of a byte range, whose sectors
+    other ranks may share, are written through it. The caller fsyncs and closes *descriptor*.
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
@@ -90,12 +90,14 @@ class DirectStream:
 
     @property
     def end(self) -> int:
-        """Where the present stretch ends."""
+        """The file offset in bytes where the present byte range ends."""
         return self._base + self._high
 
     def write(self, data: memoryview, start: int) -> None:
-        """Write all of *data* at byte *start*, by and by. A whole block that is aligned already goes to disk from where
-        it stands: it may not change before :meth:`close`."""
+        """Write all of *data* at byte *start*, asynchronously.
+
+        A whole aligned block is written directly from *data*, which must not change before :meth:`close`.
+        """
         if start != self.end:
             self._submit(self._blocks[self._current])
             self._base = start // SECTOR_BYTES * SECTOR_BYTES
@@ -113,7 +115,7 @@ class DirectStream:
                 self._submit(self._blocks[self._current])
 
     def close(self, *, finish: bool) -> None:
-        """Write what is left if *finish*, and wait for what is under way. Durable only after an fsync."""
+        """Write the rest if *finish*, and wait for writes in progress. Durable only after an fsync."""
         try:
             if finish:
                 self._submit(self._blocks[self._current])
@@ -143,7 +145,7 @@ class DirectStream:
         write_all(self._descriptor, block[reached:high], base + reached)
 
     def _past_cache(self, block: memoryview, base: int, first: int, last: int) -> int:
-        """Write whole sectors ``first .. last`` directly; returns where the page cache has to take over."""
+        """Write whole sectors ``first .. last`` directly; return the offset from which the page cache must be used."""
         while first < last and self._direct >= 0 and first % SECTOR_BYTES == 0:
             try:
                 first += os.pwrite(self._direct, block[first:last], base + first)

@@ -1,4 +1,4 @@
-"""A new file that is on disk, with its size and digest known, when it is closed."""
+"""A new file that is durable when it is closed, with its size and digest."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SMALL_BYTES = 64 << 10
 
 
 class DurableFile:
-    """A new file, written front to back, digested on the way, flushed and fsynced when it is closed.
+    """A new file: written sequentially, digested while written, flushed and fsynced on close.
 
-    Used as a context manager it is closed, with all that entails, unless an exception passes. *nbytes* (a guess will
-    do) reserves space first, so that a full disk shows before any data is moved; a file of 8 MiB or more bypasses the
-    page cache where the file system allows it, which leaves the machine's memory to others. A failed
-    write or fsync is never tried again. Raises :class:`OSError` naming the file.
+    As a context manager it is closed unless an exception passes. *nbytes* (may be approximate) reserves disk space
+    first, so that a full disk is found before data is written. A file of 8 MiB or more bypasses the page cache where
+    the file system supports it, which leaves host memory to others. A failed write or fsync is never retried. Raises
+    :class:`OSError` naming the file.
     """
 
     def __init__(self, path: Path, *, nbytes: int = 0) -> None:
@@ -138,8 +138,7 @@ class DurableFile:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and digest of a regular file's content, at the disk's speed: a file that is not in memory yet is read faster
-    into a small buffer than by mapping it."""
+    """Size and digest of a regular file, read through a small buffer: faster than mapping an uncached file."""
     with _opened(path) as descriptor:
         return FileRecord(*_digest_up_to(descriptor, 0, None))
 
@@ -159,7 +158,7 @@ def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[st
 
 
 def range_digest(path: Path, start: int, nbytes: int) -> str:
-    """The digest of *nbytes* bytes of a regular file from *start*, or of what there is of them."""
+    """The digest of at most *nbytes* bytes of a regular file from byte *start*."""
     with _opened(path) as descriptor:
         return _digest_up_to(descriptor, start, nbytes)[1]
 
@@ -175,7 +174,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int, str]:
-    """How many bytes there are from *start*, at most *nbytes*, and their digest."""
+    """(number of bytes from *start*, at most *nbytes*; their digest)."""
     left = os.fstat(descriptor).st_size - start if nbytes is None else nbytes
     buffer = memoryview(bytearray(max(0, min(_READ_BYTES, left))))
     hashed, done = xxhash.xxh3_128(), 0
@@ -186,7 +185,7 @@ def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int,
 
 
 def preallocate(descriptor: int, nbytes: int) -> None:
-    """Reserve the space of *nbytes*, where the file system can; a full disk raises OSError now."""
+    """Reserve *nbytes* on disk where the file system supports it; raises OSError where the disk is full."""
     if nbytes <= 0:
         return
     try:

@@ -15,15 +15,15 @@ OVERLAY_WARNING = (
 
 
 def overlay_warning(directory: Path) -> str | None:
-    """What to tell a user whose *directory* (it need not be there yet) is on an overlay file system; else None."""
+    """The warning for a *directory* (which may not exist yet) on an overlay file system; else None."""
     real = Path(os.path.realpath(directory))
     return OVERLAY_WARNING.format(directory, real) if file_system_of(real) == "overlay" else None
 
 
 def file_system_of(path: Path) -> str | None:
-    """The type of the file system that a resolved path is, or will be, on; None where the system does not say.
+    """The type of the file system of a resolved path, which may not exist yet; None where it is unknown.
 
-    Source: proc(5), mountinfo: the fifth field is the mount point, what follows the lone dash begins with the type.
+    Source: proc(5), mountinfo: the fifth field is the mount point; the type follows the separate dash.
     """
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()

@@ -14,9 +14,9 @@ _SPARSE_RATIO = 64
 
 
 def open_inside(root: Path, path: str) -> int:
-    """A descriptor for reading the regular file *path* below *root*.
+    """Open the regular file *path* below *root* for reading; return its descriptor.
 
-    No link is followed below *root*; pipes and devices are not even opened. Raises OSError naming what is in the way.
+    Symbolic links below *root* are not followed; pipes and devices are not opened. Raises OSError.
     """
     if link := link_on_the_way(root, path):
         raise OSError(errno.ELOOP, "a checkpoint contains a symbolic link", str(root / link))
@@ -24,7 +24,11 @@ def open_inside(root: Path, path: str) -> int:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """The same for a whole path, of which only the last part is looked at; with other *flags* also for writing."""
+    """Open a regular file, for reading or with other *flags*; return its descriptor.
+
+    Only the last component of *path* is checked: it must not be a link, a pipe, a device or a sparse file. Raises
+    OSError.
+    """
     with contextlib.suppress(FileNotFoundError):  # which open() raises, or makes
         _check_regular(os.lstat(path), path)
     # What is put there meanwhile must not be followed or waited for either.
@@ -38,7 +42,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_inside(root: Path, path: str, *, limit: int | None = None) -> bytes:
-    """The whole content of a file below *root*, as :func:`open_inside` opens it; longer than *limit* raises OSError."""
+    """Read the regular file *path* below *root*. Raises OSError as :func:`open_inside`, or where it exceeds *limit*
+    bytes.
+    """
     descriptor = open_inside(root, path)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
@@ -55,7 +61,7 @@ def link_on_the_way(root: Path, path: str) -> str | None:
 
 
 def is_sparse(status: os.stat_result) -> bool:
-    """Whether a file is large and nearly all hole (a byte on the disk for 64 that it claims)."""
+    """Whether a file is large and almost entirely unallocated (less than one byte on disk for 64 of its size)."""
     return status.st_size > SPARSE_FROM_BYTES and status.st_blocks * 512 < status.st_size // _SPARSE_RATIO
 
 

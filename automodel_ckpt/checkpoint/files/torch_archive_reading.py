@@ -9,7 +9,7 @@ _STORE = 0
 
 
 class Fault(Exception):
-    """What is wrong with stored state; whoever reads it adds where it stands."""
+    """What is wrong with stored state; the caller adds the file's path."""
 
 
 def archive_records(data: bytes | memoryview) -> dict[str, memoryview]:

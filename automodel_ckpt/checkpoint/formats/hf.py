@@ -1,7 +1,7 @@
-"""The Hugging Face files themselves, written by all ranks at once: each writes its slices where they belong.
+"""The layouts hf and adapter: Hugging Face files that all ranks write together, each rank its slices.
 
-:mod:`automodel_ckpt.checkpoint.writing.placement` fixes the files from all ranks' plans, and every rank computes the
-same; what is left to plan here is which of its bytes a rank writes to which place.
+:mod:`automodel_ckpt.checkpoint.writing.placement` computes the files from all ranks' plans, equally on every rank.
+This module plans which bytes a rank writes to which position.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NAME = FINISHED
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How files that the ranks fill together are named and split: rank 0's word, so that all ranks have the same.
+    """How files that the ranks write together are named and split; rank 0's values are sent to all ranks.
 
-    See :func:`~automodel_ckpt.checkpoint.writing.placement.place`.
+    The fields are arguments of :func:`~automodel_ckpt.checkpoint.writing.placement.place`.
     """
 
     maps: BaseMaps = field(default_factory=BaseMaps)
@@ -39,7 +39,7 @@ class Naming:
 
 
 def all_tensors(plan: TreePlan) -> dict[str, Tensor]:
-    """The tensors of a settled plan, with the slices of all ranks (in no file yet)."""
+    """The tensors of a global plan with the slices of all ranks, not yet in a file."""
     tensors = {}
     for fqn, stored in plan.metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
@@ -51,7 +51,7 @@ def all_tensors(plan: TreePlan) -> dict[str, Tensor]:
 
 
 def placement_of(plan: TreePlan, directory: str, naming: Naming) -> Placement:
-    """The files of a settled plan in *directory*. Raises :class:`SaveFailed` where they cannot be those of the base."""
+    """The files of a global plan in *directory*. Raises :class:`SaveFailed` where they do not match the base."""
     try:
         return place(
             all_tensors(plan), directory, tied=naming.tied, maps=naming.maps, keys=naming.keys, one_file=naming.one_file
@@ -61,13 +61,13 @@ def placement_of(plan: TreePlan, directory: str, naming: Naming) -> Placement:
 
 
 def plan_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Job]:
-    """What *rank* has to write of a tree whose files are fixed; rank 0 makes the files."""
+    """The jobs of *rank* for a tree with a fixed placement; rank 0 creates the files."""
     yield from placed_jobs(plan, rank, placement)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
 
 
 def placed_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[PlacedJob]:
-    """The same without the values that are not tensors. A tensor's data are one object, at however many places."""
+    """The jobs of *rank* for the tensors of a tree. A tensor's data is fetched once, however many positions it has."""
     pieces: dict[str, list[PlacedPiece]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
     for share in plan.tensors():
         tensor, data = Tensor(share.fqn, share.dtype, share.shape, ()), plan.fetching(share)

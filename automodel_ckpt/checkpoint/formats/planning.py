@@ -1,4 +1,4 @@
-"""Who writes what: PyTorch DCP's planner, driven by one exchange between the ranks instead of DCP's own collectives."""
+"""Plan which rank writes what: PyTorch DCP's planner with one exchange between ranks instead of DCP's collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorShare:
-    """A slice that this rank writes: its place in the tensor is known, its place in a file not yet."""
+    """A slice that this rank writes, with its position in the tensor but not yet in a file."""
 
     fqn: str
     dtype: str
@@ -46,7 +46,7 @@ class TensorShare:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Data that stay where they are until they are asked for."""
+    """Tensor data that is fetched only when it is needed."""
 
     tensor: Callable[[], torch.Tensor]
     nbytes: int
@@ -58,8 +58,11 @@ class Fetch:
 
 @dataclass(slots=True)
 class TreePlan:
-    """One tree's state dict and its planner on this rank. :meth:`local` goes to the other ranks, :meth:`settle` takes
-    all of theirs and leaves this rank's share; every rank computes the same global plan, so nothing is scattered."""
+    """The state dict of one tree and its planner on this rank.
+
+    The result of :meth:`local` is sent to the other ranks; :meth:`settle` takes those of all ranks and keeps this
+    rank's share. Every rank computes the same global plan, so nothing is scattered.
+    """
 
     name: str
     directory: str
@@ -70,13 +73,13 @@ class TreePlan:
     items: Sequence[WriteItem] = ()
 
     def local(self) -> SavePlan:
-        """What this rank holds. *nested* state dicts (optimizers') are flattened into one level."""
+        """This rank's plan. *nested* state dicts (of optimizers) are flattened into one level."""
         self.planner = DefaultSavePlanner(flatten_state_dict=self.nested, flatten_sharded_tensors=False)
         self.planner.set_up_planner(self.state_dict)
         return self.planner.create_local_plan()
 
     def settle(self, plans: Sequence[SavePlan], rank: int) -> None:
-        """Divide the work: each slice, and each value that is no tensor, is written by exactly one rank."""
+        """Partition the work: each slice, and each value that is not a tensor, is written by exactly one rank."""
         settled, self.metadata = self.planner.create_global_plan(list(plans))
         self.items = settled[rank].items
 
@@ -92,22 +95,22 @@ class TreePlan:
                 yield item.index.fqn, bytes(saved(self.planner.lookup_object(item.index)))
 
     def tensor(self, share: TensorShare) -> torch.Tensor:
-        """The local data of a slice, on its device: those of the state dict that is there now."""
+        """The local data of a slice, on its device, from the present state dict."""
         value = self.planner.state_dict[share.fqn]
         local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
         local = local.detach() if local.requires_grad else local
         return local if local.shape == share.sizes else local.reshape(share.sizes)
 
     def fetching(self, share: TensorShare) -> Fetch:
-        """The slice's data, to be fetched when it is its turn."""
+        """The data of a slice, to be fetched when it is written."""
         return Fetch(partial(self.tensor, share), share.nbytes)
 
     def flat(self) -> Mapping[str, Any]:
-        """The state dict that was planned, in one level."""
+        """The planned state dict, flattened."""
         return self.planner.state_dict
 
     def hold(self, state: Mapping[str, Any]) -> None:
-        """Have :meth:`tensor` find other values, of the same names and shapes, in place of those that were planned."""
+        """Replace the values that :meth:`tensor` returns by those of *state*, with the same names and shapes."""
         self.planner.state_dict = dict(state)
 
 
@@ -125,5 +128,5 @@ def _share(item: WriteItem) -> TensorShare:
 
 
 def file_index(fqn: str, mapping: Mapping[str, int]) -> int:
-    """In which of the base's files (from 1) a tensor belongs; one that the base does not have goes into the last."""
+    """The number (from 1) of the base's file for a tensor; the last one for a tensor that the base does not have."""
     return mapping.get(fqn, max(mapping.values(), default=1))

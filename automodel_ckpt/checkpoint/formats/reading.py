@@ -1,7 +1,7 @@
-"""Reading a tree back: PyTorch DCP plans which parts of which slices a rank needs, and they are read into place.
+"""Read a tree: PyTorch DCP plans which parts of which slices a rank needs, and they are read in place.
 
-Both formats come through here, because the manifest says where every slice's raw bytes stand. No pickle is read but
-the values that are not tensors, and those by a reader of plain data (``files/plain.py``).
+Used for all formats, because the manifest has the position of every slice's raw bytes. Pickles are read only for
+values that are not tensors, by a reader of plain data (``files/plain.py``).
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_value(checkpoint: Path, file: str) -> Any:
-    """The plain data in a file that ``torch.save`` wrote. Raises :class:`CheckpointUnusable` for anything else, OSError
-    for what is not a regular file of the checkpoint."""
+    """The plain data in a file that ``torch.save`` wrote.
+
+    Raises :class:`CheckpointUnusable` for any other content, OSError where it is not a regular file of the checkpoint.
+    """
     return plain.load(read_inside(checkpoint, file), str(checkpoint / file))
 
 
 def read_object(checkpoint: Path, tree: Tree, name: str) -> Any:
-    """The value, plain data and no tensor, that a tree holds under *name*. Raises as :func:`read_tree`."""
+    """The plain value that a tree has under *name*. Raises :class:`CheckpointUnusable` naming the file."""
     with _Files(checkpoint) as files:
         return plain.load(files.read_blob(tree.objects[name]), name)
 
 
 def metadata_of(tree: Tree) -> Metadata:
-    """The tree as DCP's planner describes one."""
+    """The tree in the format of DCP's planner."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         fqn: TensorStorageMetadata(
             properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
@@ -93,7 +95,7 @@ def _index(item: ReadItem) -> tuple[str, tuple[int, ...]]:
 
 
 def _position(item: ReadItem, pieces: Mapping[tuple[str, tuple[int, ...]], Slice], tree: Tree) -> tuple[str, int]:
-    """Disk order."""
+    """(file, byte) of an item, to read in the order of the disk."""
     place = tree.objects[item.storage_index.fqn] if item.type == LoadItemType.BYTE_IO else pieces[_index(item)]
     return place.file, place.start
 
@@ -152,7 +154,7 @@ class _Files:
 
 
 def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
-    """What keeps a tree from being loaded into a (flat) state dict, a readable line each; empty where nothing does."""
+    """The differences between a tree and a flat state dict, one line each; empty where it can be loaded."""
     here = dict(state_dict)
     lines = [f"- {fqn}: saved, but not here" for fqn in _names(tree) if fqn not in here]
     lines += [f"+ {fqn}: here, but not saved" for fqn in here if fqn not in tree.tensors and fqn not in tree.objects]

@@ -20,10 +20,10 @@ NAME = "safetensors"
 
 
 def plan_jobs(plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None = None) -> Iterator[FileJob]:
-    """What *rank* has to write of a tree.
+    """The jobs of *rank* for a tree.
 
-    *file_mapping* says in which of the base model's N files each tensor stands (from 1); its tensors are then split
-    among N files per rank likewise.
+    *file_mapping* has the number (from 1) of the base model's file for each tensor; this rank's tensors are then split
+    into the same number of files.
     """
     mapping = file_mapping or {}
     num_files = max(mapping.values(), default=1)
@@ -47,7 +47,7 @@ def _shard_job(plan: TreePlan, shares: Sequence[TensorShare], file: str) -> File
 
 
 def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
-    """A module's values that are not tensors (``get_extra_state``) stand in a file of their own."""
+    """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
     pieces, start = [], 0
     for fqn, data in plan.values():
         pieces.append(Piece(start, data, Blob(fqn, file, start, len(data), "")))

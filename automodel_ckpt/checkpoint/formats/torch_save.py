@@ -27,7 +27,7 @@ _VERSION = "1.0.0"
 
 
 def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
-    """What *rank* has to write of a tree, and where torch's reader will find each item of it."""
+    """The job of *rank* for a tree, and where torch's reader finds each item of it."""
     file = layout.distcp_file(plan.directory, rank)
     pieces: list[Piece] = []
     items: list[DcpItem] = []
@@ -51,7 +51,7 @@ def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
 
 
 def metadata_of(plan: TreePlan, parts: Sequence[Part]) -> bytes:
-    """A tree's ``.metadata`` for torch's reader, of what all ranks wrote: the same for each save of one plan."""
+    """A tree's ``.metadata`` for torch's reader, from the rank manifests; unchanged while the plan is reused."""
     metadata: Metadata = plan.metadata
     metadata.storage_data = {
         MetadataIndex(item.fqn, item.offsets): _StorageInfo(Path(item.file).name, item.start, item.nbytes)

@@ -1,1 +1,1 @@
-"""What the objects of a recipe hold: as trees of tensors and plain values on their way out, and back into them."""
+"""The state of a recipe's objects: read as trees of tensors and plain values, and loaded back."""

@@ -1,8 +1,9 @@
-"""The state of a save as it stands, read without state dicts: quick, and the same where it was once found to be.
+"""The live state of a save, read without state dicts, to reuse the plan of the previous save.
 
-PyTorch makes a state dict in milliseconds per hundred tensors, and planning a save takes as long again. Both depend on
-names, shapes, dtypes and placements only, which rarely change in a run. So a save looks at the live objects first;
-where they have the same outline as before, the plan of the save before is good for their present values.
+PyTorch makes a state dict in milliseconds per hundred tensors, and planning a save takes as long again. Both depend
+only on names, shapes, dtypes and placements, which rarely change in a run. A save therefore inspects the live objects
+first: where their signature (the outline) is unchanged, the plan of the previous save is valid for their present
+values.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LiveState:
     outline: list[Any] = field(default_factory=list)
 
     def is_what(self, trees: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Whether these trees, the flat state dicts that were planned, hold the same under the same names."""
+        """Whether the live state equals *trees*, the planned flat state dicts, in names, values and memory."""
         if self.trees.keys() != trees.keys():
             return False
         pairs = [(self.trees[name], tree) for name, tree in trees.items()]
@@ -42,8 +43,11 @@ class LiveState:
 
 @torch.no_grad()
 def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
-    """The present state of these items, nothing copied. Raises what their state dicts raise, and :class:`KeyError`
-    where an optimizer trains parameters of no module here."""
+    """Inspect the present state of *items* without copying.
+
+    Raises what their state dicts raise, and :class:`KeyError` where an optimizer trains parameters of no module in
+    *items*.
+    """
     found, names = LiveState(), dict[int, str]()
     items = list(items)
     for item in items:

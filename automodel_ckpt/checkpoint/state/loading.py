@@ -1,4 +1,4 @@
-"""From a verified checkpoint into the objects of a recipe: match names, refuse what differs, read, hand over."""
+"""Load a verified checkpoint into the objects of a recipe: match names, check differences, read values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Loader:
         self._absent: dict[str, str] = {}
 
     def load(self, items: list[Item]) -> None:
-        """Random number generators come last: loading must not advance what was restored."""
+        """Load all *items*. Random number generators are loaded last: loading must not advance them.
+
+        Raises :class:`CheckpointUnusable` where the checkpoint does not match.
+        """
         records, owners = self._match(items), Owners(items)
         matched = [item for item in items if item.name in records and item.kind != "lr_scheduler"]
         trees = {i.name: self._manifest.trees[records[i.name][0]] for i in matched if i.kind != "object"}
@@ -65,9 +68,10 @@ class Loader:
                 self._load_object(item, records[item.name][1])
 
     def incompatibilities(self, items: list[Item]) -> list[str]:
-        """What keeps the checkpoint from this recipe as far as attributes and modules tell, a line each; reads nothing.
+        """The differences between the checkpoint and *items*, one line each; reads no values.
 
-        Optimizers are not asked: their state would have to be made for it.
+        Compares attributes and the tensors of modules. Optimizers are not compared: their state would have to be
+        created.
         """
         matched, lines = self._matched(items)
         modules = [item for item in items if item.kind == "module" and item.name in matched]
@@ -77,7 +81,7 @@ class Loader:
         return lines
 
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
-        """{name here: (name saved, record)}; raises with the names of what is on one side only."""
+        """{attribute: (saved name, record)}. Raises :class:`CheckpointUnusable` that lists what is on one side only."""
         matched, lines = self._matched(items)
         kinds = {name: r.kind for name, r in self._manifest.state.items()} | {item.name: item.kind for item in items}
         both = {name for item in items if item.name in matched for name in (item.name, matched[item.name][0])}
@@ -117,7 +121,7 @@ class Loader:
         set_module_state(item.value, state, tied, strict=True)
 
     def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]) -> None:
-        """*state* is what the optimizer has, to be read into."""
+        """Load an optimizer and its LR schedulers; the saved values are read into *state*."""
         groups, mine = self._groups(item.name, tree), state[item.name]
         absent = {name: kind for name, kind in self._absent.items() if name in self._allow_missing}
         here = [group["params"] for group in mine["param_groups"]]
@@ -147,7 +151,7 @@ class Loader:
 
     @staticmethod
     def _flat(name: str, state: dict[str, Any]) -> dict[str, Place]:
-        """Where each value of an optimizer's state is, by flat name; without the lists of what each group trains."""
+        """The position of each value of an optimizer's state by flat name, without the parameter lists of groups."""
         start = f"{name}.param_groups."
         found = places(state)
         return {key: place for key, place in found.items() if not (key.startswith(start) and key.endswith(".params"))}
@@ -163,7 +167,7 @@ class Loader:
             )
 
     def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
-        """What a tree says of containers in the state of the optimizer *name*, and the tree without that."""
+        """(container forms saved for the optimizer *name*, the tree without them)."""
         forms = f"{name}.{FORMS}"
         if forms not in tree.objects:
             return {}, tree
@@ -204,7 +208,10 @@ class Loader:
             )
 
     def _recompute(self, item: Item) -> None:
-        """Each rank had its own state, and there are other ranks now: what can be made anew from the step is."""
+        """Recompute per-rank state from the step, for a run with a different number of ranks.
+
+        Raises :class:`CheckpointUnusable` for an object without the method ``derive``.
+        """
         derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
         if derive is None:
             self._raise_unusable(
@@ -219,7 +226,7 @@ class Loader:
         derive(self._manifest.step)
 
     def _file_of(self, item: Item, record: StateRecord) -> str | None:
-        """This rank's file; any where all are alike; None where it takes as many ranks as there were."""
+        """The file for this rank; any where all are equal; None where the number of ranks must be the saved one."""
         scope: Any = record.scope
         same_ranks = (self._manifest.world_size, self._manifest.dp_size) == (
             self._ranks.world_size,
@@ -233,13 +240,15 @@ class Loader:
 
 
 def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
-    """What the FQNs of an optimizer's parameters begin with that belong to the modules among *absent* (name: kind)."""
+    """The FQN prefixes of optimizer parameters that belong to the modules in *absent* (name: kind)."""
     return tuple(f"{module.replace('.', '%')}." for module in absent)
 
 
 class _Leave:
-    """What an optimizer has of attributes that are *absent* (name: kind) on one side, with leave: its state of modules,
-    groups of nothing else, and the options that a schedule adds. *match* is how its groups match the saved ones.
+    """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
+
+    These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
+    adds. *match* is the match of its groups to the saved ones.
     """
 
     def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
@@ -253,12 +262,12 @@ class _Leave:
         return name.startswith(self._dropped)
 
     def takes(self, name: str, *, both: bool) -> bool:
-        """Whether a name is to be compared and read: it is on *both* sides, or should be."""
+        """Whether a name is compared and read: it is on *both* sides, or must be."""
         return not self.drops(name) and (both or not (name in self._schedules or name.startswith(self._options)))
 
 
 def _only(tree: Tree, holds: Callable[[str], bool]) -> Tree:
-    """The entries of a tree for whose names something holds."""
+    """The entries of *tree* for whose names *holds* is true."""
     tensors = {name: tensor for name, tensor in tree.tensors.items() if holds(name)}
     return replace(tree, tensors=tensors, objects={name: blob for name, blob in tree.objects.items() if holds(name)})
 

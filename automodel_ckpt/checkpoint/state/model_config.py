@@ -1,8 +1,8 @@
-"""Whether a model is the one that a checkpoint was saved from, as far as its tensors cannot show it.
+"""Check that a model computes the function of the saved one, where tensor shapes cannot show it.
 
-Another number of attention heads, another rope theta or another activation leaves every shape as it is: the weights
-load, and compute something else. So the config.json of the checkpoint is compared with that of the model. Imports no
-torch.
+A different number of attention heads, rope theta or activation leaves every shape unchanged: the weights load, but
+compute a different function. The config.json of the checkpoint is therefore compared with that of the model. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def model_changes(checkpoint: Path, configs: Mapping[str, bytes]) -> ConfigChang
 
 
 def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
-    """Raise :class:`CheckpointUnusable` where the weights in *checkpoint* would compute something else."""
+    """Raise :class:`CheckpointUnusable` where the weights in *checkpoint* would compute a different function."""
     if changes.function:
         raise CheckpointUnusable(
             "the model differs from the one that was saved: the weights fit, but compute a different function",

@@ -1,4 +1,4 @@
-"""State that is no tensor tree: one file, or one per rank where the ranks have their own."""
+"""Plan how state that is not a tree of tensors is stored: one file, or one per rank where the ranks differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece
 
 
 class ObjectPlanner:
-    """Says how the state that is no tensor tree is stored, once or per rank; :attr:`jobs` are this rank's share."""
+    """Plans how objects are stored, once or per rank; :attr:`jobs` are the files that this rank writes."""
 
     def __init__(self, ranks: layout.RankLayout, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]) -> None:
         """*digests* (of each object's state, by name) and *dp_ranks* are those of every rank, in order."""
@@ -48,7 +48,7 @@ class ObjectPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """Another rank's place."""
+    """The layout of another rank."""
 
     rank: int
     dp_rank: int

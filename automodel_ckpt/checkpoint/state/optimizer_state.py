@@ -1,7 +1,8 @@
-"""An optimizer's state as it really is: containers in it, entries made late, values that PyTorch would not hand over.
+"""Containers in an optimizer's state, entries created late, and values that PyTorch would not load unchanged.
 
-A checkpoint holds an optimizer's state flat, by names made of text. What names do not tell of its containers (keys that
-are no text, empty ones, lists) stands in one more value, the *forms*: a copy of each entry with None for its leaves.
+A checkpoint stores an optimizer's state flat, by text names. What names cannot express about its containers (keys that
+are not text, empty containers, lists) is stored in one more value, the *forms*: a copy of each entry with None in
+place of its leaves.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ Place = tuple[Any, Any]
 
 
 def places(root: Any, prefix: str = "") -> dict[str, Place]:
-    """Where each value in a tree of containers is, by the flat name that DCP's planner gives it.
+    """The position of each value in a tree of containers, by the flat name that DCP's planner gives it.
 
-    Raises :class:`RecipeError` where two would have one name.
+    Raises :class:`RecipeError` where two values have the same name.
     """
     found: dict[str, Place] = {}
     for key, value in _items(root):
@@ -70,7 +71,10 @@ def _is_container(value: Any) -> bool:
 
 
 def forms_of(state: Mapping[str, Any]) -> dict[tuple[str, Any], Any]:
-    """The forms of what flat names do not tell of ``state`` and ``param_groups``. Raises as :func:`places`."""
+    """The forms of ``state`` and ``param_groups`` that flat names cannot express.
+
+    Raises :class:`RecipeError` where two values have the same flat name.
+    """
     entries = [(("state", fqn), entry) for fqn, entry in state["state"].items()]
     entries += [(("param_groups", index), group) for index, group in enumerate(state["param_groups"])]
     odd = [(place, entry) for place, entry in entries if _is_odd(entry)]
@@ -84,7 +88,7 @@ def _is_odd(entry: Mapping[Any, Any]) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """A container of an unknown type stays what it is, to be refused by its key."""
+    """The form of a value. A container of unknown type is kept, so that the check of unsafe values names it."""
     if not _is_container(value):
         return None
     if type(value) in _MAPPINGS:
@@ -93,9 +97,9 @@ def _form(value: Any) -> Any:
 
 
 def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
-    """Of what an optimizer keeps for sharded parameters without sharding it, by the entry's name, over all parameters.
+    """Digests of what an optimizer stores unsharded for sharded parameters, by entry name, over all parameters.
 
-    It is stored once, so it has to be the same on all ranks.
+    It is stored once, so it must be the same on all ranks (:func:`check_consistent`).
     """
     hashed: dict[str, Any] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -117,7 +121,7 @@ def _digest(name: str, value: Any) -> bytes:
 
 
 def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
-    """Raises :class:`RecipeError` where what :func:`digests_of_own` gave differs between ranks."""
+    """Raise :class:`RecipeError` where the results of :func:`digests_of_own` differ between ranks."""
     for key, digest in digests[0].items():
         if _OF_ALL in key and any(theirs.get(key) != digest for theirs in digests):
             raise RecipeError(
@@ -133,22 +137,23 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
 
 
 def forms_in(value: Any) -> Forms:
-    """What was saved under :data:`FORMS`; empty where it is nothing of the kind."""
+    """The forms from the value saved under :data:`FORMS`; empty for any other value."""
     forms = value[0] if type(value) is tuple and len(value) == 1 else None
     return forms if isinstance(forms, dict) and all(isinstance(form, dict) for form in forms.values()) else {}
 
 
 class StateAllocator:
-    """Gives what an optimizer has just made (*state*, of the attribute *name*) a place for each value of *tree*.
+    """Allocates a target in *state* of the optimizer *name* for each value of *tree*.
 
-    *parameters* are what it trains, by FQN. What the optimizer has and the tree has not, stays, to be refused.
+    *parameters* are those that it trains, by FQN. Entries that the tree lacks are kept and reported by the later
+    check.
     """
 
     def __init__(self, name: str, tree: Tree, forms: Forms, parameters: Mapping[str, torch.Tensor]) -> None:
         self._name, self._tree, self._forms, self._parameters = name, tree, forms, parameters
 
     def allocate_in(self, state: dict[str, Any]) -> None:
-        """Raises :class:`CheckpointUnusable` where it cannot be told how a value was shared out over the ranks."""
+        """Add the targets. Raises :class:`CheckpointUnusable` where it is unknown how a value was sharded."""
         for index, group in enumerate(state["param_groups"]):
             if (form := self._forms.get(("param_groups", index))) is not None:
                 group.update(self._rebuilt(form, group, f"{self._name}.param_groups.{index}", None))
@@ -164,7 +169,7 @@ class StateAllocator:
                 container[key] = self._leaf(_at(container, key), name, parameter)
 
     def _names(self) -> dict[str, list[str]]:
-        """What stands in the tree of each parameter's state."""
+        """The names of the tree's values in the state of each parameter, by FQN."""
         found: dict[str, list[str]] = {fqn: [] for fqn in self._parameters if ("state", fqn) in self._forms}
         start = f"{self._name}.state."
         for name in (*self._tree.tensors, *self._tree.objects):
@@ -184,7 +189,7 @@ class StateAllocator:
         return self._leaf(_ABSENT if _is_container(made) else made, name, parameter)
 
     def _leaf(self, made: Any, name: str, parameter: torch.Tensor | None) -> Any:
-        """What a value is read into, or stands for one that is no tensor."""
+        """The target that a value is read into; a placeholder for a value that is not a tensor."""
         stored = self._tree.tensors.get(name)
         if stored is None or isinstance(made, torch.Tensor):
             return None if made is _ABSENT else made
@@ -198,7 +203,10 @@ def _at(container: Any, key: Any) -> Any:
 
 
 def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
-    """A tensor as an optimizer would make it: like its parameter where it has its shape, else whole."""
+    """A tensor for *stored*: like its parameter where the shapes are equal, else unsharded.
+
+    Raises :class:`CheckpointUnusable` for a sharded parameter of another shape.
+    """
     dtype = DTYPES[stored.dtype]
     if parameter is None:
         return torch.zeros(stored.shape, dtype=dtype)
@@ -220,9 +228,9 @@ def load_read_state(
     parameters: Mapping[str, torch.Tensor],
     load: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Have *load* give the optimizer a state; then it has what was read.
+    """Call *load* with the state, then restore the values exactly as read.
 
-    PyTorch's own ``load_state_dict`` makes nonsense of text and arrays, and casts tensors to their parameter's type.
+    PyTorch's own ``load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter.
     """
     if "load_state_dict" in vars(optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         load(state)

@@ -24,15 +24,20 @@ Groups = list[dict[str, torch.Tensor]]
 
 
 def trained_by_all(optimizer: Optimizer) -> Groups | None:
-    """What the ranks whose optimizers train different parameters train together, under the names of :class:`Owners`;
-    None where they all train the same. Such an optimizer has it in its attribute ``whole``."""
+    """What all ranks train together, by the names of :class:`Owners`, where their optimizers train different
+    parameters.
+
+    None where they train the same. Such an optimizer has it in its attribute ``whole``.
+    """
     groups: Groups | None = getattr(optimizer, "whole", None)
     return groups
 
 
 class Owners:
-    """The recipe's modules under one roof, so that an optimizer over several of them has unambiguous FQNs:
-    ``model.layers.0.weight`` of the attribute ``model`` is ``model.model.layers.0.weight`` here."""
+    """The recipe's modules as children of one module, so that FQNs of an optimizer over several are unambiguous.
+
+    ``model.layers.0.weight`` of the attribute ``model`` is ``model.model.layers.0.weight`` here.
+    """
 
     def __init__(self, items: Iterable[Item]) -> None:
         self.roof = nn.Module()
@@ -53,12 +58,12 @@ class Owners:
         return state
 
     def groups(self, item: Item) -> Groups:
-        """What this rank's optimizer trains."""
+        """What each parameter group of this rank's optimizer trains."""
         fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
         return [{fqns[id(p)]: outline(p) for p in group["params"]} for group in item.value.param_groups]
 
     def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What this rank's optimizer trains, by FQN; *state* is what :meth:`optimizer_state` gave."""
+        """The parameters of this rank's optimizer by FQN; *state* is the result of :meth:`optimizer_state`."""
         named = self._names_here(item, state)
         trained = [group["params"] for group in item.value.param_groups]
         return {fqn: p for names, ps in zip(named, trained, strict=True) for fqn, p in zip(names, ps, strict=True)}
@@ -85,7 +90,7 @@ class Owners:
         return [group["params"] for group in state["param_groups"]]
 
     def check_parameters(self, item: Item) -> None:
-        """Raises :class:`RecipeError` where an optimizer trains what no module under the roof has."""
+        """Raise :class:`RecipeError` where an optimizer trains a parameter that belongs to no module of the recipe."""
         known = {id(parameter) for parameter in self.roof.parameters()}
         mine = [parameter for group in item.value.param_groups for parameter in group["params"]]
         strangers = [tuple(parameter.shape) for parameter in mine if id(parameter) not in known]
@@ -99,10 +104,10 @@ class Owners:
 
 
 def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create: bool = False) -> dict[str, Any]:
-    """An optimizer's state and that of its LR schedulers; theirs in a tuple, which DCP keeps whole (it would turn the
-    integer keys of a MultiStepLR into text).
+    """The state of an optimizer and of its LR schedulers, by attribute name.
 
-    A parameter that was never updated has none, unless it is to be *create*d, to be read into.
+    That of a scheduler is in a tuple, which DCP stores whole (it would turn the integer keys of a MultiStepLR into
+    text). A parameter that was never updated has no state, unless *create* is true.
     """
     schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
     with _made(item) if create else _as_it_is(item.value):
@@ -114,7 +119,7 @@ def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create:
 
 @contextmanager
 def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, PyTorch makes no state for an optimizer that has none: it would do so by a step, which counts."""
+    """Prevent PyTorch from creating missing optimizer state: it would do so by a step, which counts."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     if optimizer.state or first is None:
         yield

@@ -1,4 +1,4 @@
-"""Small state of a checkpoint for people: read as plain data, without torch, and left out where it is anything else."""
+"""Small state of a checkpoint for display: read as plain data without torch; anything else is omitted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTION = re.compile(r".*\.param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
 
 
 def plain_state(checkpoint: Path, file: str) -> dict[str, Any]:
-    """The mapping of text to plain values in a state file; empty where it is none, or cannot be read."""
+    """The mapping of text to plain values in a state file; empty where it has none or cannot be read."""
     try:
         state = _value(read_inside(checkpoint, file, limit=_MAX_FILE_BYTES))
     except Exception:  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
@@ -30,8 +30,7 @@ def plain_state(checkpoint: Path, file: str) -> dict[str, Any]:
 
 
 def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
-    """The options of each parameter group, ``params`` being the number of its parameters; empty where that cannot be
-    told."""
+    """The options of each parameter group, with ``params`` as the number of parameters; empty where unreadable."""
     groups: dict[int, dict[str, Any]] = {}
     for fqn, blob in tree.objects.items():
         match = _OPTION.fullmatch(fqn)

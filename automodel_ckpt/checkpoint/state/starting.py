@@ -1,4 +1,4 @@
-"""Weights into modules: each rank reads of the files what its own share of the parameters needs."""
+"""Load weights into modules: each rank reads from the files what its shards of the parameters need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Which stored tensor fills which of a module: its *source*, and its name there; *resized* by rows if need be."""
+    """A stored tensor for a tensor of a module: its *source* and its name there; *resized* to fit by rows."""
 
     source: Tensors
     name: str
@@ -32,23 +32,24 @@ class Filling:
 
 
 def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The global shapes of a module's stored tensors by FQN, and {further name: name} of tied ones."""
+    """(global shapes of this rank's stored tensors of *module* by FQN, {tied name: stored name})."""
     state, tied = module_state(module)
     return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, tied
 
 
 def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The same of all that the ranks hold of the module."""
+    """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
     state, tied = whole_state(module)
     return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, dict(tied)
 
 
 def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: NewRows) -> None:
-    """Read the stored tensors into the module's own (FQN -> filling); the others keep their values.
+    """Read the stored tensors of *fillings* (by FQN) into the module; other tensors keep their values.
 
-    Sharded or not, on any device; values are cast to the parameter's dtype. Of a resized tensor the common rows are
-    read, and with *new_rows* ``mean`` the others become the mean of all stored rows; with ``init`` they stay. What only
-    other ranks hold is left to them. Needs no other rank. Raises :class:`CheckpointUnusable` naming the file.
+    Tensors may be sharded and on any device; values are cast to the parameter's dtype. Of a resized tensor the common
+    rows are read; with *new_rows* ``mean`` the others become the mean of all stored rows, with ``init`` they are
+    unchanged. Tensors that only other ranks hold are skipped; no collective. Raises :class:`CheckpointUnusable` naming
+    the file.
     """
     state, tied = module_state(module)
     for source in {id(filling.source): filling.source for filling in fillings.values()}.values():
@@ -80,7 +81,7 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
 
 
 def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """This rank's part of a tensor, and where it lies in the whole."""
+    """This rank's shard of a tensor, and its box in the whole tensor."""
     if not isinstance(target, DTensor):
         return target.detach(), Box((0,) * target.dim(), tuple(target.shape))
     sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
@@ -88,7 +89,7 @@ def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
 
 
 def _blocks(source: Tensors, stored: Tensor, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows ``first .. stop`` of a stored tensor, some at a time: (number of the first, rows in host memory)."""
+    """Read rows ``first .. stop`` of a stored tensor in blocks: (number of the first row, rows in host memory)."""
     step = max(1, _BLOCK_BYTES // max(1, nbytes_of(stored.dtype, stored.shape[1:])))
     for start in range(first, stop, step):
         rows = rows_of(stored, start, min(start + step, stop))

@@ -1,6 +1,6 @@
-"""What a checkpoint can hold: values that the reader of plain data gives back as they were, tensors that files take.
+"""What a checkpoint can store: values that the reader of plain data restores exactly, and supported tensors.
 
-What it could not give back is refused while the run can still be changed, by attribute and key.
+Other values are reported, by attribute and key, before training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CLONE = "store a clone() of it"
 
 
 def check_safe(name: str, state: Any) -> str:
-    """The digest of a state that can be read back without running code.
+    """Check that *state* can be read back without running code; return its digest.
 
     Raises :class:`RecipeError` naming attribute and key of every value that cannot.
     """
@@ -58,14 +58,17 @@ def check_safe(name: str, state: Any) -> str:
 
 
 def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
-    """The same of a tree's (flat) values that are no tensors; what is planned tells of these."""
+    """Check the values of a flat *tree* that are not tensors; tensors are checked when they are planned.
+
+    Raises :class:`RecipeError` naming attribute and key of every value that cannot be read back safely.
+    """
     for key, value in tree.items():
         if type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
             check_safe(name, {key: value})
 
 
 def check_storable(name: str, module: Mapping[str, Any]) -> None:
-    """Raises :class:`RecipeError` naming the tensors of a module's state that no file of a checkpoint takes."""
+    """Raise :class:`RecipeError` naming the tensors of a module's state that cannot be stored in a checkpoint."""
     problems = [
         Problem(
             "a tensor that cannot be stored in a checkpoint",
@@ -90,7 +93,7 @@ def _unstorable(tensor: torch.Tensor) -> str:
 
 
 def _shared_within(tensor: torch.Tensor) -> str:
-    """Something where elements of a tensor share memory, into which nothing can be read."""
+    """The reason where elements of a tensor share memory, so that nothing can be read into it; else empty."""
     return f"its elements share memory ({_CLONE})" if tensor.nbytes > tensor.untyped_storage().nbytes() else ""
 
 

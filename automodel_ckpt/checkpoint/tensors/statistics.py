@@ -1,4 +1,4 @@
-"""What the values of stored tensors are like, read once, a box at a time. Imports no torch."""
+"""Statistics of the values of stored tensors, read once, one box at a time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _COMPLEX = frozenset({"C64", "C128"})
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of a tensor's finite values the least, the greatest, their mean, standard deviation (of the population) and
-    Euclidean norm, computed in double precision; None where there is none, or the dtype is complex. And how many
-    elements are NaN, infinite, zero."""
+    """Statistics of a tensor, in double precision.
+
+    Minimum, maximum, mean, standard deviation (of the population) and Euclidean norm of its finite values; None where
+    there are none, or the dtype is complex. And the number of NaN, infinite, zero and all elements.
+    """
 
     min: float | None
     max: float | None
