@@ -1,4 +1,4 @@
-"""Every error a user can meet says what is wrong, where, the value found, and what to do about it.
+"""Exceptions and exit codes. Every error states what failed, where, the value, and a hint.
 
 The tree is small: a class per exit code of ``ckpt-train`` and ``ckpt``. Exceptions become a message and a code in one
 place, :func:`describe`.
@@ -26,16 +26,16 @@ _NOT_SECRET = re.compile(r"[-+0-9.eE_]{0,5}|true|false|null", re.IGNORECASE)
 
 
 def hide(value: str, reference: str) -> None:
-    """Have :func:`without_hidden` show *reference* where it finds *value*; words and short numbers stay readable."""
+    """Make :func:`without_hidden` replace *value* with *reference*. Booleans and short numbers are not replaced."""
     if not _NOT_SECRET.fullmatch(value.strip()):
         for written in (value, value.strip(), repr(value)[1:-1], json.dumps(value)[1:-1]):
             _hidden.setdefault(written, reference)
 
 
 def without_hidden(text: str) -> str:
-    """*text* with the values that references resolved to replaced by these references, the longest first.
+    """Replace the values of environment references in *text* with the references, longest first.
 
-    A value of fewer than eight characters is only seen where it is not part of a longer word.
+    Values shorter than 8 characters are replaced only as whole words.
     """
     for value in sorted(_hidden, key=len, reverse=True):
         if len(value) >= 8:
@@ -47,7 +47,7 @@ def without_hidden(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: *what*, *where* (file and line, flag, path), the *value* met, and the *remedy*."""
+    """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *remedy* (hint)."""
 
     what: str
     where: str
@@ -63,7 +63,7 @@ class Problem:
 
 
 class AutomodelError(Exception):
-    """Base of all errors raised on purpose; carries one :class:`Problem` or several found together."""
+    """Base of all errors raised by this package. Holds one or more :class:`Problem`."""
 
     exit_code = EXIT_INTERNAL
 
@@ -73,7 +73,7 @@ class AutomodelError(Exception):
 
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> AutomodelError:
-        """One error that reports every problem of a non-empty sequence, in order."""
+        """Return one error that reports all *problems* (at least one), in order."""
         first = problems[0]
         error = cls(first.what, where=first.where, value=first.value, remedy=first.remedy)
         error.problems = tuple(problems)
@@ -100,40 +100,40 @@ class RecipeError(AutomodelError):
 
 
 class CheckpointUnusable(AutomodelError):
-    """A checkpoint cannot be used: damaged, incomplete, incompatible, or absent though named."""
+    """A checkpoint cannot be used: it is damaged, incomplete, incompatible, or missing."""
 
     exit_code = EXIT_UNUSABLE
 
 
 class SaveFailed(AutomodelError):
-    """A save did not become a checkpoint; the one before it stands untouched."""
+    """A save failed; the previous checkpoint is unchanged."""
 
     exit_code = EXIT_SAVE_FAILED
 
 
 class LeaseLost(AutomodelError):
-    """Another run took over the run directory, so that this run may write nothing more there."""
+    """Another run took over the run directory; this run must not write to it anymore."""
 
     exit_code = EXIT_SAVE_FAILED
 
 
 class ExportFailed(SaveFailed):
-    """A checkpoint is complete, but its export did not come about."""
+    """The export of a checkpoint failed; the checkpoint itself is complete."""
 
 
 class Stopped(AutomodelError):
-    """Training was stopped by a signal after saving; the same command goes on."""
+    """Training was stopped by a signal after saving; running the same command again resumes it."""
 
     exit_code = EXIT_STOPPED
 
 
 class SystemLimit(AutomodelError):
-    """A limit of the system on open files, threads or memory keeps the program from continuing."""
+    """A system limit on open files, threads or memory was reached."""
 
 
 def os_problem(error: OSError, what: str, *, remedy: str) -> Problem:
-    """The :class:`Problem` of a failed system call: its path, the errno's name and text, and the limit that it ran
-    into, if that is what failed."""
+    """Build the :class:`Problem` of a failed system call: its path, the name and text of errno, and the system limit
+    that was reached, if any."""
     name = errno_names.errorcode.get(error.errno or 0, "unknown errno")
     where = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
     value = f"{name} ({error.strerror or error})"
@@ -144,16 +144,15 @@ def os_problem(error: OSError, what: str, *, remedy: str) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """A kind of limit: what cannot be had because of it, the shell's names of the limits by their numbers in
-    ``resource``, and what to do."""
+    """A kind of system limit: the message, the limits in ``resource`` that may cause it, and the hint."""
 
     what: str
     names: tuple[tuple[int, str, int], ...]
-    """(number of the limit, command that shows it, bytes or pieces that its unit stands for)"""
+    """(limit in ``resource``, command that prints it, size of its unit)"""
     remedy: str
 
     def limits(self) -> str:
-        """The limits that are set now: ``ulimit -n is 32``."""
+        """The current limits as text, such as ``ulimit -n is 32``."""
         found = []
         for number, command, unit in self.names:
             soft, _ = resource.getrlimit(number)
@@ -201,7 +200,7 @@ def _limit(error: BaseException) -> _Limit | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that it came from, at most some."""
+    """Yield an exception and its causes, at most 20."""
     for _ in range(20):
         if error is None:
             return
@@ -210,7 +209,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def limit_error(error: BaseException) -> SystemLimit | None:
-    """The limit of the system that an exception, or one that it came from, ran into; None for any other exception."""
+    """Return the :class:`SystemLimit` that caused an exception; None if no limit did."""
     for each in _chain(error):
         if (limit := _limit(each)) is not None:
             where = str(each.filename) if isinstance(each, OSError) and each.filename else ""
@@ -220,7 +219,7 @@ def limit_error(error: BaseException) -> SystemLimit | None:
 
 
 def describe(error: BaseException) -> tuple[int, str]:
-    """(exit code, message for the user) of any exception; our own carry both, others are internal errors."""
+    """Return (exit code, message) of an exception. Exceptions of other types are internal errors."""
     if isinstance(error, Stopped):
         return error.exit_code, str(error)
     if isinstance(error, AutomodelError):

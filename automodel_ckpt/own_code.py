@@ -1,4 +1,4 @@
-"""Code of the user's own, which a recipe names: known, so that its exceptions are told as its own and not as ours."""
+"""User code that a recipe names: its exceptions are reported as errors of user code, not as internal errors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 from automodel_ckpt.errors import AutomodelError, Problem
 
-_own_modules: set[str] = set()  # what the recipe names of code that is neither ours nor a library's
+_own_modules: set[str] = set()  # modules named by the recipe, neither of this package nor of a library
 
 
-def note_own_code(module: str) -> None:
-    """Have what is raised in this module, and in the modules of this package, be told as the user's own."""
+def register_user_code(module: str) -> None:
+    """Register *module*, and its submodules, as user code."""
     _own_modules.add(module)
 
 
 def place_in_own_code(error: BaseException) -> str | None:
-    """File and line of the recipe's own code that raised *error*, or had a library raise it; None where ours did."""
+    """File and line of the user code that raised *error*, directly or through a library; None if it did not."""
     places = [(_owner(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
     if next((owner for owner, _, _ in reversed(places) if owner), "") != "user":
         return None
@@ -26,15 +26,15 @@ def place_in_own_code(error: BaseException) -> str | None:
 
 
 def _owner(module: object) -> str:
-    """``user``, ``ours``, or nobody for a library."""
+    """``user`` or ``ours``; empty for a library."""
     parts = str(module).split(".")
     names = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
     return "user" if names & _own_modules else "ours" if parts[0] == "automodel_ckpt" else ""
 
 
 @contextmanager
-def telling_own_failures(kind: type[AutomodelError]) -> Iterator[None]:
-    """Inside, what the recipe's own code raises becomes an error of this *kind* that tells where in that code."""
+def reporting_user_failures(kind: type[AutomodelError]) -> Iterator[None]:
+    """Convert exceptions of user code inside this context to an error of type *kind* with the place in that code."""
     try:
         yield
     except (AutomodelError, KeyboardInterrupt):

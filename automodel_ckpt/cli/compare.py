@@ -1,4 +1,4 @@
-"""Compares what two runs left after each step, as ``recipes.observed`` noted it. Pure; imports no torch."""
+"""Compare the records that ``recipes.observed`` wrote after each step of two runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUANTITIES = ("samples", *NUMBERS)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two runs part: both values as text, numbers in decimal."""
+    """The first difference between two runs: both values as text, numbers in decimal."""
 
     step: int
     rank: int
@@ -31,7 +31,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """A step of the straight run, and whether the other did the same: *digests* of each attribute over all ranks."""
+    """A step of the uninterrupted run: *digests* of each attribute over all ranks, and whether the other run agrees."""
 
     step: int
     num_samples: int
@@ -44,8 +44,11 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found. *largest* are the largest relative differences of loss and gradient norm, by name, where the
-    ranks changed; *judged* whether they count, which dropout forbids."""
+    """The result of comparing two runs.
+
+    *largest* holds the largest relative differences of loss and gradient norm if the number of ranks changed. *judged*
+    is False if the model has dropout, so that they cannot be compared.
+    """
 
     num_steps: int
     stopped_after: int
@@ -58,7 +61,7 @@ class Comparison:
 
     @property
     def is_good(self) -> bool:
-        """Bit-identical, or on other ranks equal but for the order of additions."""
+        """Whether the runs are bit-identical, or, on different numbers of ranks, equal within the tolerance."""
         within = all(value <= self.tolerance for value in self.largest.values())
         return self.first_difference is None and (within or not self.judged)
 
@@ -73,7 +76,7 @@ class Comparison:
 
 
 def compare_exactly(straight: Run, resumed: Run, stopped_after: int) -> Comparison:
-    """The same ranks: everything has to be equal to the last bit."""
+    """Compare two runs on the same number of ranks: all values must be bit-identical."""
     differences = (
         difference
         for steps in zip(zip(*straight, strict=True), zip(*resumed, strict=True), strict=False)
@@ -86,7 +89,10 @@ def compare_exactly(straight: Run, resumed: Run, stopped_after: int) -> Comparis
 
 
 def compare_loosely(straight: Run, resumed: Run, stopped_after: int, tolerance: float) -> Comparison:
-    """Other ranks: the samples and rates have to be equal, losses and gradient norms up to *tolerance* (relative)."""
+    """Compare two runs on different numbers of ranks.
+
+    Samples and learning rates must be equal, losses and gradient norms within the relative *tolerance*.
+    """
     pairs = list(zip(straight[0], resumed[0], strict=False))
     exact = (
         Difference(one["step"], 0, name, _shown(name, one[name]), _shown(name, other[name]))

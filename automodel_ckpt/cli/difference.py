@@ -26,8 +26,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: what its manifest says (nothing of another program's), its recipe by dotted keys, its tensors by
-    tree, the state of its step scheduler and data loader where that is plain, and the names of all its state."""
+    """One of the two checkpoints.
+
+    *general* and *environment* come from its manifest and are empty for an external checkpoint. *recipe* maps dotted
+    keys to values, *trees* tree names to tensors. *steps* and *data* are the state of the step scheduler and the data
+    loader, and *state* the names of all saved state.
+    """
 
     path: Path
     general: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +61,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Run the command. A difference is no failure (0); a damaged tensor is (3), and its values are not compared."""
+    """Run ``ckpt diff``. Differences give exit code 0, damaged tensors 3; damaged tensors are not compared."""
     a, b = (_side(whole_checkpoint(Path(path))) for path in (arguments.a, arguments.b))
     document = _document(a, b)
     if arguments.json:
@@ -119,18 +123,18 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
 
 
 def resume_lines(a: Side, b: Side) -> Iterator[str]:
-    """What a resume of A would do otherwise under B's recipe than under its own, a sentence each."""
+    """Yield a sentence for each effect of resuming A with the recipe of B instead of its own."""
     if a.is_foreign or not a.recipe or not b.recipe:
         return
     step, changed = int(a.general["step"]), {k for k in {*a.recipe, *b.recipe} if a.recipe.get(k) != b.recipe.get(k)}
-    yield from _refusals(a, b)
+    yield from _resume_failures(a, b)
     yield from _schedule(a, b, step)
     if ("lr_scheduler" in a.state) == ("lr_scheduler" in b.state):
         yield from _rates(a, b, step, changed)
     yield from _data(a, b, changed)
 
 
-def _refusals(a: Side, b: Side) -> Iterator[str]:
+def _resume_failures(a: Side, b: Side) -> Iterator[str]:
     for one, other, how in ((a, b, "saved in A, missing in B"),
                             (b, a, "saved in B, missing in A")):  # fmt: skip
         if names := ", ".join(sorted(one.state - other.state)):
@@ -141,7 +145,7 @@ def _refusals(a: Side, b: Side) -> Iterator[str]:
 
 
 def _other_function(a: Path, b: Path, name: str) -> tuple[str, ...]:
-    """What the weights of the module *name* of checkpoint *a* would compute otherwise in the model of *b*."""
+    """Changes from the model config of *a* to that of *b* that affect the outputs of the module *name*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.state.model_config import config_changes, saved_config
     from automodel_ckpt.errors import CheckpointUnusable
@@ -184,7 +188,7 @@ def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
 
 
 def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> float | None:
-    """The learning rate of the step after *step* under a side's schedule; None where that cannot be told from here."""
+    """Learning rate of step ``step + 1`` in the schedule of *side*; None if it cannot be computed."""
     section = {key.partition(".")[2]: text for key, text in side.recipe.items() if key.startswith("lr_scheduler")}
     try:
         lr = float(peak or "")
@@ -205,7 +209,7 @@ def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> 
             warmup_ratio=numbers.get("warmup_ratio"), kwargs=extra,
         )  # fmt: skip
         return float(lr * schedule.lr_lambdas[0](step))
-    except Exception:  # a recipe of another version, or of a schedule with settings that are no numbers
+    except Exception:  # the recipe is of another version, or its schedule has non-numeric settings
         return None
 
 

@@ -63,10 +63,10 @@ def report_hf(report: Any) -> dict[str, Any]:
 def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.consolidate import export as consolidate
 
-    _refuse(arguments, "hf", force=arguments.force)
+    _check_unused(arguments, "hf", force=arguments.force)
     if arguments.merge:
         return _merged(arguments, source)
-    _refuse(arguments, "hf without --merge", base=arguments.base is not None)
+    _check_unused(arguments, "hf without --merge", base=arguments.base is not None)
     report = consolidate(
         source, arguments.output, arguments.cast_dtype, arguments.nproc, arguments.num_threads, quiet=arguments.json
     )
@@ -74,7 +74,7 @@ def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 
 def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    _refuse(arguments, "hf --merge", nproc=arguments.nproc != 1)
+    _check_unused(arguments, "hf --merge", nproc=arguments.nproc != 1)
     from automodel_ckpt.checkpoint.export.merge import merge
     from automodel_ckpt.consolidate import say, summary
     from automodel_ckpt.data.cache import cache_directory
@@ -96,7 +96,7 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.checkpoint.export.gguf import export_gguf
     from automodel_ckpt.consolidate import say
 
-    _refuse(arguments, "gguf", nproc=arguments.nproc != 1, merge=arguments.merge, base=arguments.base is not None)
+    _check_unused(arguments, "gguf", nproc=arguments.nproc != 1, merge=arguments.merge, base=arguments.base is not None)
     report = export_gguf(
         source, arguments.output, cast_dtype=arguments.cast_dtype, overwrite=arguments.force,
         num_threads=arguments.num_threads, log=say,
@@ -108,7 +108,7 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     return {**asdict(report), "output": str(report.output)}
 
 
-def _refuse(arguments: argparse.Namespace, target: str, **given: bool) -> None:
+def _check_unused(arguments: argparse.Namespace, target: str, **given: bool) -> None:
     for name, unwanted in given.items():
         if unwanted:
             raise RecipeError(

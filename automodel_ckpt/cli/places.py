@@ -1,4 +1,4 @@
-"""What a PATH on ``ckpt``'s command line means: a run, runs, a checkpoint, a pointer, or something inside of one."""
+"""Resolve a PATH on ``ckpt``'s command line: a run, a directory of runs, a checkpoint, a pointer, or a path inside."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
 
 
 def add_path(command: argparse.ArgumentParser) -> None:
-    """The argument of a command that looks at what is here where no place is named."""
+    """Add the optional PATH argument, which defaults to the current directory."""
     command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: current directory)")
 
 
 def run_directory(path: Path) -> Path | None:
-    """The directory of checkpoints that *path* is, or holds as ``checkpoints/``; None where it is neither."""
+    """Return *path* or its ``checkpoints/`` if it holds checkpoints; otherwise None."""
     from automodel_ckpt.checkpoint.run import resume
 
     for directory in (path, path / "checkpoints"):
@@ -30,7 +30,7 @@ def run_directory(path: Path) -> Path | None:
 
 
 def run_around(path: Path) -> Path | None:
-    """The run that *path* is or holds, or that a checkpoint, a pointer or a log at *path* belongs to."""
+    """Return the run directory that *path* is, contains, or is inside of; None if there is none."""
     from automodel_ckpt.checkpoint import layout
 
     if (run := run_directory(path)) is not None:
@@ -43,7 +43,7 @@ def run_around(path: Path) -> Path | None:
 
 
 def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
-    """The runs in a directory of runs, sorted, down to *depth* levels; hidden directories and links are left out."""
+    """Yield the run directories below *path*, sorted, down to *depth* levels. Skips hidden directories and links."""
     from automodel_ckpt.checkpoint.run import resume
 
     try:
@@ -60,9 +60,9 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The directory that *path* means: of a run its newest complete checkpoint, of a pointer its target, else itself.
+    """Resolve *path* to a directory: a run to its newest complete checkpoint, a pointer to its target.
 
-    Raises :class:`CheckpointUnusable` where there is nothing.
+    Raises :class:`CheckpointUnusable` if nothing is found.
     """
     from automodel_ckpt.checkpoint import commit, layout
 
@@ -94,7 +94,7 @@ def _is_second_name(checkpoint: Path) -> bool:
 
 
 def _seen(path: Path, target: str | None) -> str:
-    """What stands there instead of a checkpoint."""
+    """Describe what exists at *path* instead of a checkpoint."""
     if target is not None:
         return f"it points to {target}, which does not exist"
     if path.is_symlink():
@@ -103,9 +103,9 @@ def _seen(path: Path, target: str | None) -> str:
 
 
 def whole_checkpoint(path: Path) -> Path:
-    """As :func:`find_checkpoint`; of ``model/`` and the like the checkpoint around it, an export for itself.
+    """Resolve *path* with :func:`find_checkpoint`; a tree such as ``model/`` resolves to the checkpoint around it.
 
-    Raises :class:`CheckpointUnusable` also where the directory is nothing of ours, and of no form that is known.
+    Raises :class:`CheckpointUnusable` if nothing is found, or if the directory is in no known format.
     """
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.sources import foreign
@@ -131,5 +131,5 @@ def _newest(run: Path) -> Path:
 
 
 def nothing(what: str, path: Path, value: str, remedy: str) -> CheckpointUnusable:
-    """The error where there is nothing to look at."""
+    """Return the error for a path at which nothing usable was found."""
     return CheckpointUnusable(what, where=str(path), value=value, remedy=remedy)

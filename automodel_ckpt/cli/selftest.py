@@ -1,7 +1,7 @@
-"""``ckpt-train --selftest-resume``: does this recipe, on this machine, go on after a stop as if nothing had happened?
+"""``ckpt-train --selftest-resume``: check on this node that a recipe resumes exactly.
 
-Three runs in a scratch directory, each started like any other: one straight on, one that stops halfway as by a signal,
-and one that resumes it. Each notes after every step what it trained on and what it left behind.
+Three runs in a temporary directory, each started like any other: one without interruption, one that stops halfway as if
+by a signal, and one that resumes it. Each records its samples and the digests of its state after every step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Observe = Callable[[LoadedRecipe, Path, int | None], type]
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, where to stop, and on how many ranks before and after (as ``--nproc-per-node`` says it)."""
+    """Number of steps, and launch flags before and after the resume."""
 
     num_steps: int
     flags: LaunchFlags
@@ -54,28 +54,28 @@ class Plan:
 
 
 def plan_of(line: CommandLine) -> Plan:
-    """What the command line asks for. Raises :class:`RecipeError`."""
+    """Build the plan from the command line. Raises :class:`RecipeError`."""
     (steps,) = line.modes.get("selftest_steps", [str(DEFAULT_STEPS)])
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
-        _refuse("the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more")
+        _fail("the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more")
     if not is_number(ranks) or int(ranks) < 1:
-        _refuse("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
+        _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
     if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
-        _refuse("the selftest runs on a single node and starts its own ranks", "--selftest-resume", line.flags.nnodes,
+        _fail("the selftest runs on a single node and starts its own ranks", "--selftest-resume", line.flags.nnodes,
                 "run it without --nnodes, torchrun and srun")  # fmt: skip
     flags = dataclasses.replace(line.flags, max_restarts=0)
     return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
 
 
-def _refuse(what: str, where: str, value: object, remedy: str) -> None:
+def _fail(what: str, where: str, value: object, remedy: str) -> None:
     raise RecipeError(what, where=where, value=value, remedy=remedy)
 
 
 def selftest(path: str, line: CommandLine, observe: Observe) -> int:
-    """Run the test, print what was found (as JSON with ``--json``); 0 where the resumed run is as it should be.
+    """Run the selftest and print the comparison (as JSON with ``--json``). Returns 0 if the resumed run agrees.
 
-    Raises :class:`RecipeError` for a wrong command line; what a run ends with, this ends with.
+    Raises :class:`RecipeError` for an invalid command line. If one of the runs fails, returns its exit code.
     """
     plan = plan_of(line)
     with tempfile.TemporaryDirectory(prefix="ckpt-selftest-") as scratch:
@@ -109,7 +109,7 @@ class Runs:
     observe: Observe
 
     def compare(self) -> Comparison:
-        """Make the runs, and compare. Raises :class:`RunFailed`."""
+        """Execute the three runs and compare them. Raises :class:`RunFailed`."""
         plan = self.plan
         straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
         stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
@@ -130,7 +130,7 @@ class Runs:
     def _run(
         self, name: str, flags: LaunchFlags, stop_after: int | None, expected: int, *more: str
     ) -> list[list[Step]]:
-        """The steps of each rank of one run, started in a process of its own: this one stays without torch."""
+        """Execute one run in a child process, so that this one does not import torch; return each rank's steps."""
         notes, output = self.scratch / name, self.scratch / f"{name}.log"
         notes.mkdir()
         loaded = self._loaded(*more)
@@ -150,14 +150,14 @@ class Runs:
 
 
 def _launch(loaded: LoadedRecipe, flags: LaunchFlags, prepare: Callable[[], type], output: Path) -> None:
-    """In the forked process: what it prints goes to *output*. Does not return."""
+    """Launch the run in the forked process, with its output redirected to *output*. Does not return."""
     from automodel_ckpt.cli.launch import launch
     from automodel_ckpt.cli.worker import exit_now
 
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    exit_now(launch(loaded, flags, prepare))  # what this process registered for its end is its parent's affair
+    exit_now(launch(loaded, flags, prepare))  # skip the atexit handlers inherited from the parent
 
 
 def _lines(path: Path) -> list[Any]:
@@ -165,7 +165,7 @@ def _lines(path: Path) -> list[Any]:
 
 
 def report(found: Comparison) -> str:
-    """The comparison for people."""
+    """Format the comparison as text."""
     before, after = found.num_ranks
     ranks = f"{before} rank{'s' * (before > 1)}" + (f", resumed on {after}" if after != before else "")
     lines = [_step_line(step) for step in found.steps]
@@ -188,8 +188,8 @@ def _step_line(step: StepSummary) -> str:
     return f"step {step.step}  {numbers}  {digests}  {'same' if step.same else 'different'}"
 
 
-def refuse_stray_modes(line: CommandLine) -> None:
-    """The selftest's options mean nothing without it. Raises :class:`RecipeError`."""
+def check_selftest_options(line: CommandLine) -> None:
+    """Raise :class:`RecipeError` for options of the selftest without ``--selftest-resume``."""
     stray = sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"})
     if stray and "selftest_resume" not in line.modes:
         flags = [f"--{name.replace('_', '-')}" for name in stray]

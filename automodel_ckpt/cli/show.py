@@ -1,4 +1,4 @@
-"""``ckpt show``: what a checkpoint holds, its tensors' statistics on request."""
+"""``ckpt show``: print the contents of a checkpoint, optionally with statistics of its tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Run the command. Exit code 3 where statistics were asked for and a tensor is damaged."""
+    """Run ``ckpt show``. The exit code is 3 if ``--stats`` finds a damaged tensor."""
     from automodel_ckpt.checkpoint.manifest import Manifest
 
     path = whole_checkpoint(Path(arguments.path))
@@ -75,7 +75,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     from automodel_ckpt.checkpoint.run.late_validations import recall
 
     if stats:
-        _refuse_damaged(path, manifest)
+        _check_sizes(path, manifest)
     data = manifest.state.get("dataloader")
     return {
         "path": str(path), "step": manifest.step, "epoch": manifest.epoch, "created": manifest.created,
@@ -89,8 +89,8 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refuse_damaged(path: Path, manifest: Manifest) -> None:
-    """Files of another size: reading them as tensors would come to nothing."""
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise :class:`CheckpointUnusable` if a file does not have the size in the manifest."""
     from automodel_ckpt.checkpoint.verify import verify
 
     if problems := verify(path, manifest, "size"):

@@ -1,4 +1,4 @@
-"""Text for a terminal: names from a disk cannot steer it, and colour appears only where it is read by a person."""
+"""Text for a terminal: control characters in names are escaped, and colors are used only on terminals."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
 def occupy_standard_streams() -> None:
-    """Put /dev/null where standard input, output or error is closed: else the next file that is opened, perhaps one of
-    a checkpoint, takes its number, and what a library prints."""
+    """Open /dev/null for standard streams that are closed.
+
+    Otherwise the next opened file, perhaps one of a checkpoint, gets descriptor 1 or 2 and receives printed text.
+    """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
         os.set_inheritable(descriptor, True)
@@ -64,8 +66,10 @@ class _Forgiving:
 
 @contextlib.contextmanager
 def forgiving_streams() -> Iterator[None]:
-    """Inside, a terminal that was closed, a pipe without a reader or a full disk fails nobody who prints: a run that
-    nobody watches is worth as much, and its own logs tell the same."""
+    """Ignore errors of printing inside this context: a closed terminal, a pipe without a reader, or a full disk.
+
+    The run continues, and its log files have the same content.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Forgiving(stream)) for stream in before)
     try:
@@ -82,7 +86,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same for a message of several lines."""
+    """Apply :func:`printable` to each line of a message."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
@@ -110,12 +114,12 @@ def print_path(path: str | os.PathLike[str]) -> None:
 
 
 def leave_reader() -> None:
-    """After a BrokenPipeError: the reader (a pager, head) has seen enough, nothing may be written at exit either."""
+    """Redirect standard output to /dev/null after a BrokenPipeError, so that flushing at exit raises nothing."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """*text* in a colour, where *stream* is a terminal; NO_COLOR and FORCE_COLOR overrule that, the first both."""
+    """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
     wanted = bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
     if not wanted or os.environ.get("NO_COLOR"):
         return text
@@ -123,8 +127,7 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows as lines with aligned columns, those of *right* (by number) to the right; the last column is as wide as it
-    is, unless it is among them."""
+    """Format rows as lines with aligned columns. *right* holds the indices of right-aligned columns."""
     widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip() for row in rows]
 
@@ -174,14 +177,14 @@ def _padded(cell: str, width: int, to_the_right: bool) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns of a terminal: two of a wide character, none of one that joins the last."""
+    """Width of *text* in terminal columns: wide characters take two, combining marks none."""
     if text.isascii():
         return len(text)
     return sum(0 if category(c) in _JOINS else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def age_text(created: float) -> str:
-    """How long ago: ``5 min``; nothing for a time that is not in the past."""
+    """Time since *created* (seconds since 1970) as text, such as ``5 min``; empty for a time in the future."""
     seconds = time.time() - created
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"), (float("inf"), 86_400, "d")):
         if seconds < limit:
@@ -190,12 +193,12 @@ def age_text(created: float) -> str:
 
 
 def json_text(document: Any) -> str:
-    """The document as JSON, which has no NaN and no infinity: null stands for them."""
+    """Serialize *document* to JSON; NaN and infinity become null."""
     return json.dumps(_finite(document), indent=2)
 
 
 def problem_json(problem: Problem) -> dict[str, str]:
-    """One thing that is wrong, as ``--json`` has it."""
+    """Convert a problem to the mapping that ``--json`` prints."""
     return {name: str(getattr(problem, name)) for name in ("what", "where", "value", "remedy")}
 
 

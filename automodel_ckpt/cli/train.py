@@ -1,4 +1,4 @@
-"""``ckpt-train``: read the command line and the recipe, refuse what is wrong with them, and launch."""
+"""``ckpt-train``: parse the command line, load and validate the recipe, and launch the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shutil import get_terminal_size
 
 import automodel_ckpt
 from automodel_ckpt.cli.limits import raise_file_limit
-from automodel_ckpt.cli.selftest import refuse_stray_modes, selftest
+from automodel_ckpt.cli.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.terminal import coloured, leave_reader, occupy_standard_streams, print_error, table
 from automodel_ckpt.cli.topology import num_joined
 from automodel_ckpt.config.bind import closest
@@ -22,7 +22,7 @@ from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.distributed.sizes import Sizes, choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
-from automodel_ckpt.own_code import telling_own_failures
+from automodel_ckpt.own_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
@@ -30,7 +30,7 @@ ONLY_SHOW = {"help", "version", "list", "print_config", "dry_run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``ckpt-train``; returns its exit code. Without arguments it is the command: its process may end here."""
+    """Run ``ckpt-train`` and return its exit code. With ``argv=None`` it uses ``sys.argv`` and may end the process."""
     occupy_standard_streams()
     line = parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = EXIT_DONE
     except (AutomodelError, KeyboardInterrupt) as error:
         code, message = describe(error)
-        if _speaks():
+        if _is_local_rank_0():
             print_error(message)
-    except Exception as error:  # of code that the recipe names, or a defect
+    except Exception as error:  # raised by user code, or a defect
         from automodel_ckpt.cli.failure import record_of, text_of
 
         record = record_of(error, 0)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(line: CommandLine) -> int:
-    """Do what a command line asks for. Raises :class:`RecipeError` with all that is wrong with it or the recipe."""
+    """Execute a parsed command line. Raises :class:`RecipeError` with all problems of it and of the recipe."""
     if "help" in line.modes:
         from automodel_ckpt.config.help import help_text
 
@@ -78,11 +78,11 @@ def run(line: CommandLine) -> int:
 
 
 def _run_recipe(line: CommandLine) -> int:
-    _refuse_no_directory()
+    _check_working_directory()
     path = _recipe_path(line)
     check = None if "print_config" in line.modes else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
-    refuse_stray_modes(line)
+    check_selftest_options(line)
     if "print_config" in line.modes:
         if loaded.problems:
             raise RecipeError.all_of(loaded.problems)
@@ -93,7 +93,7 @@ def _run_recipe(line: CommandLine) -> int:
         return selftest(path, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_batches(loaded, ranks)
-    warn_of_machines(loaded, line.flags)
+    check_node_counts(loaded, line.flags)
     from automodel_ckpt.config import targets
 
     trust = targets.Trust(line.flags.trust)
@@ -101,7 +101,7 @@ def _run_recipe(line: CommandLine) -> int:
         from automodel_ckpt.cli.dry_run import report
 
         recipe = targets.prepare(loaded, trust)
-        with telling_own_failures(RecipeError):
+        with reporting_user_failures(RecipeError):
             told = report(loaded, recipe, line.flags, grid(loaded, ranks) if ranks else None)
         print(told, end="")
         return EXIT_DONE
@@ -111,7 +111,7 @@ def _run_recipe(line: CommandLine) -> int:
 
 
 def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
-    """What can be checked in a recipe's tree without torch, besides its schema: to be reported with the rest."""
+    """Return a check of trusted names and data files that needs no torch."""
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.data_files import missing_data_files
@@ -122,8 +122,8 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
     return check
 
 
-def _refuse_no_directory() -> None:
-    """Without one no relative path leads anywhere, and torch's libraries end the process when they are loaded."""
+def _check_working_directory() -> None:
+    """Raise :class:`RecipeError` if the working directory was removed: torch would abort the process on import."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -167,13 +167,13 @@ def _recipe_path(line: CommandLine) -> str:
     return files[0]
 
 
-def _speaks() -> bool:
-    """Whether this process may print an error that its siblings on this machine have too."""
+def _is_local_rank_0() -> bool:
+    """Whether this process prints errors that are the same on all ranks of the node."""
     return os.environ.get("LOCAL_RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_LOCALID", "0") == "0"
 
 
 def known_ranks(flags: LaunchFlags) -> int | None:
-    """The number of ranks where the command line or the environment tells it, else None."""
+    """The number of ranks, if the command line or the environment determines it; otherwise None."""
     if joined := num_joined(os.environ, flags):
         return joined
     if flags.nproc_per_node.isdecimal() and flags.nnodes.isdecimal():
@@ -182,7 +182,7 @@ def known_ranks(flags: LaunchFlags) -> int | None:
 
 
 def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
-    """Refuses ranks that the sizes do not make up, and a global batch that they cannot share evenly."""
+    """Raise :class:`RecipeError` if the parallel sizes or the global batch size do not fit the number of *ranks*."""
     steps = loaded.config.step_scheduler
     if ranks is None:
         return
@@ -199,9 +199,12 @@ def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
     )
 
 
-def warn_of_machines(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
-    """Of the numbers of machines that an elastic run may come to: refuses where none fits as :func:`check_batches`
-    does, and tells of those that do not, since the run would end when as many are there."""
+def check_node_counts(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
+    """Check each number of nodes that an elastic run may have.
+
+    Warns about the numbers that do not fit the batch sizes: the run ends when it has that many nodes. Raises
+    :class:`RecipeError` if no number fits.
+    """
     least, _, most = flags.nnodes.partition(":")
     if not most or not flags.nproc_per_node.isdecimal():
         return
@@ -220,7 +223,7 @@ def warn_of_machines(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
 
 
 def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:
-    """What the ranks share. Raises :class:`RecipeError` for sizes that do not fit together."""
+    """The parallel sizes of *ranks* ranks. Raises :class:`RecipeError` if they do not fit together."""
     section = loaded.config.distributed
     sizes = share_out(
         ranks,
@@ -235,13 +238,13 @@ def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:
 
 
 def examples() -> dict[str, Path]:
-    """Name -> path of each recipe that comes with the package."""
+    """Map the name of each example recipe to its path."""
     paths = sorted(EXAMPLES.rglob("*.yaml"))
     return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
 
 
 def _example_lines() -> Iterator[str]:
-    """Name and title of each: a line for programs; for people the title stands below, as wide as the terminal."""
+    """Names and titles of the example recipes: one line each, or wrapped titles below the names on a terminal."""
     known = {name: _title(path) for name, path in examples().items()}
     if not sys.stdout.isatty():
         yield from table(list(known.items()))
@@ -252,9 +255,9 @@ def _example_lines() -> Iterator[str]:
 
 
 def copy_example(name: str, directory: str) -> Path:
-    """Copies a recipe into a directory, which is made, and the file of code that it names; never over a file.
+    """Copy an example recipe, and the Python file it uses, into a directory. Never overwrites a file.
 
-    Returns the recipe's copy. Raises :class:`RecipeError`.
+    Creates the directory. Returns the path of the copy. Raises :class:`RecipeError`.
     """
     known = examples()
     found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]

@@ -85,7 +85,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Exit code 3 where anything is wrong; every problem is printed."""
+    """Run ``ckpt verify``: print every problem; the exit code is 3 if there is one."""
     from automodel_ckpt.checkpoint.run import resume
 
     path = Path(arguments.path)
@@ -125,7 +125,7 @@ def _verdict(target: Path, problems: list[Problem]) -> str:
 
 
 def _is_foreign(target: Path) -> bool:
-    """Whether another program's files stand there, which nothing describes."""
+    """Whether *target* holds files of another program, without a manifest."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.sources import foreign
 
@@ -134,7 +134,7 @@ def _is_foreign(target: Path) -> bool:
 
 
 def _note(results: Sequence[tuple[Path, list[Problem]]]) -> None:
-    """For ``ckpt ls``."""
+    """Record the results, which ``ckpt ls`` shows."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.run.verified import remember
 
@@ -178,7 +178,7 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
 
 
 def prune(arguments: argparse.Namespace) -> int:
-    """Preview or remove; a live run in the directory is left alone."""
+    """Run ``ckpt prune``: preview or remove checkpoints. Raises if a live run uses the directory."""
     from automodel_ckpt.checkpoint import policy
     from automodel_ckpt.checkpoint.run import upkeep
     from automodel_ckpt.checkpoint.run.lease import Lease
@@ -257,7 +257,7 @@ def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
 
 
 def pin(arguments: argparse.Namespace) -> int:
-    """Pin or unpin, as the command says."""
+    """Run ``ckpt pin`` or ``ckpt unpin``."""
     from automodel_ckpt.checkpoint.run import upkeep
 
     path = Path(arguments.path)

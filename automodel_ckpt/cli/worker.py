@@ -57,7 +57,7 @@ from automodel_ckpt.distributed.lifeline import hold, hold_all, listen
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
-from automodel_ckpt.own_code import telling_own_failures
+from automodel_ckpt.own_code import reporting_user_failures
 from automodel_ckpt.training.progress import Progress
 
 PEER_GRACE_SECONDS = 10.0
@@ -122,13 +122,13 @@ def run_rank(
 
     try:
         let_gloo_be_found(os.environ)
-        with stop.before_training(leave), telling_own_failures(RecipeError):
+        with stop.before_training(leave), reporting_user_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
             recipe.origins = getattr(loaded, "origins", {})
             recipe.overridden = frozenset(override.key for override in getattr(loaded, "overrides", ()))
             recipe.setup()
         begun = True
-        with telling_own_failures(AutomodelError):
+        with reporting_user_failures(AutomodelError):
             recipe.run()
             recipe.close()
         _leave_process_groups()

@@ -337,7 +337,7 @@ def _listed(purpose: str) -> list[str]:
     return listed
 
 
-def refused_argument(entry: Exact | ClassesOf, name: str, value: Any) -> str | None:
+def argument_problem(entry: Exact | ClassesOf, name: str, value: Any) -> str | None:
     """Why the argument *name* may not have this *value* without trust; None where it may."""
     if entry.arguments is not None and name not in entry.arguments and not _is_numbers(value):
         return f"only these arguments are allowed: {', '.join(sorted(entry.arguments))}"

@@ -1,4 +1,4 @@
-"""From a recipe's text to typed values: sections, lists and plug-ins, with every mistake noted on the way."""
+"""Convert a recipe's nodes to typed values, and collect all problems."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _LISTS = (list, tuple, set, Sequence, Iterable)
 _MAPPINGS = (dict, Mapping)
 INVALID = object()
 REMOTE_CODE = "trust_remote_code"
-"""A key of this name is a boolean wherever it is, so that ``no`` cannot reach transformers as a text, which is true."""
+"""A key of this name is always a boolean: transformers would take the text ``no`` as true."""
 
 
 def hints_of(section: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, evaluated once: each key of a command line asks for them."""
+    """Resolved types of a dataclass's fields, cached because every override looks them up."""
     return _evaluated(section)
 
 
@@ -45,7 +45,7 @@ def _evaluated(section: Any) -> dict[str, Any]:
 
 
 def _has_hints(section: type[Any]) -> bool:
-    """Whether the types of a section are known; a library's dataclass may name types that it imports while checking."""
+    """Whether the field types resolve; a library's dataclass may use names that are imported for type checkers only."""
     try:
         hints_of(section)
     except Exception:
@@ -54,7 +54,7 @@ def _has_hints(section: type[Any]) -> bool:
 
 
 def annotation_at(schema: type[Any], key: str) -> Any:
-    """The type of the field at a dotted key: Any inside plug-ins, mappings and lists, None where no such key can be."""
+    """Type of the field at a dotted key; Any inside plug-ins, mappings and lists; None if the key cannot exist."""
     annotation: Any = schema
     for part in key.split("."):
         alternatives = members(annotation)
@@ -70,7 +70,7 @@ def annotation_at(schema: type[Any], key: str) -> Any:
 
 
 def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, sections included."""
+    """Yield every dotted key of a schema, including sections."""
     hints = hints_of(schema)
     for field in dataclasses.fields(schema):
         yield prefix + field.name
@@ -79,13 +79,13 @@ def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that was probably meant."""
+    """The candidate most similar to *word*; None if none is similar."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)
     return matches[0] if matches else None
 
 
 def is_number(part: str) -> bool:
-    """Whether a part of a dotted key is the number of a list's item."""
+    """Whether a part of a dotted key is a list index."""
     return part.isascii() and part.isdecimal()
 
 
@@ -94,14 +94,14 @@ def join(*parts: str) -> str:
 
 
 class Binder:
-    """Gives nodes their types; mistakes are collected in ``problems``."""
+    """Converts nodes to typed values; problems are appended to ``problems``."""
 
     def __init__(self, schema: type[Any], problems: list[Problem], *, open_top: bool = False) -> None:
         """``open_top`` leaves unknown top-level sections to a custom recipe that is not imported yet."""
         self.schema, self.problems, self.open_top = schema, problems, open_top
 
     def section(self, cls: type[Any], node: Node, key: str) -> Any:
-        """An instance of a section's dataclass; the node gets the defaults of what it does not say."""
+        """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node."""
         assert isinstance(node.value, dict)
         given, before = node.value, len(self.problems)
         hints, fields = hints_of(cls), dataclasses.fields(cls)
@@ -118,7 +118,7 @@ class Binder:
         return self._construct(cls, values, node, key) if len(self.problems) == before else INVALID
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
-        """A node as a type; ``INVALID`` after noting why that cannot be."""
+        """Convert a node to a type. Notes a problem and returns ``INVALID`` if that is impossible."""
         if key.rpartition(".")[2] == REMOTE_CODE:
             annotation = bool | None
         alternatives = members(annotation)
@@ -135,10 +135,9 @@ class Binder:
         return self._scalar(alternatives, node, key)
 
     def _accepts_no_content(self, alternatives: tuple[Any, ...], node: Node, key: str) -> bool:
-        """Handle a key with nothing behind it, for example a section whose lines are all commented out.
+        """Handle a key without a value, for example a section whose lines are all commented out.
 
-        A section that is always there takes its defaults. One that switches a feature on could mean both, so that is
-        an error.
+        A mandatory section takes its defaults. For an optional section it is unclear whether it is enabled: an error.
         """
         section = section_type(alternatives)
         is_plug_in = section is None and target_type(alternatives) is not None
@@ -151,10 +150,10 @@ class Binder:
         return True
 
     def _expand(self, annotation: Any, node: Node) -> None:
-        """Read a flag's ``[1, 2]`` or ``{a: b}`` as YAML where a list or a section is accepted.
+        """Parse a flag's ``[1, 2]`` or ``{a: b}`` as YAML if a list or a section is accepted.
 
-        Brackets in a text field are characters. Where any type is accepted, so are those of text that is not valid
-        YAML, and of a Jinja template.
+        Brackets in a text field are characters. If any type is accepted, text that is not valid YAML and Jinja
+        templates stay text.
         """
         if is_text_only(annotation) and node.text is not None:
             # It was read as YAML before the parameter's type was known.
@@ -190,7 +189,7 @@ class Binder:
         value = self.value(annotation, node, full_key)
         for rule in field.metadata.get("rules", ()):
             if value is not INVALID and value is not None and not rule.holds(value):
-                self._refuse(full_key, node, rule.says)
+                self._note_invalid(full_key, node, rule.says)
         return value
 
     def _mapping(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
@@ -212,10 +211,10 @@ class Binder:
             inner = (typing.get_args(kind) or (Any, Any))[1]
             values = {name: self.value(inner, child, join(key, name)) for name, child in node.value.items()}
             return INVALID if INVALID in values.values() else values
-        return self._refuse(key, node, describe(alternatives))
+        return self._note_invalid(key, node, describe(alternatives))
 
     def _open_section(self, cls: type[Any], node: Node, key: str) -> Any:
-        """An instance of a dataclass that collects the keys that are none of its fields in ``kwargs``."""
+        """Convert a node to a dataclass that collects unknown keys in ``kwargs``."""
         assert isinstance(node.value, dict)
         hints = hints_of(cls)
         fields = [field for field in dataclasses.fields(cls) if field.name != "kwargs"]
@@ -228,13 +227,13 @@ class Binder:
     def _list(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         kind = find(alternatives, *_LISTS)
         if kind is None and not any(is_open(member) for member in alternatives):
-            return self._refuse(key, node, describe(alternatives))
+            return self._note_invalid(key, node, describe(alternatives))
         container = (find((kind,), tuple, set) and (typing.get_origin(kind) or kind)) or list
         inner = typing.get_args(kind) or (Any,)
         if container is not tuple or inner[-1] is ...:
             inner = inner[:1] * len(node.value)
         if len(inner) != len(node.value):
-            return self._refuse(key, node, f"a list of {len(inner)}")
+            return self._note_invalid(key, node, f"a list of {len(inner)}")
         items = zip(inner, node.children(), strict=True)
         values = [self.value(item, child, join(key, index)) for item, (index, child) in items]
         return INVALID if INVALID in values else container(values)
@@ -250,7 +249,7 @@ class Binder:
             remedy = ""
             if node.is_null and str in alternatives:
                 remedy = f"quote it to use the text {node.value or '(empty)'}, or remove the key"
-            self._refuse(key, node, describe(alternatives), choices(alternatives), remedy)
+            self._note_invalid(key, node, describe(alternatives), choices(alternatives), remedy)
         return INVALID
 
     def _construct(self, cls: type[Any], values: dict[str, Any], node: Node, key: str) -> Any:
@@ -274,7 +273,7 @@ class Binder:
     def _check_effect(
         self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str
     ) -> None:
-        """Report keys that were changed and have no effect: a value that is accepted and ignored misleads its user."""
+        """Report changed keys that have no effect, because values must never be silently ignored."""
         heads = {name.partition(".")[0] for name in (*condition.keys, *condition.on)}
         if any(values[name] is INVALID for name in heads):
             return
@@ -294,7 +293,7 @@ class Binder:
         remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
         self.note(f"unknown key {join(key, name)}", node, node, remedy)
 
-    def _refuse(self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = "") -> Any:
+    def _note_invalid(self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = "") -> Any:
         meant = closest(str(node.value), listed)
         if meant:
             remedy = f"did you mean {meant}?"
@@ -304,14 +303,14 @@ class Binder:
         return INVALID
 
     def note(self, what: str, node: Node, value: object, remedy: str) -> None:
-        """Add a problem, without showing what a reference to the environment resolved to."""
+        """Add a problem. The resolved value of an environment reference is not shown, since it may be a secret."""
         hidden = isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
         shown = f"{value} (resolved value hidden)" if hidden else str(value)
         self.problems.append(Problem(what, node.origin, shown, remedy))
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default; MISSING where it has none."""
+    """Default of a field; MISSING if it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else MISSING
@@ -338,7 +337,7 @@ def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def unused_without_checkpoints(recipe: Any) -> list[str]:
-    """Keys of a recipe that were given and say nothing, because it has ``checkpoint.enabled: false``."""
+    """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
     if recipe.checkpoint.enabled:
         return []
     say_when = [f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")]
@@ -347,7 +346,7 @@ def unused_without_checkpoints(recipe: Any) -> list[str]:
 
 
 def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:
-    """The node of a field's default; without quotes around a word that the type lists, such as none."""
+    """Node of a field's default. Words that the type lists, such as none, are not quoted."""
     default = default_of(field)
     node = node_of(default)
     if isinstance(default, str) and default in choices(members(annotation)):
@@ -356,7 +355,7 @@ def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:
 
 
 def _is_quoted_word(text: str, accepts_any: bool) -> bool:
-    """Whether a flag's value is a word in quotes that would not be text without them: 'none', or '12' in any type."""
+    """Whether a flag's value is a quoted word that would not be text without quotes: 'none', or '12' for any type."""
     if len(text) < 3 or text[0] not in "'\"" or text[-1] != text[0]:
         return False
     word = text[1:-1]
@@ -364,7 +363,7 @@ def _is_quoted_word(text: str, accepts_any: bool) -> bool:
 
 
 def _patch(node: Node, default: Node) -> None:
-    """``--key.0 value`` on a list that only the schema gives: the default list with that item replaced."""
+    """Apply ``--key.0 value`` to a list that exists only as a default: replace that item in the default list."""
     assert isinstance(default.value, list)
     if not isinstance(node.value, dict) or not node.value or not all(is_number(part) for part in node.value):
         return

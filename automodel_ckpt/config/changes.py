@@ -1,4 +1,4 @@
-"""What a recipe says otherwise than the recipe that a checkpoint was saved with. Imports no torch."""
+"""Differences between a recipe and the one saved in a checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "loggin
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value changed, as text; ``not set`` where one side lacks it."""
+    """A key whose value changed, with both values as text; ``not set`` if one side does not have it."""
 
     key: str
     saved: str
@@ -30,7 +30,7 @@ class Change:
 
 
 def saved_recipe(config_yaml: Path) -> dict[str, str]:
-    """Dotted key to the text of each value of a recipe file in a checkpoint; empty where it cannot be read."""
+    """Map the dotted keys of a saved recipe file to their values as text; empty if it cannot be read."""
     if not config_yaml.is_file() or config_yaml.is_symlink():
         return {}
     root = read_file(config_yaml, [])
@@ -38,7 +38,7 @@ def saved_recipe(config_yaml: Path) -> dict[str, str]:
 
 
 def recipe_of(config_yaml: str) -> dict[str, str]:
-    """Dotted key to the text of each value of a recipe's text."""
+    """Map the dotted keys of a recipe, given as YAML text, to their values as text."""
     return dict(leaves(read_text(config_yaml, "", [])))
 
 
@@ -88,7 +88,7 @@ def check_overrides(ignored: Iterable[Change], overridden: Collection[str], chec
 
 
 def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
-    """What is wrong with an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
+    """The problem of an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
     new_run = (
         f"start a new run from its weights (--init_from.path {checkpoint} and another --checkpoint.checkpoint_dir)"
     )
@@ -115,7 +115,7 @@ def _is_given(key: str, given: Collection[str]) -> bool:
 
 
 def _whole_lists(values: Mapping[str, str]) -> dict[str, str]:
-    """The elements of a list as one value."""
+    """Join the items of each list into one value."""
     whole: dict[str, str] = {}
     for key, value in values.items():
         parent, _, last = key.rpartition(".")

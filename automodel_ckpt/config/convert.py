@@ -1,4 +1,4 @@
-"""From text to a typed scalar: one rule for files, the command line and keyword arguments of plug-ins."""
+"""Convert text to typed scalars, in the same way for files, the command line and plug-in arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DECIMAL = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: Optional and Union taken apart, Annotated unwrapped."""
+    """The alternatives of a type: Optional and Union are split, Annotated is unwrapped."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return tuple(part for member in typing.get_args(annotation) for part in members(member))
@@ -38,7 +38,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
-    """The first alternative of one of these kinds, with its type arguments; None if there is none."""
+    """The first alternative whose type is one of *kinds*, with its type arguments; None if there is none."""
     return next((member for member in alternatives if (typing.get_origin(member) or member) in kinds), None)
 
 
@@ -56,12 +56,12 @@ def target_type(alternatives: Iterable[Any]) -> type[Target] | None:
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether every alternative is written as one word, so that brackets in it are only characters."""
+    """Whether every alternative is a scalar, so that brackets in its text are plain characters."""
     return all(_parser(member) is not None or member is type(None) for member in members(annotation))
 
 
 def untyped(text: str, *, quoted: bool = False) -> Any:
-    """The value of text whose type nobody declared: YAML 1.2, with ``1e-5`` a float, ``017`` and ``on`` text.
+    """Convert text without a declared type, as YAML 1.2 does; ``1e-5`` is a float, ``017`` and ``on`` are text.
 
     The words none and None are null too, as in every field.
     """
@@ -79,7 +79,7 @@ def untyped(text: str, *, quoted: bool = False) -> Any:
 
 
 def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> Any:
-    """Text as the first fitting type: what YAML would make of it, else any other, text last.
+    """Convert text to the first fitting type: the type YAML would choose, otherwise any other, text last.
 
     Raises ValueError where nothing fits, null without Optional included. A type that cannot be written as text (a
     callable, a class of a library) takes the untyped value. The words null, none and None are null, unless the type
@@ -109,7 +109,7 @@ def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> 
 
 
 def is_open(member: Any) -> bool:
-    """Whether a type says nothing about text: Any, a callable, a class of a library, but not a tensor."""
+    """Whether a type does not determine how text is parsed: Any, a callable, or a library's class except tensors."""
     known = (type(None), Target, dict, list, tuple, set, *_PARSERS)
     if (typing.get_origin(member) or member) in (*known, Literal) or dataclasses.is_dataclass(member):
         return False
@@ -121,7 +121,7 @@ def _is_tensor(member: Any) -> bool:
 
 
 def describe(alternatives: tuple[Any, ...]) -> str:
-    """What may be written for a type, in words."""
+    """Describe the accepted values of a type."""
     words = [_word(member) for member in alternatives if member is not type(None) and not _is_tensor(member)]
     if type(None) in alternatives:
         words.append("null")
@@ -129,7 +129,7 @@ def describe(alternatives: tuple[Any, ...]) -> str:
 
 
 def choices(alternatives: tuple[Any, ...]) -> list[str]:
-    """The values that are listed by the type itself."""
+    """The values of the Literal and Enum types among *alternatives*, as text."""
     listed: list[str] = []
     for member in alternatives:
         if typing.get_origin(member) is Literal:

@@ -1,4 +1,4 @@
-"""``load_recipe``: file and overrides in, typed configuration out, or every mistake at once."""
+"""``load_recipe``: read a recipe file and overrides into a typed configuration, or report all problems together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 @dataclass
 class LoadedRecipe:
-    """A recipe whose every key and value was checked.
+    """A recipe whose keys and values have been validated.
 
     ``config`` holds resolved references; ``tree`` holds what was written, defaults included, and may be shown.
     """
@@ -32,12 +32,12 @@ class LoadedRecipe:
     tree: Node
     overrides: tuple[Override, ...] = ()
     problems: tuple[Problem, ...] = ()
-    """Mistakes in the arguments of plug-ins that were found already, to be reported with those that show when the other
-    plug-ins are imported (:func:`targets.check_targets`)."""
+    """Problems found in the arguments of plug-ins. :func:`targets.check_targets` reports them with those that it finds
+    after importing the other plug-ins."""
 
     @property
     def directory(self) -> Path:
-        """Where names of files in the recipe begin: beside it; of one that is no file on a disk the current one."""
+        """Base directory of relative file names in the recipe: its own directory, or the current one for a stream."""
         return Path() if is_stream(self.path) or self.path.parts[:2] == ("/", "dev") else self.path.parent
 
     @property
@@ -50,7 +50,7 @@ class LoadedRecipe:
         return "\n".join(text for text, _ in lines(self.tree)) + "\n"
 
     def explain(self) -> str:
-        """The same with each value's origin in a comment."""
+        """Return the resolved recipe as YAML, with the origin of each value in a comment."""
         rows = list(lines(self.tree))
         width = min(60, max(len(text) for text, _ in rows))
         return "\n".join(f"{text:{width}}  # {origin}" if origin else text for text, origin in rows) + "\n"
@@ -64,7 +64,7 @@ def load_recipe(
     problems: Sequence[Problem] = (),
     check: Callable[[Node], Iterable[Problem]] | None = None,
 ) -> LoadedRecipe:
-    """Read, override and check a recipe; no torch is imported and no code of the recipe runs.
+    """Read a recipe, apply the overrides and validate it. Imports no torch and runs no user code.
 
     Without a ``schema`` the top-level sections of a custom recipe are left to :func:`targets.prepare`, which knows its
     dataclass. ``problems`` found before are reported together with those found here, and with what ``check`` finds in
@@ -93,12 +93,12 @@ def load_recipe(
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """The problems without those that say the same of the same place."""
+    """Remove duplicates with the same message and place."""
     return list({(problem.where, problem.what): problem for problem in reversed(list(problems))}.values())[::-1]
 
 
 def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
-    """Whether the recipe is the user's own code; a misspelled registered name is noted.
+    """Whether the recipe is user code. Notes a problem for an unknown registered name.
 
     The sections of a recipe that is not known are checked as those of the registered recipe that was probably meant,
     or of this package's, so that a misspelled name hides no other mistake.

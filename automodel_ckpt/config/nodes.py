@@ -1,4 +1,4 @@
-"""A recipe before it has types: scalars as the text that was written, each with the place it was written at."""
+"""The untyped tree of a recipe: scalars as written, each with its origin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_DEPTH = 40
 MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
 NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "none", "None", "NONE"})
 _NONE_WORDS = frozenset({"none", "None", "NONE"})
-"""Null to this program and text to other readers of YAML; where a field lists none as a value, they are that value."""
+"""Null here and text for other YAML readers. If a field lists none as a value, they are that value."""
 _RESOLVER = yaml.SafeLoader("")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML as it stands
 UNREADABLE = "use plain YAML: keys, text, numbers, lists and mappings"
@@ -34,7 +34,7 @@ _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 class Node:
     """A scalar's text, a list or a mapping; ``origin`` is ``file:line``, a flag as typed, or ``default``.
 
-    ``text`` is what a flag said before it was read as YAML, for a parameter that turns out to be text.
+    ``text`` is the value of a flag before it was parsed as YAML, for a parameter that turns out to be text.
     """
 
     value: str | list[Node] | dict[str, Node]
@@ -51,20 +51,20 @@ class Node:
         return self.origin.startswith("-")
 
     def __str__(self) -> str:
-        """The value in one line of YAML, references to the environment unresolved."""
+        """The value as one line of YAML, with environment references unresolved."""
         if isinstance(self.value, str) and not self.quoted and _WORD.fullmatch(self.value):
             return "null" if self.is_null and self.value not in _NONE_WORDS else self.value
         document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
         return str(document).removesuffix("\n...\n").rstrip("\n")
 
     def children(self) -> list[tuple[str, Node]]:
-        """(key or number, node) of what a mapping or list holds; a scalar holds nothing."""
+        """(key or index, node) pairs of a mapping or list; empty for a scalar."""
         if isinstance(self.value, dict):
             return list(self.value.items())
         return [(str(index), item) for index, item in enumerate(self.value)] if isinstance(self.value, list) else []
 
     def at(self, key: str) -> Node | None:
-        """The node below at a dotted key, list items by their number."""
+        """The node at a dotted key, with list items addressed by index; None if it does not exist."""
         node: Node | None = self
         for part in key.split("."):
             node = dict(node.children()).get(part) if node else None
@@ -72,7 +72,7 @@ class Node:
 
 
 def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of each value of a recipe's tree."""
+    """Yield (dotted key, text) for each value of a recipe's tree."""
     children = node.children()
     if not children:
         yield key, str(node)
@@ -81,7 +81,7 @@ def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def node_of(value: Any, origin: str = DEFAULT) -> Node:
-    """The node that reads back as a Python value of a schema default."""
+    """Convert a Python value, such as a schema default, to a node that parses back to it."""
     if dataclasses.is_dataclass(value):
         return Node({f.name: node_of(getattr(value, f.name), origin) for f in dataclasses.fields(value)}, origin)
     if isinstance(value, dict):
@@ -97,7 +97,7 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether a recipe comes through a pipe: ``-`` (standard input), a shell's ``<(...)``, a named pipe."""
+    """Whether a recipe is read from a pipe: ``-`` (standard input), a shell's ``<(...)``, or a named pipe."""
     try:
         return str(path) == "-" or not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode))
     except (OSError, ValueError):
@@ -106,13 +106,13 @@ def is_stream(path: str | Path) -> bool:
 
 @functools.cache
 def _from_stream(path: Path) -> bytes:
-    """What can be read but once. Raises OSError."""
+    """Read a stream, cached because it can be read only once. Raises OSError."""
     with open(0, "rb", closefd=False) if str(path) == "-" else path.open("rb") as stream:
         return stream.read(MAX_FILE_BYTES + 1)
 
 
 def read_file(path: Path, problems: list[Problem]) -> Node | None:
-    """The mapping in a YAML file, None where there is none to be had; why is added to ``problems``."""
+    """Read the mapping in a YAML file. Returns None and adds to ``problems`` if that fails."""
     origin = "standard input" if str(path) == "-" else str(path)
     try:
         content = _from_stream(path) if is_stream(path) else path.read_bytes()[: MAX_FILE_BYTES + 1]
@@ -138,7 +138,7 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
 
 
 def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = False) -> Node:
-    """YAML text as a node; ``lines`` adds line numbers to the origin."""
+    """Parse YAML text to a node; with ``lines``, origins include line numbers. Adds errors to ``problems``."""
     try:
         reader = _Reader(text, origin, problems, lines=lines)
         tree = reader.get_single_node()
@@ -154,7 +154,7 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
 
 
 def lines(node: Node, indent: int = 0) -> Iterator[tuple[str, str]]:
-    """(line of YAML, origin) of a mapping: sections as blocks, lists in one line."""
+    """Yield (line of YAML, origin) for a mapping, with sections as blocks and lists on one line."""
     assert isinstance(node.value, dict)
     for key, child in node.value.items():
         name = " " * indent + str(_key(key))
@@ -166,13 +166,13 @@ def lines(node: Node, indent: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def _origin(node: Node) -> str:
-    """A list's own origin, or those of its items where overrides replaced some."""
+    """Origin of a node, and for a list also of the items that overrides replaced."""
     items = node.value if isinstance(node.value, list) else []
     return ", ".join(dict.fromkeys([node.origin, *(item.origin for item in items if item.is_flag)]))
 
 
 def _key(text: str) -> Node:
-    """A mapping's key, which is text, quoted where some reader of YAML may take it for something else."""
+    """Node of a mapping's key, quoted if a YAML reader could take it for something other than text."""
     resolver: Any = _RESOLVER
     tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
     return Node(text, "", quoted=tag != "tag:yaml.org,2002:str" or text[:1] in "+-.0123456789" or text == "None")
@@ -195,7 +195,7 @@ def _to_yaml(node: Node) -> yaml.Node:
 
 
 class _Reader(yaml.SafeLoader):
-    """Composes YAML without constructing anything; notes tags, duplicate keys and bombs as problems."""
+    """Composes YAML without constructing objects; reports tags, duplicate keys and oversized documents."""
 
     def __init__(self, text: str, origin: str, problems: list[Problem], *, lines: bool) -> None:
         self.origin, self.problems, self.lines = origin, problems, lines
@@ -221,7 +221,7 @@ class _Reader(yaml.SafeLoader):
         return peek()
 
     def node(self, tree: yaml.Node, origin: str, depth: int = 0) -> Node:
-        """The tree with aliases expanded, so that an override of one place changes no other."""
+        """Convert the tree with aliases expanded, so that an override changes only one place."""
         self.num_nodes += 1
         self._limit(depth, tree.start_mark)
         if isinstance(tree, yaml.MappingNode):

@@ -19,7 +19,7 @@ MODES = {
     "help": [], "version": [], "print_config": [], "dry_run": [], "list": [], "copy": ["NAME", "DIR"],
     "selftest_resume": [], "selftest_steps": ["N"], "selftest_nproc": ["N"], "json": [],
 }  # fmt: skip
-"""What ``ckpt-train`` does instead of training, with the arguments that it takes."""
+"""Options that do something other than training, with the names of their arguments."""
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
 
@@ -33,7 +33,7 @@ class Override:
 
 @dataclass
 class CommandLine:
-    """A command line taken apart; ``words`` are neither flags nor overrides, ``problems`` what was not understood."""
+    """A parsed command line. ``words`` are positional arguments, ``problems`` what could not be parsed."""
 
     words: list[str] = field(default_factory=list)
     overrides: list[Override] = field(default_factory=list)
@@ -43,7 +43,7 @@ class CommandLine:
 
 
 def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -> CommandLine:
-    """Takes a command line apart; the order of its parts is free."""
+    """Parse a command line; flags, recipe and overrides may be in any order."""
     parser = _Parser(schema)
     words = list(arguments)
     while words:
@@ -58,14 +58,14 @@ class _Parser:
         self.launch: dict[str, Node] = {}
 
     def take(self, words: list[str]) -> None:
-        """Removes the first argument, with its value, from the front of ``words``."""
+        """Parse the first argument, and remove it and its value from ``words``."""
         word = words.pop(0)
         if word == "-h":
             self.line.modes["help"] = []
         elif not word.startswith("-") or word == "-":
             self.line.words.append(word)
         elif not word.startswith("--") or word == "--":
-            self._refuse(word, f"unknown argument {word}", "ckpt-train --help lists all options")
+            self._note(word, f"unknown argument {word}", "ckpt-train --help lists all options")
         else:
             flag, equals, value = word.partition("=")
             self._option(flag, value if equals else None, words)
@@ -84,7 +84,7 @@ class _Parser:
         elif name in _LAUNCH:
             self._launch(flag, name, value, words)
         elif "." not in name and (meant := self._meant_flag(name)):
-            self._refuse(flag, f"unknown option {flag}", f"did you mean {meant}?")
+            self._note(flag, f"unknown option {flag}", f"did you mean {meant}?")
         else:
             self._override(flag, value, words)
 
@@ -95,7 +95,7 @@ class _Parser:
             value = None
         given, words[: len(wanted)] = words[: len(wanted)], []
         if value is not None or len(given) < len(wanted):
-            self._refuse(flag, f"{flag} takes {' '.join(wanted) or 'no value'}", "ckpt-train --help lists all options")
+            self._note(flag, f"{flag} takes {' '.join(wanted) or 'no value'}", "ckpt-train --help lists all options")
             return
         self.line.modes[name] = given
 
@@ -127,11 +127,11 @@ class _Parser:
     def _next(self, flag: str, words: list[str]) -> str | None:
         if words and not words[0].startswith("--"):
             return words.pop(0)
-        self._refuse(flag, f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
+        self._note(flag, f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
         return None
 
     def _give_back_recipe(self) -> None:
-        """``--dataset.streaming recipe.yaml``: a bare plug-in keyword before the only recipe file."""
+        """Handle ``--dataset.streaming recipe.yaml``, where a boolean argument consumed the recipe's path."""
         for index, (key, node) in enumerate((o.key, o.node) for o in self.line.overrides):
             is_free = annotation_at(self.schema, key) in (Any, None)
             if not self.line.words and is_free and str(node.value).endswith((".yaml", ".yml")):
@@ -144,7 +144,7 @@ class _Parser:
         meant = closest(name, [*_LAUNCH, *MODES])
         return f"--{meant.replace('_', '-')}" if meant else None
 
-    def _refuse(self, flag: str, what: str, remedy: str) -> None:
+    def _note(self, flag: str, what: str, remedy: str) -> None:
         self.line.problems.append(Problem(what, flag, "", remedy))
 
 
@@ -153,7 +153,7 @@ def _reads_as_boolean(word: str, *, optional: bool) -> bool:
 
 
 def graft(root: Node, override: Override, problems: list[Problem]) -> None:
-    """Puts an override's value into the tree, making the sections on the way."""
+    """Insert an override's value into the tree, creating missing sections."""
     origin = override.node.origin
     *parents, last = override.key.split(".")
     node = root

@@ -19,7 +19,7 @@ _NAME = re.compile(r"\$\{oc\.env:([^,${}]*)")
 
 
 class ReferenceFailed(Exception):
-    """A reference is malformed, or its variable is not set; neither message nor remedy shows a value."""
+    """A reference is malformed or its variable is not set. Neither message nor hint contains a value."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -31,7 +31,7 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str) -> str | None:
-    """Text with its references replaced; None when it is one reference whose default is null."""
+    """Replace the references in *text*. Returns None for a reference whose default is null."""
     if "${" not in text:
         return text
     if len(_OPENING.findall(text)) != len(_ENVIRONMENT.findall(text)):

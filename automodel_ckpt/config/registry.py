@@ -1,4 +1,4 @@
-"""The names that ``recipe:`` knows without a module path."""
+"""Registered names for the key ``recipe``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OWN = {
 
 
 def registered() -> dict[str, str]:
-    """Recipe name -> ``module:Class``; nothing is imported."""
+    """Map recipe names to ``module:Class`` without importing them."""
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _OWN
 
 
 def is_name(recipe: str) -> bool:
-    """Whether ``recipe:`` is meant as a registered name, not as a module or a file."""
+    """Whether *recipe* is a registered name rather than a module path or a file."""
     return recipe.replace("-", "_").isidentifier()

@@ -1,4 +1,4 @@
-"""Scalars of a checked recipe, written so that every reader of YAML takes them for what they are.
+"""Canonical YAML scalars: a validated recipe is rewritten so that every YAML reader parses the same values.
 
 YAML 1.1 and 1.2 differ (``1e-5`` and ``017`` are text and a number in one, a number and text in the other), and a
 field's type decides here. What is printed and saved therefore says ``true``, ``1.0e-05``, ``17`` or ``'017'``.
@@ -22,7 +22,7 @@ _RESOLVER: Any = yaml.SafeLoader("")
 
 
 def settle(node: Node, value: Any, *, with_arguments: bool) -> None:
-    """Rewrite the scalars of *node* in place as the typed *value* that was made of it says; references stay.
+    """Rewrite the scalars of *node* in place to match the typed *value* converted from it. References stay.
 
     Without ``with_arguments`` the numbers among a plug-in's arguments stay as written, since their types are not known.
     """
@@ -52,7 +52,7 @@ def _settle_child(node: Node, name: str, value: Any, *, with_arguments: bool, is
 
 
 def _quote_words(node: Node) -> None:
-    """Quotes what would be text here whatever its parameter's type, and something else to others."""
+    """Quote words that are text here for any type of parameter, but not for other YAML readers."""
     for _, child in node.children():
         _quote_words(child)
     if isinstance(node.value, str) and not node.is_null and isinstance(untyped(node.value), str):
@@ -81,7 +81,7 @@ def _number(value: float) -> str:
 
 
 def _is_misread(text: str) -> bool:
-    """Whether plain text is no text to YAML 1.1 or 1.2."""
+    """Whether YAML 1.1 or 1.2 would parse unquoted *text* as something other than text."""
     tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
     # none without quotes is text only as one of the values that a field lists, and is read as that again.
     return tag != "tag:yaml.org,2002:str" or not isinstance(untyped(text), str | None)

@@ -32,7 +32,7 @@ from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import OptionsGroup, RecipeConfig, Target, own_keys
 from automodel_ckpt.config.settled import settle
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.own_code import note_own_code, place_in_own_code
+from automodel_ckpt.own_code import place_in_own_code, register_user_code
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 LIBRARIES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft")
@@ -116,7 +116,7 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
         raise Refused(f"{name!r} is not a dotted name", "use the form package.module.callable")
     if trust.covers(name):
         if parts[0] not in _OWN_PACKAGES:
-            note_own_code(parts[0])
+            register_user_code(parts[0])
     elif parts[0] in _NEVER or not allowlist.may_name(purpose, name):
         raise _not_listed(name, purpose)
 
@@ -231,7 +231,7 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
     if not trust.covers_file(path):
         raise Refused(f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}")
     module_name = f"_recipe_{path.stem}"
-    note_own_code(module_name)
+    register_user_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -372,14 +372,14 @@ class _Checker:
             self.problems.append(_problem(key, error, self.tree.at(join(key, "_target_"))))
             return
         _checked[target._target_] = function
-        self._refuse_unnamed(key, target, _without_keyword(function))
+        self._check_positional_only(key, target, _without_keyword(function))
         parameters, takes_any = _parameters(function)
         hints = _hints(function)
         for name in list(target.kwargs):
             node = self.tree.at(join(key, name))
             assert node is not None
             if name in parameters or takes_any:
-                self._refuse_unlisted(target, name, node, join(key, name), entry)
+                self._check_allowed(target, name, node, join(key, name), entry)
                 inner = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
                 self._argument(target, name, hints.get(name, Any), node, join(key, name), supplied, inner)
             else:
@@ -405,16 +405,16 @@ class _Checker:
             value = self.binder.value(hints.get(name, Any), node, join(key, name))
             group.kwargs[name] = None if value is INVALID else value
 
-    def _refuse_unnamed(self, key: str, target: Target, unnamed: Sequence[str]) -> None:
+    def _check_positional_only(self, key: str, target: Target, unnamed: Sequence[str]) -> None:
         if unnamed:
             what = f"{key}: {target._target_} has positional-only parameters ({', '.join(unnamed)})"
             where = self.tree.at(join(key, "_target_"))
             remedy = "write a wrapper with keyword arguments in your own package, and trust it"
             self.problems.append(Problem(what, where.origin if where else "", "", remedy))
 
-    def _refuse_unlisted(self, target: Target, name: str, node: Node, key: str, entry: Entry | None) -> None:
+    def _check_allowed(self, target: Target, name: str, node: Node, key: str, entry: Entry | None) -> None:
         """Note an argument that a callable of the allowlist may not have without trust."""
-        reason = allowlist.refused_argument(entry, name, target.kwargs[name]) if entry is not None else None
+        reason = allowlist.argument_problem(entry, name, target.kwargs[name]) if entry is not None else None
         if reason is not None:
             what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
             self.problems.append(Problem(what, node.origin, str(node), _remedy(target._target_)))
@@ -503,7 +503,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
     except Refused as error:
         raise RecipeError(str(error), where="_target_", value=target._target_, remedy=error.remedy) from error
     for name, value in target.kwargs.items():
-        reason = allowlist.refused_argument(entry, name, value) if entry is not None else None
+        reason = allowlist.argument_problem(entry, name, value) if entry is not None else None
         if reason is not None:
             raise RecipeError(
                 reason, where=f"_target_: {target._target_}", value=f"{name}: {value}", remedy="remove the argument"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.train import examples, main, warn_of_machines
+from automodel_ckpt.cli.train import check_node_counts, examples, main
 from automodel_ckpt.config.bind import keys_of
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import load_recipe
@@ -286,13 +286,13 @@ def test_elastic_runs_are_told_of_numbers_of_machines_that_do_not_fit(
 ) -> None:
     recipe.write_text(RECIPE)
     loaded = load_recipe(recipe, parse(["--step_scheduler.global_batch_size=8"]).overrides)
-    warn_of_machines(loaded, LaunchFlags(nnodes="2:2"))
-    warn_of_machines(loaded, LaunchFlags(nnodes="1:9", nproc_per_node="auto"))
+    check_node_counts(loaded, LaunchFlags(nnodes="2:2"))
+    check_node_counts(loaded, LaunchFlags(nnodes="1:9", nproc_per_node="auto"))
     assert capsys.readouterr().err == ""
-    warn_of_machines(loaded, LaunchFlags(nnodes="1:3", nproc_per_node="2"))
+    check_node_counts(loaded, LaunchFlags(nnodes="1:3", nproc_per_node="2"))
     assert capsys.readouterr().err.startswith("warning: with 3 nodes, the run will end with exit code 2\n")
     with pytest.raises(RecipeError, match="must be a multiple"):
-        warn_of_machines(loaded, LaunchFlags(nnodes="5:7"))
+        check_node_counts(loaded, LaunchFlags(nnodes="5:7"))
 
 
 @pytest.mark.parametrize("content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.cli.compare import compare_exactly, compare_loosely
-from automodel_ckpt.cli.selftest import refuse_stray_modes
+from automodel_ckpt.cli.selftest import check_selftest_options
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
 
@@ -58,8 +58,8 @@ def test_a_run_that_ends_early_is_different_and_losses_that_are_no_numbers_are_e
 
 def test_the_selftests_options_mean_nothing_without_it() -> None:
     with pytest.raises(RecipeError, match="--selftest-steps requires --selftest-resume"):
-        refuse_stray_modes(parse(["r.yaml", "--selftest-steps", "3"]))
+        check_selftest_options(parse(["r.yaml", "--selftest-steps", "3"]))
     line = parse(["--selftest-steps=3", "r.yaml", "--selftest-resume"])
-    refuse_stray_modes(line)
+    check_selftest_options(line)
     assert (line.words, line.problems, line.modes["selftest_steps"]) == (["r.yaml"], [], ["3"])
     assert parse(["--selftest-steps"]).problems
