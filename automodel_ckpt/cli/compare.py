@@ -112,20 +112,34 @@ def _differences(rank: int, one: Step, other: Step) -> Iterator[Difference]:
     for name in QUANTITIES:
         if one[name] != other[name]:
             yield Difference(one["step"], rank, name, _shown(name, one[name]), _shown(name, other[name]))
-    states = one["state"], other["state"]
-    for name in sorted(states[0].keys() | states[1].keys(), key=lambda name: ("/" not in name, name)):
-        mine, theirs = (state.get(name, "missing") for state in states)
-        if mine != theirs:
-            yield Difference(one["step"], rank, name, mine, theirs)
+    state, other_state = one["state"], other["state"]
+    names = state.keys() | other_state.keys()
+    for name in sorted(names, key=lambda name: ("/" not in name, name)):
+        digest = state.get(name, "missing")
+        other_digest = other_state.get(name, "missing")
+        if digest != other_digest:
+            yield Difference(one["step"], rank, name, digest, other_digest)
 
 
 def _summaries(straight: Run, resumed: Run) -> list[StepSummary]:
     summaries = []
-    for one, other in zip(zip(*straight, strict=True), zip(*resumed, strict=True), strict=False):
-        step, digests = one[0], _combined(one)
+    straight_steps = zip(*straight, strict=True)
+    resumed_steps = zip(*resumed, strict=True)
+    for one, other in zip(straight_steps, resumed_steps, strict=False):
+        # All ranks log the same numbers; the digests of their states differ.
+        step = one[0]
+        digests = _combined(one)
+        same_state = digests == _combined(other)
+        same_numbers = all(step[name] == other[0][name] for name in QUANTITIES)
         numbers = {name: _number(step[name]) for name in NUMBERS}
-        same = digests == _combined(other) and all(step[name] == other[0][name] for name in QUANTITIES)
-        summaries.append(StepSummary(step["step"], len(step["samples"]), digests=digests, same=same, **numbers))
+        summary = StepSummary(
+            step["step"],
+            len(step["samples"]),
+            digests=digests,
+            same=same_state and same_numbers,
+            **numbers,
+        )
+        summaries.append(summary)
     return summaries
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,11 +102,22 @@ def rows_of(run: Path) -> Iterator[Row]:
     from automodel_ckpt.checkpoint.run import resume
 
     pointers, notes = _pointers(run), _notes(run)
-    found = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
-    found += [run / str(name) for name in resume.checkpoint_names(run) if (run / str(name)).is_symlink()]
-    rows = [row_of(path, pointers, notes) for path in found if _looks_like_checkpoint(path)]
-    rows += [_missing(name, pointers[name]) for name in pointers if not os.path.lexists(run / name)]
-    yield from sorted(rows, key=lambda row: (row.step is None, row.step or 0, row.epoch or 0, row.name))
+    directories = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
+    checkpoints = [run / str(name) for name in resume.checkpoint_names(run)]
+    # A checkpoint that was moved to another disk is a link to its new place.
+    moved = [path for path in checkpoints if path.is_symlink()]
+    rows = []
+    for path in (*directories, *moved):
+        if _looks_like_checkpoint(path):
+            rows.append(row_of(path, pointers, notes))
+    for name, pointing in pointers.items():
+        if not os.path.lexists(run / name):
+            rows.append(_missing(name, pointing))
+    yield from sorted(rows, key=_row_order)
+
+
+def _row_order(row: Row) -> tuple[bool, int, int, str]:
+    return row.step is None, row.step or 0, row.epoch or 0, row.name
 
 
 def _missing(name: str, pointers: Sequence[str]) -> Row:
@@ -201,25 +213,39 @@ def _number(value: object) -> float | None:
 
 
 def _run_row(above: Path, run: Path) -> RunRow:
-    whole = [row for row in rows_of(run) if row.complete and "superseded" not in row.reason]
-    newest = max(whole, key=lambda row: (row.step or 0, row.epoch or 0), default=None)
-    validated = [row.val_loss for row in whole if row.val_loss is not None and row.val_loss == row.val_loss]
+    name = os.path.relpath(run, above)
+    complete = [row for row in rows_of(run) if row.complete and "superseded" not in row.reason]
+    if not complete:
+        return RunRow(name, 0, None, None, None, None, None, None, 0, None)
+    newest = max(complete, key=lambda row: (row.step or 0, row.epoch or 0))
+    val_losses = [row.val_loss for row in complete if row.val_loss is not None]
+    numbers = [loss for loss in val_losses if not math.isnan(loss)]
     return RunRow(
-        os.path.relpath(run, above), len(whole), newest.name if newest else None, newest.step if newest else None,
-        newest.epoch if newest else None, newest.train_loss if newest else None, newest.val_loss if newest else None,
-        min(validated, default=None), sum(row.nbytes or 0 for row in whole), newest.created if newest else None,
-    )  # fmt: skip
+        run=name,
+        num_checkpoints=len(complete),
+        newest=newest.name,
+        step=newest.step,
+        epoch=newest.epoch,
+        train_loss=newest.train_loss,
+        val_loss=newest.val_loss,
+        lowest_val_loss=min(numbers, default=None),
+        nbytes=sum(row.nbytes or 0 for row in complete),
+        created=newest.created,
+    )
 
 
 # ---------------------------------------------------------------- for people
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    head, *lines = fitted([_TITLES, *map(_cells, rows)], range(1, 7), _DROPPED_FIRST, wrap_last=True)
+    cells = [_cells(row) for row in rows]
+    head, *lines = fitted([_TITLES, *cells], range(1, 7), _DROPPED_FIRST, wrap_last=True)
     print(coloured(head, "bold", sys.stdout))
     for row, line in zip(rows, lines, strict=True):
-        bad = row.damaged or not (row.complete or row.foreign)
-        print(coloured(line, "red", sys.stdout) if bad else line)
+        is_usable = not row.damaged and (row.complete or row.foreign)
+        if not is_usable:
+            line = coloured(line, "red", sys.stdout)
+        print(line)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -162,10 +162,14 @@ _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)", re.ASCII)
 def _group_name(name: str, numbers: Sequence[Sequence[str]]) -> str:
     """*name* with each ``{}`` replaced by the numbers found there."""
     parts = name.split("{}")
-    if len(parts) - 1 != len(numbers[0]):
-        return name  # braces of its own
-    ranges = [_range_text({int(each[place]) for each in numbers}) for place in range(len(numbers[0]))]
-    return parts[0] + "".join(text + part for text, part in zip(ranges, parts[1:], strict=True))
+    num_places = len(numbers[0])
+    if len(parts) - 1 != num_places:
+        return name  # the tensor's name itself contains {}
+    text = parts[0]
+    for place in range(num_places):
+        found = {int(each[place]) for each in numbers}
+        text += _range_text(found) + parts[place + 1]
+    return text
 
 
 def _range_text(found: Collection[int]) -> str:

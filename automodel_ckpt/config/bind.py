@@ -103,19 +103,27 @@ class Binder:
     def section(self, cls: type[Any], node: Node, key: str) -> Any:
         """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node."""
         assert isinstance(node.value, dict)
-        given, before = node.value, len(self.problems)
-        hints, fields = hints_of(cls), dataclasses.fields(cls)
-        for name in [name for name in given if name not in hints]:
-            self._unknown(cls, name, given[name], key)
-        values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
-        rest = {name: child for name, child in given.items() if name not in hints}
-        node.value = {field.name: given.get(field.name) or default_node(field, hints[field.name]) for field in fields}
-        node.value |= rest
+        given = node.value
+        num_before = len(self.problems)
+        hints = hints_of(cls)
+        unknown = {name: child for name, child in given.items() if name not in hints}
+        for name, child in unknown.items():
+            self._unknown(cls, name, child, key)
+        values = {}
+        ordered = {}
+        for field in dataclasses.fields(cls):
+            hint = hints[field.name]
+            values[field.name] = self._field(field, hint, node, key)
+            ordered[field.name] = given.get(field.name) or default_node(field, hint)
+        # The order of the schema, so that printed recipes look alike.
+        node.value = ordered | unknown
         for relation in getattr(cls, "relations", ()):
             self._relate(relation, values, node, key)
         for condition in getattr(cls, "conditions", ()):
             self._check_effect(condition, cls, values, node, key)
-        return self._construct(cls, values, node, key) if len(self.problems) == before else INVALID
+        if len(self.problems) > num_before:
+            return INVALID
+        return self._construct(cls, values, node, key)
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
         """Convert a node to a type. Notes a problem and returns ``INVALID`` if that is impossible."""
@@ -218,11 +226,19 @@ class Binder:
         assert isinstance(node.value, dict)
         hints = hints_of(cls)
         fields = [field for field in dataclasses.fields(cls) if field.name != "kwargs"]
-        others = [name for name in node.value if name not in {field.name for field in fields}]
+        own_names = {field.name for field in fields}
+        # Taken before the fields are converted, which adds the nodes of their defaults.
+        others = [name for name in node.value if name not in own_names]
         num_before = len(self.problems)
-        values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
-        kwargs = {name: self.value(Any, node.value[name], join(key, name)) for name in others}
-        return cls(**values, kwargs=kwargs) if len(self.problems) == num_before else INVALID
+        values = {}
+        for field in fields:
+            values[field.name] = self._field(field, hints[field.name], node, key)
+        kwargs = {}
+        for name in others:
+            kwargs[name] = self.value(Any, node.value[name], join(key, name))
+        if len(self.problems) > num_before:
+            return INVALID
+        return cls(**values, kwargs=kwargs)
 
     def _list(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         kind = find(alternatives, *_LISTS)

@@ -62,8 +62,11 @@ def field_docs(section: type[Any]) -> dict[str, str]:
     for cls in reversed([base for base in section.__mro__ if dataclasses.is_dataclass(base)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(definition, ast.ClassDef)
+        # A field's text is the string expression that follows its assignment.
         for field, text in zip(definition.body, definition.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
+                continue
+            if isinstance(field.target, ast.Name):
                 docs[field.target.id] = ast.literal_eval(text.value)
     return docs
 
@@ -80,12 +83,19 @@ def _sections(schema: type[Any]) -> Iterator[str]:
 
 
 def _rows(section: type[Any], prefix: str, *, dashes: bool = False, skip: Collection[str] = ()) -> Iterator[str]:
-    hints, docs = typing.get_type_hints(section), field_docs(section)
+    hints = typing.get_type_hints(section)
+    docs = field_docs(section)
     fields = [field for field in dataclasses.fields(section) if field.name not in skip]
-    names = [f"--{field.name.replace('_', '-')}" if dashes else prefix + field.name for field in fields]
+    names = [prefix + field.name for field in fields]
+    if dashes:
+        names = ["--" + name.replace("_", "-") for name in names]
+    width = max(len(name) for name in names)
     for name, field in zip(names, fields, strict=True):
+        hint = hints[field.name]
         default = default_of(field)
+        # A mandatory plug-in has a Target as its default, whose name is missing.
         is_required = getattr(default, "_target_", default) == MISSING
-        shown = "required" if is_required else f"default {default_node(field, hints[field.name])}"
-        kind = describe(members(hints[field.name]))
-        yield f"  {name:{max(map(len, names))}}  {docs.get(field.name, '')} [{kind}; {shown}]"
+        presence = "required" if is_required else f"default {default_node(field, hint)}"
+        text = docs.get(field.name, "")
+        kind = describe(members(hint))
+        yield f"  {name:{width}}  {text} [{kind}; {presence}]"

@@ -132,11 +132,14 @@ class _Parser:
 
     def _give_back_recipe(self) -> None:
         """Handle ``--dataset.streaming recipe.yaml``, where a boolean argument consumed the recipe's path."""
-        for index, (key, node) in enumerate((o.key, o.node) for o in self.line.overrides):
-            is_free = annotation_at(self.schema, key) in (Any, None)
-            if not self.line.words and is_free and str(node.value).endswith((".yaml", ".yml")):
-                self.line.words.append(str(node.value))
-                self.line.overrides[index] = Override(key, Node("true", node.origin))
+        for index, override in enumerate(self.line.overrides):
+            if self.line.words:
+                return
+            text = str(override.node.value)
+            is_untyped = annotation_at(self.schema, override.key) in (Any, None)
+            if is_untyped and text.endswith((".yaml", ".yml")):
+                self.line.words.append(text)
+                self.line.overrides[index] = Override(override.key, Node("true", override.node.origin))
 
     def _meant_flag(self, name: str) -> str | None:
         if name in hints_of(self.schema):
