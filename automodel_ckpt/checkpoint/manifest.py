@@ -206,8 +206,11 @@ class Manifest:
 
     def _overlap_fault(self) -> str | None:
         """The first two slices or values that share bytes of a file, as text; None where there are none."""
-        parts: list[Slice | Blob] = [b for tree in self.trees.values() for b in tree.objects.values() if b.nbytes]
-        parts += [p for tree in self.trees.values() for t in tree.stored for p in in_one_piece(t) if p.nbytes]
+        parts: list[Slice | Blob] = []
+        for tree in self.trees.values():
+            parts += [blob for blob in tree.objects.values() if blob.nbytes]
+            for tensor in tree.stored:
+                parts += [piece for piece in in_one_piece(tensor) if piece.nbytes]
         parts.sort(key=lambda part: (part.file, part.start))
         for one, other in itertools.pairwise(parts):
             if one.file == other.file and one.start + one.nbytes > other.start:
@@ -216,20 +219,27 @@ class Manifest:
 
     def _gap_fault(self) -> str | None:
         """The first gap between slices of a file with a Merkle digest, which does not cover bytes in gaps; or None."""
-        composed = {path: record for path, record in self.files.items() if record.digest.startswith(COMPOSED)}
-        ends: dict[str, list[Slice]] = {path: [] for path in composed}
-        for piece in (p for tree in self.trees.values() for t in tree.stored for p in in_one_piece(t)):
-            if piece.nbytes and piece.file in ends:
-                ends[piece.file].append(piece)
-        for path, pieces in ends.items():
+        sizes = {path: record.size for path, record in self.files.items() if record.digest.startswith(COMPOSED)}
+        slices_of: dict[str, list[Slice]] = {path: [] for path in sizes}
+        for tree in self.trees.values():
+            for tensor in tree.stored:
+                for piece in in_one_piece(tensor):
+                    if piece.nbytes and piece.file in slices_of:
+                        slices_of[piece.file].append(piece)
+        for path, pieces in slices_of.items():
+            if not pieces:
+                continue
             pieces.sort(key=lambda piece: piece.start)
+            # Each slice must end where the next one starts, and the last one where the file ends.
             stops = [piece.start + piece.nbytes for piece in pieces]
-            if pieces and [*(p.start for p in pieces[1:]), composed[path].size] != stops:
+            next_starts = [piece.start for piece in pieces[1:]]
+            if stops != [*next_starts, sizes[path]]:
                 return f"the slices of {path!r} do not fill it"
-        blobs = (blob for tree in self.trees.values() for blob in tree.objects.values())
-        return next(
-            (f"{blob.fqn!r} is located in {blob.file!r}, among slices" for blob in blobs if blob.file in ends), None
-        )
+        for tree in self.trees.values():
+            for blob in tree.objects.values():
+                if blob.file in slices_of:
+                    return f"{blob.fqn!r} is located in {blob.file!r}, among slices"
+        return None
 
     def _holds(self, piece: Slice | Blob) -> bool:
         record = self.files.get(piece.file)

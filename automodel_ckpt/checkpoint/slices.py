@@ -283,7 +283,8 @@ def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...],
         ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in dims]
         for corner in itertools.product(*ends):
             at = tuple(place for place, _ in corner)
-            found[at] = found.get(at, 0) + math.prod(sign for _, sign in corner)
+            sign = math.prod(sign for _, sign in corner)
+            found[at] = found.get(at, 0) + sign
     return {at: count for at, count in found.items() if count}
 
 

@@ -91,17 +91,20 @@ class _Zip:
 
     def end(self, name: str, nbytes: int, crc: int) -> None:
         """The descriptor behind the data; 64-bit sizes for a record that needs them."""
-        at, path = self._begun[name], f"archive/{name}".encode()
-        wide = nbytes > _MAX_32
-        self.written += struct.pack("<4sI", b"PK\7\b", crc) + struct.pack("<2Q" if wide else "<2I", nbytes, nbytes)
+        at = self._begun[name]
+        path = f"archive/{name}".encode()
+        self.written += struct.pack("<4sI", b"PK\7\b", crc)
+        self.written += struct.pack("<2Q" if nbytes > _MAX_32 else "<2I", nbytes, nbytes)
+        # Values above 32 bits are stored in an extra field of the directory's entry, in this order.
         large = [value for value in (nbytes, nbytes, at) if value > _MAX_32]
-        extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        shown = [min(value, _MAX_32) for value in (nbytes, nbytes)]
-        self._entries[name] = (
-            struct.pack("<4s6H3I", b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc, *shown)
-            + struct.pack("<5H2I", len(path), len(extra), 0, 0, 0, 0, min(at, _MAX_32))
-            + path + extra
-        )  # fmt: skip
+        extra = b""
+        if large:
+            extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large)
+        short_nbytes = min(nbytes, _MAX_32)
+        short_at = min(at, _MAX_32)
+        entry = struct.pack("<4s6H3I", b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc, short_nbytes, short_nbytes)
+        entry += struct.pack("<5H2I", len(path), len(extra), 0, 0, 0, 0, short_at)
+        self._entries[name] = entry + path + extra
 
     def entry_at(self, name: str) -> int:
         """Where in the directory a record's entry begins."""
@@ -109,8 +112,12 @@ class _Zip:
         return sum(len(self._entries[other]) for other in names[: names.index(name)])
 
     def finish(self) -> None:
-        start, directory = self.position, b"".join(self._entries.values())
-        count, size, end = len(self._entries), len(directory), start + len(directory)
+        """Write the directory, its 64-bit end record and locator, and its 32-bit end record."""
+        directory = b"".join(self._entries.values())
+        count = len(self._entries)
+        size = len(directory)
+        start = self.position
+        end = start + size
         self.written += directory
         self.written += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
         self.written += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)

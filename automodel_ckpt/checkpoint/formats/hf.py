@@ -70,12 +70,16 @@ def placed_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Pla
     """The jobs of *rank* for the tensors of a tree. A tensor's data is fetched once, however many positions it has."""
     pieces: dict[str, list[PlacedPiece]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
     for share in plan.tensors():
-        tensor, data = Tensor(share.fqn, share.dtype, share.shape, ()), plan.fetching(share)
+        tensor = Tensor(share.fqn, share.dtype, share.shape, ())
+        box = Box(share.offsets, share.sizes)
+        data = plan.fetching(share)
         for where in placement.places.get(share.fqn, ()):
-            entry = placement.entry(tensor, Box(share.offsets, share.sizes), where)
+            entry = placement.entry(tensor, box, where)
             pieces[where.file].append(PlacedPiece(entry, data, share.dtype, where.copy))
-    for file, mine in zip(placement.files, pieces.items(), strict=True):
-        path, own = mine
-        if own or rank == 0:
-            ordered = sorted(own, key=lambda piece: piece.entry.slices[0].start)
-            yield PlacedJob(path, file.nbytes, ordered, plan.name, file.header if rank == 0 else None)
+    for file in placement.files:
+        path = f"{placement.directory}/{file.name}"
+        # Rank 0 writes every header, also of a file in which it has no slice.
+        header = file.header if rank == 0 else None
+        if pieces[path] or header is not None:
+            ordered = sorted(pieces[path], key=lambda piece: piece.entry.slices[0].start)
+            yield PlacedJob(path, file.nbytes, ordered, plan.name, header)

@@ -213,12 +213,16 @@ def pointed_path(path: Path) -> Path | None:
 def refusal_table(refused: list[Refused]) -> str:
     """A text table of the skipped checkpoints, one line each."""
     rows = [("path", "step", "complete", "compatible", "reason")]
-    rows += [
-        (str(r.path), "?" if r.step is None else str(r.step), _yes(r.complete), _yes(r.compatible), r.reason())
-        for r in refused
-    ]
+    for each in refused:
+        step = "?" if each.step is None else str(each.step)
+        rows.append((str(each.path), step, _yes(each.complete), _yes(each.compatible), each.reason()))
+    # All columns but the last, whose texts are long, have the width of their longest cell.
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
+        lines.append("  ".join([*cells, row[4]]))
+    return "\n".join(lines)
 
 
 def _yes(value: bool) -> str:

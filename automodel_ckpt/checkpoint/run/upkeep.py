@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout, policy
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -56,10 +56,14 @@ def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, supersede
     what the policy keeps, and directories that are not complete checkpoints.
     """
     records = [*resume.records(root, metric_key)]
-    whole = next((record.name for record in records if _is_whole(root / record.name)), None)
-    protected = links.protected_names(root) | ({whole} if whole is not None else set())
+    protected = links.protected_names(root)
+    # The records are newest first: the newest checkpoint that can be resumed from is never removed.
+    newest_whole = next((record.name for record in records if _is_whole(root / record.name)), None)
+    if newest_whole is not None:
+        protected.add(newest_whole)
     names = [record.name for record in keep.removable(records, protected)]
-    names += superseded_names(root) if superseded else []
+    if superseded:
+        names += superseded_names(root)
     return [Removal(name, size_on_disk(root / name)) for name in names]
 
 
@@ -128,16 +132,16 @@ def drop_optimizer(root: Path, name: str) -> int:
 
 def without_optimizer(manifest: Manifest) -> Manifest:
     """The manifest of the same checkpoint without the state of its optimizers and their schedules."""
-    gone = {name for name, record in manifest.state.items() if record.kind in ("optimizer", "lr_scheduler")}
-    places = tuple(manifest.state[name].path for name in gone)
-    return replace(
-        manifest,
-        state={n: replace(r, scope="not saved") if n in gone else r for n, r in manifest.state.items()},
-        trees={name: tree for name, tree in manifest.trees.items() if name not in gone},
-        files={path: r for path, r in manifest.files.items() if not path.startswith(places)}
-        if places
-        else manifest.files,
-    )
+    state = dict(manifest.state)
+    dropped: dict[str, str] = {}
+    for name, record in manifest.state.items():
+        if record.kind in ("optimizer", "lr_scheduler"):
+            state[name] = replace(record, scope=NOT_SAVED)
+            dropped[name] = record.path
+    directories = tuple(dropped.values())
+    trees = {name: tree for name, tree in manifest.trees.items() if name not in dropped}
+    files = {path: record for path, record in manifest.files.items() if not path.startswith(directories)}
+    return replace(manifest, state=state, trees=trees, files=files)
 
 
 def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:

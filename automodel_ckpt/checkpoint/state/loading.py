@@ -83,9 +83,11 @@ class Loader:
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
         """{attribute: (saved name, record)}. Raises :class:`CheckpointUnusable` that lists what is on one side only."""
         matched, lines = self._matched(items)
-        kinds = {name: r.kind for name, r in self._manifest.state.items()} | {item.name: item.kind for item in items}
-        both = {name for item in items if item.name in matched for name in (item.name, matched[item.name][0])}
-        self._absent = {name: kind for name, kind in kinds.items() if name not in both}
+        kinds = {name: record.kind for name, record in self._manifest.state.items()}
+        kinds |= {item.name: item.kind for item in items}
+        on_both_sides = set(matched)
+        on_both_sides |= {saved_name for saved_name, _ in matched.values()}
+        self._absent = {name: kind for name, kind in kinds.items() if name not in on_both_sides}
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
             self._raise_unusable(

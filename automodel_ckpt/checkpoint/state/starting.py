@@ -52,32 +52,48 @@ def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: Ne
     the file.
     """
     state, tied = module_state(module)
-    for source in {id(filling.source): filling.source for filling in fillings.values()}.values():
-        mine = {fqn: f for fqn, f in fillings.items() if f.source is source and fqn in state}
-        whole = {fqn: _renamed(source.tensors[f.name], fqn) for fqn, f in mine.items() if not f.resized}
-        read_tree(source.root, Tree("", whole, {}), {fqn: state[fqn] for fqn in whole})
-        for fqn in mine.keys() - whole.keys():
-            _fill_rows(source, source.tensors[mine[fqn].name], state[fqn], new_rows)
+    sources = {id(filling.source): filling.source for filling in fillings.values()}
+    for source in sources.values():
+        # All tensors of one source are read together, so that each of its files is opened once.
+        unresized: dict[str, Tensor] = {}
+        targets: dict[str, Any] = {}
+        for fqn, filling in fillings.items():
+            if filling.source is not source or fqn not in state:
+                continue
+            stored = source.tensors[filling.name]
+            if filling.resized:
+                _fill_rows(source, stored, state[fqn], new_rows)
+            else:
+                unresized[fqn] = _renamed(stored, fqn)
+                targets[fqn] = state[fqn]
+        read_tree(source.root, Tree("", unresized, {}), targets)
     set_module_state(module, state, tied, strict=True)
 
 
 def _renamed(tensor: Tensor, fqn: str) -> Tensor:
-    return replace(tensor, fqn=fqn, slices=tuple(replace(piece, fqn=fqn) for piece in tensor.slices))
+    slices = tuple(replace(piece, fqn=fqn) for piece in tensor.slices)
+    return replace(tensor, fqn=fqn, slices=slices)
 
 
 def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: NewRows) -> None:
     local, box = _local(target)
     if local.numel() == 0:
         return
-    num_stored, first, stop = stored.shape[0], box.offsets[0], box.offsets[0] + box.sizes[0]
+    num_stored = stored.shape[0]
+    first = box.offsets[0]
+    stop = first + box.sizes[0]
     columns = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
     for start, block in _blocks(source, stored, first, min(stop, num_stored)):
-        local[start - first : start - first + len(block)].copy_(block[:, *columns])
+        row = start - first
+        local[row : row + len(block)].copy_(block[:, *columns])
     if stop > num_stored and new_rows == "mean":
+        # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
         total = torch.zeros(stored.shape[1:], dtype=torch.float64)
         for _, block in _blocks(source, stored, 0, num_stored):
             total += block.sum(0, dtype=torch.float64)
-        local[max(num_stored - first, 0) :].copy_((total / num_stored)[columns])
+        mean = total / num_stored
+        first_new_row = max(num_stored - first, 0)
+        local[first_new_row:].copy_(mean[columns])
 
 
 def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.writing.parts import Part, merge_files, merge_tree, placed_files
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
@@ -61,8 +62,14 @@ def seal(staging: Path, draft: Draft, parts: Sequence[Part]) -> int:
 
     Raises OSError, and :class:`SaveFailed` where the result is not a checkpoint that can be read back.
     """
-    trees = {name: merge_tree(name, format, parts, draft.tied.get(name, {})) for name, format in draft.formats.items()}
-    files = merge_files(parts) | placed_files(parts, (tensor for tree in trees.values() for tensor in tree.stored))
+    trees: dict[str, Tree] = {}
+    stored: list[Tensor] = []
+    for tree_name, tree_format in draft.formats.items():
+        tied = draft.tied.get(tree_name, {})
+        tree = merge_tree(tree_name, tree_format, parts, tied)
+        trees[tree_name] = tree
+        stored.extend(tree.stored)
+    files = merge_files(parts) | placed_files(parts, stored)
     manifest = replace(draft.manifest, created=time.time(), trees=trees, files=files)
     name = layout.CheckpointName(step=manifest.step, epoch=manifest.epoch)
     commit.seal(staging, readable_bytes(manifest, staging.parent / str(name)))
