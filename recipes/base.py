@@ -42,7 +42,7 @@ from automodel_ckpt.recipes.optimizers import AddUp, build_optimizer, log_groups
 from automodel_ckpt.recipes.records import Control, StepResult, Validation
 from automodel_ckpt.recipes.stages import add_up_stages, refuse_idle_stages, refuse_own_steps, train_together
 from automodel_ckpt.recipes.starting import verify_side_files
-from automodel_ckpt.recipes.steps import Rows
+from automodel_ckpt.recipes.trainable import Rows
 from automodel_ckpt.training.loss import LossFn, cross_entropy_sum, refuse_unfit
 from automodel_ckpt.training.lr import build_schedule
 from automodel_ckpt.training.optim import trainable
@@ -65,6 +65,7 @@ class FinetuneRecipe(ModelBuilding):
 
     def setup(self) -> None:
         """Build everything and resume. What is wrong with the recipe shows before the model's weights are read."""
+        self.check_moved_methods()
         self.layout = self.join_ranks()
         check_parallelism(self.parallelism, self.layout)
         if self.layout.in_stages:
@@ -80,6 +81,7 @@ class FinetuneRecipe(ModelBuilding):
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
             self.check_export(self.checkpointer.assets)
+        self.objective = self.build_objective()
         self.saves = self.build_saves()
         self.resume()
 

@@ -47,6 +47,19 @@ from automodel_ckpt.training.tracking import require_trackers
 log = logging.getLogger("automodel_ckpt")
 
 
+MOVED_METHODS = {
+    "micro_batch_loss": "an Objective, as loss(), and name the class in objective_class",
+    "outcome": "an Objective, as row_loss(), and name the class in objective_class",
+    "save": "a subclass of Saves, and name it in saves_class",
+    "save_now": "a subclass of Saves, and name it in saves_class",
+    "note_saved": "a subclass of Saves, and name it in saves_class",
+    "settle": "a subclass of Saves, as wait(), and name it in saves_class",
+    "flush_logs": "self.run_log, as flush()",
+    "log_step": "step(), which can read self.last_step",
+}
+"""Methods that recipes had, and where to override each of them now."""
+
+
 class Lifecycle:
     """A run from its beginning to its end, except for what it trains, which ``recipes.base.FinetuneRecipe`` adds."""
 
@@ -209,6 +222,17 @@ class Lifecycle:
                 where=f"{type(self).__name__}.build",
                 value=", ".join(hidden),
                 remedy="give the attribute another name",
+            )
+
+    def check_moved_methods(self) -> None:
+        """Raise :class:`RecipeError` for a method that former versions called on the recipe: it would be ignored."""
+        found = [name for name in MOVED_METHODS if hasattr(type(self), name)]
+        if found:
+            raise RecipeError(
+                "the recipe overrides a method that another object has now",
+                where=type(self).__name__,
+                value=found[0],
+                remedy=f"override it in {MOVED_METHODS[found[0]]} (docs/guides/write-a-recipe.md)",
             )
 
     def _say_what_is_left_out(self) -> None:

@@ -47,7 +47,8 @@ from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
 from automodel_ckpt.recipes.context import cut_rows
 from automodel_ckpt.recipes.stages import FromTokens, Staged, cut, tell_idle_share
 from automodel_ckpt.recipes.starting import verify_base
-from automodel_ckpt.recipes.steps import Rows, Steps
+from automodel_ckpt.recipes.steps import Steps
+from automodel_ckpt.recipes.trainable import Rows
 from automodel_ckpt.training.router_loss import RouterLoss
 
 log = logging.getLogger("automodel_ckpt")

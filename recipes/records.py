@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.distributed.agree import sum_over_ranks
 
+AUX_LOSS = "aux_loss"
+"""The metric of a micro-batch that is its share of the router's load balancing loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens."""
+
+    count: int
+    num_label_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """The loss of a micro-batch, summed over its terms (0-dim, on the device), and metrics by name.
+
+    The metric ``aux_loss`` has a gradient, which the loop adds to that of the loss.
+    """
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What all ranks agreed on before a step: the global batch's size in tokens, whether to stop, and whether a save in
-    the background has failed."""
+    """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
+    background has failed. The loss of the global batch is a mean over *count* terms."""
 
+    count: int
     num_label_tokens: int
     num_tokens: int
     stop: bool
@@ -21,15 +47,15 @@ class Control:
 
     def summed(self, group: ProcessGroup | None) -> Control:
         """Combine the values of all ranks: tokens are summed, and a flag is set if any rank sets it. A collective."""
-        num_label_tokens, num_tokens, stop, save_failed = sum_over_ranks(
-            group, self.num_label_tokens, self.num_tokens, self.stop, self.save_failed
+        count, num_label_tokens, num_tokens, stop, save_failed = sum_over_ranks(
+            group, self.count, self.num_label_tokens, self.num_tokens, self.stop, self.save_failed
         )
-        return Control(int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0)
+        return Control(int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step: the global batch's mean loss (NaN without labels), gradient norm and learning rate.
+    """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
 
     *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
     """
@@ -42,7 +68,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The mean loss over the label tokens of the whole validation set."""
+    """The mean loss over the whole validation set, and how many label tokens the set has."""
 
     loss: float
     num_label_tokens: int

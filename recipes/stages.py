@@ -21,6 +21,7 @@ from automodel_ckpt.distributed.pipeline import Kind, Pipeline, TiedEnds, Wire, 
 from automodel_ckpt.distributed.tensor_parallel import Plan, plan_for
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.stages import PassThrough, has_tied_ends, keep_stage
+from automodel_ckpt.recipes.objective import Objective
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -124,17 +125,21 @@ def tell_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
     )  # fmt: skip
 
 
-def refuse_own_steps(recipe: object, base: type) -> None:
-    """:class:`RecipeError` for a recipe that computes its loss or takes its steps in its own way."""
+def refuse_own_steps(recipe: Any, base: Any) -> None:
+    """Raise :class:`RecipeError` for a *recipe* (derived from *base*) whose loss or step a pipeline would not call."""
     own = [
-        name for name in ("micro_batch_loss", "train_step") if getattr(type(recipe), name) is not getattr(base, name)
+        f"{type(recipe).__name__}.{name}"
+        for name in ("build_objective", "train_step")
+        if getattr(type(recipe), name) is not getattr(base, name)
     ]
+    if recipe.objective_class.loss is not Objective.loss:
+        own.append(f"{recipe.objective_class.__name__}.loss")
     if own:
         raise RecipeError(
             "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",
             where="distributed.pp_size",
-            value=f"{type(recipe).__name__}.{own[0]}",
-            remedy="leave pp_size out, or extend outcome() instead, which each stage calls",
+            value=own[0],
+            remedy="leave pp_size out, or override Objective.row_loss instead, which the last stage calls",
         )
 
 

@@ -10,13 +10,11 @@ from contextlib import AbstractContextManager, closing
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.trees import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.parallelize import clip_gradients, gradient_sync, reshard
@@ -24,12 +22,13 @@ from automodel_ckpt.distributed.stop import StoppedWaiting
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.loss_head import LossOf
-from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.models.vocabulary import num_embeddings, refuse_unknown_ids
 from automodel_ckpt.recipes.lifecycle import Lifecycle
-from automodel_ckpt.recipes.records import Control, StepResult, Validation
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import AUX_LOSS, Control, LossSum, StepResult, Validation
 from automodel_ckpt.recipes.stages import Staged
-from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_positions, next_token_loss, num_label_tokens
+from automodel_ckpt.recipes.trainable import Rows, Trainable
+from automodel_ckpt.training.loss import LossFn
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import refuse_unsharded
 from automodel_ckpt.training.router_loss import RouterLoss
@@ -37,13 +36,13 @@ from automodel_ckpt.training.step_scheduler import Due, planned_end
 
 log = logging.getLogger("automodel_ckpt")
 
-Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""From a collated micro-batch to the rows that the model sees, with the same sum of losses over labels."""
-
 
 class Steps(Lifecycle):
     """Takes the steps of a run with the attributes that the subclasses build."""
 
+    objective_class: type[Objective] = Objective
+    """What computes the loss of a micro-batch."""
+    objective: Objective
     loss_fn: LossFn
     """The loss of full logits, where the output layer does not compute it."""
     loss_of: LossOf | None
@@ -143,14 +142,16 @@ class Steps(Lifecycle):
         None stands for the batch that this rank was waiting for when it was asked to stop.
         """
         micro_batches = batch.micro_batches if batch is not None else []
-        labels = [num_label_tokens(micro["labels"]) for micro in micro_batches]
-        # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
-        tokens = [_num_tokens(micro) if count else 0 for micro, count in zip(micro_batches, labels, strict=True)]
-        counts = (sum(labels), sum(tokens)) if self.layout.reports else (0, 0)
+        sizes = [self.objective.size_of(micro_batch) for micro_batch in micro_batches]
+        count = sum(size.count for size in sizes)
+        num_labels = sum(size.num_label_tokens for size in sizes)
+        num_tokens = sum(size.num_tokens for size in sizes)
+        if not self.layout.reports:
+            count = num_labels = num_tokens = 0
         failed = self.checkpointer is not None and self.checkpointer.upload_failed
         self.step_scheduler.enter_step()
         stop = batch is None or self.stop_request.wanted
-        return Control(*counts, stop, failed).summed(self.layout.gloo_group)
+        return Control(count, num_labels, num_tokens, stop, failed).summed(self.layout.gloo_group)
 
     # ---------------------------------------------------------------- step
 
@@ -163,7 +164,7 @@ class Steps(Lifecycle):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         total, aux_loss, due = self.finish_step(batch, control, loss_sum)
-        loss = total / control.num_label_tokens if control.num_label_tokens else math.nan
+        loss = total / control.count if control.count else math.nan
         self.last_step = StepResult(loss, grad_norm, lr, aux_loss if self.router_loss is not None else None)
         seconds = time.perf_counter() - started
         self.run_log.log_step(self.step_scheduler, batch.sample_ids, control, self.last_step, seconds)
@@ -177,12 +178,12 @@ class Steps(Lifecycle):
         """
         if self.router_loss is not None:
             self.router_loss.start_step(control.num_tokens)
-        if control.num_label_tokens == 0:
+        if control.count == 0:
             log.warning("step %d: no label in the whole global batch, no update", self.step_scheduler.step + 1)
             self.optimizer.step()
             return 0.0, 0.0
         # The wrappers average over the ranks what has to be a sum.
-        scale = self.layout.sizes.token_parts / control.num_label_tokens
+        scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.accumulate(batch, scale)
         grad_norm = self.clip_gradients()
         if not math.isfinite(grad_norm):
@@ -197,24 +198,36 @@ class Steps(Lifecycle):
     def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
         """The gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim."""
         if self.staged is not None:
-            rows = [self.rows_of(micro_batch) for micro_batch in batch.micro_batches]
-            return _sum_of(self.staged.train(rows, self.outcome, weight))
+            rows = [self.objective.rows_of(micro_batch) for micro_batch in batch.micro_batches]
+            return _sum_of(self.staged.train(rows, self.objective.stage_output, weight))
         if self.router_loss is not None and self.router_loss.needs_counts(len(batch.micro_batches)):
             self.count_routed(batch, self.router_loss)
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with gradient_sync(self.model, enabled=number == len(batch.micro_batches)):
-                loss = self.micro_batch_loss(micro_batch)
-                self.backward(loss, weight)
-            losses.append(loss.detach())
+                result = self.objective.loss(micro_batch)
+                self.backward(result, weight)
+            losses.append(result.loss.detach())
         return _sum_of(losses)
 
-    def backward(self, loss: torch.Tensor, weight: float) -> None:
-        """Add the gradient of a micro-batch's summed *loss* times *weight*, and that of its share of the router's."""
+    def backward(self, result: LossSum, weight: float) -> None:
+        """Add the gradient of a micro-batch's summed loss times *weight*, and that of its share of the router's loss.
+
+        Raises :class:`RecipeError` where the model has a router's loss, and the objective left it out.
+        """
+        loss = result.loss
         if self.router_loss is None:
             torch.autograd.backward(loss, torch.full_like(loss, weight))
             return
-        share = self.router_loss.share()
+        share = result.metrics.get(AUX_LOSS)
+        if share is None:
+            raise RecipeError(
+                "the objective leaves out the router's load balancing loss",
+                where=f"{type(self.objective).__name__}.loss",
+                value=f"metrics without {AUX_LOSS}",
+                remedy="return what super().loss(micro_batch) or with_aux_loss(loss) returns, or set "
+                "model.router_aux_loss: false",
+            )
         # The wrappers average over the ranks what has to be a sum.
         share_weight = self.layout.sizes.token_parts * self.router_loss.coefficient
         torch.autograd.backward([loss, share], [torch.full_like(loss, weight), torch.full_like(share, share_weight)])
@@ -225,57 +238,9 @@ class Steps(Lifecycle):
         counted = []
         with torch.no_grad(), self.rng.preserved():
             for micro_batch in batch.micro_batches:
-                self.micro_batch_loss(micro_batch)
+                self.objective.loss(micro_batch)
                 counted.append(router_loss.take_noted())
         router_loss.count(counted)
-
-    def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of one micro-batch, summed over its labels; 0-dim, on the device."""
-        return self.outcome(self.rows_of(micro_batch))
-
-    def rows_of(self, micro_batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What the model sees of a micro-batch."""
-        self.check_length(longest_sample(micro_batch))
-        return self.row_layout(micro_batch) if self.row_layout is not None else micro_batch
-
-    def outcome(self, rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss of *rows*, summed over their labels; 0-dim, on the device.
-
-        On a later stage of a pipeline it goes on from the *hidden* states [B, T, H] of the stage before, and on all
-        but the last it ends with those for the next.
-        """
-        part = self.part_of_row(rows["labels"].shape[1])
-        inputs = {name: self.on_device(value) for name, value in rows.items() if name not in ("labels", IS_TOKEN)}
-        if hidden is not None:
-            inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
-        if not self.layout.is_last_stage:
-            with self.computing():
-                return logits_of(self.model(**inputs, **self.forward_options))
-        if self.loss_of is None:
-            with self.computing():
-                output = self.model(**inputs, **self.forward_options)
-                self.note_routing(output, rows, part)
-            return next_token_loss(logits_of(output), self.on_device(rows["labels"]), self.loss_fn, part)
-        positions, targets = labelled_positions(rows["labels"], part, all_up_to=self.all_up_to)
-        places = self.on_device(positions) if positions is not None else None
-        with self.computing(), self.loss_of(places, self.on_device(targets)):
-            output = self.model(**inputs, **self.forward_options)
-            self.note_routing(output, rows, part)
-        return logits_of(output)
-
-    def note_routing(self, output: Any, rows: Mapping[str, torch.Tensor], part: slice) -> None:
-        """Keep what the router's loss needs of a forward pass in training; *part* of each row is this rank's."""
-        if self.router_loss is None or not self.model.training:
-            return
-        is_token = rows.get(IS_TOKEN, rows.get("attention_mask"))
-        if num_label_tokens(rows["labels"]) == 0:
-            # Such a micro-batch only keeps this rank in step with the others.
-            is_token = torch.zeros_like(rows["labels"])
-        self.router_loss.note(output, None if is_token is None else is_token[:, part])
-
-    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """*tensor* where the model is."""
-        return tensor.to(self.layout.device, non_blocking=True)
 
     def check_length(self, num_tokens: int) -> None:
         """:class:`RecipeError` for a sample, padding included, that is longer than the model's context."""
@@ -283,21 +248,25 @@ class Steps(Lifecycle):
             check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
             self.longest_checked = num_tokens
 
-    def part_of_row(self, length: int) -> slice:
-        """The places of a row of *length* tokens that this rank's outputs are of.
-
-        Raises :class:`RecipeError` for rows that cannot be cut evenly.
-        """
-        num_parts = self.layout.num_row_parts(sequence_parallel=self.config.distributed.sequence_parallel)
-        if length % num_parts:
-            key = "cp_size" if self.context is not None else "sequence_parallel"
-            raise RecipeError(
-                "a row cannot be cut along the sequence",
-                where=f"distributed.{key}",
-                value=f"{length} tokens among {num_parts} ranks",
-                remedy=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
-            )
-        return WHOLE if self.context is None else self.context.slice_of(length)
+    def build_objective(self) -> Objective:
+        """The object that computes the loss of a micro-batch."""
+        trainable = Trainable(
+            self.model,
+            self.forward_options,
+            self.computing,
+            row_layout=self.row_layout,
+            loss_of=self.loss_of,
+            all_up_to=self.all_up_to,
+            context=self.context,
+            router_loss=self.router_loss,
+        )
+        return self.objective_class(
+            trainable,
+            self.layout,
+            self.loss_fn,
+            sequence_parallel=self.config.distributed.sequence_parallel,
+            check_length=self.check_length,
+        )
 
     def clip_gradients(self) -> float:
         """Have all gradients scaled together to ``clip_grad_norm``, now or by the optimizer as it reads them; returns
@@ -358,39 +327,46 @@ class Steps(Lifecycle):
             reshard(self.model)
         if totals is None:
             return None
-        loss, num_label_tokens = totals
-        return Validation(loss / num_label_tokens if num_label_tokens else math.nan, int(num_label_tokens))
+        loss, count, num_labels = totals
+        return Validation(loss / count if count else math.nan, int(num_labels))
 
-    def validation_totals(self, batches: Iterable[GlobalBatch]) -> tuple[float, float] | None:
-        """The summed loss and the label tokens of all batches and ranks; None when a stop was asked for.
+    def validation_totals(self, batches: Iterable[GlobalBatch]) -> tuple[float, float, float] | None:
+        """The summed loss, its count, and the label tokens of all batches and ranks; None when a stop was asked for.
 
-        What a batch gave is summed over the ranks before the next forward pass, with the wish to stop: a rank that was
-        still waiting for its data must be heard before the others enter a collective without it.
+        The sums of a batch are added over the ranks before the next forward pass, with the request to stop: a rank
+        that is still waiting for its data has to be heard before the others enter a collective without it.
         """
-        loss, num_label_tokens, mine = 0.0, 0.0, (0.0, 0)
+        loss, count, num_labels = 0.0, 0.0, 0.0
+        mine = (0.0, 0, 0)
         for batch in chain(self.batches(batches), [_END]):
-            sums = sum_over_ranks(self.layout.gloo_group, *mine, batch is None or self.stop_request.wanted)
-            if sums[2] > 0:
+            wants_stop = batch is None or self.stop_request.wanted
+            sums = sum_over_ranks(self.layout.gloo_group, *mine, wants_stop)
+            if sums[3] > 0:
                 return None
-            loss, num_label_tokens = loss + sums[0], num_label_tokens + sums[1]
+            loss, count, num_labels = loss + sums[0], count + sums[1], num_labels + sums[2]
             mine = self.validation_sums(batch or _END)
-        return loss, num_label_tokens
+        return loss, count, num_labels
 
-    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
-        """This rank's summed loss and label tokens of one batch; zeros where another rank speaks for them."""
+    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
+        """This rank's summed loss, its count, and the label tokens of *batch*; zeros where another rank reports."""
         try:
             loss = sum(loss.double().item() for loss in self.losses_of(batch))
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
             raise
-        num_labels = sum(num_label_tokens(micro_batch["labels"]) for micro_batch in batch.micro_batches)
-        return loss if self.layout.reports_loss else 0.0, num_labels if self.layout.reports else 0
+        count, num_labels = 0, 0
+        if self.layout.reports:
+            sizes = [self.objective.size_of(micro_batch) for micro_batch in batch.micro_batches]
+            count = sum(size.count for size in sizes)
+            num_labels = sum(size.num_label_tokens for size in sizes)
+        return loss if self.layout.reports_loss else 0.0, count, num_labels
 
     def losses_of(self, batch: GlobalBatch) -> Iterable[torch.Tensor]:
         """The summed loss of each micro-batch, without gradients; on the last stage of a pipeline only."""
         if self.staged is None:
-            return map(self.micro_batch_loss, batch.micro_batches)
-        return self.staged.evaluate([self.rows_of(micro_batch) for micro_batch in batch.micro_batches], self.outcome)
+            return (self.objective.loss(micro_batch).loss for micro_batch in batch.micro_batches)
+        rows = [self.objective.rows_of(micro_batch) for micro_batch in batch.micro_batches]
+        return self.staged.evaluate(rows, self.objective.stage_output)
 
 
 _END = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
@@ -400,8 +376,3 @@ def _sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
     """In float64, unless there is nothing to add; 0-dim."""
     zero = torch.zeros((), dtype=torch.float64)
     return losses[0] if len(losses) == 1 else sum((loss.double() for loss in losses), zero)
-
-
-def _num_tokens(micro_batch: Mapping[str, torch.Tensor]) -> int:
-    mask = micro_batch.get("attention_mask")
-    return micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))

@@ -60,6 +60,15 @@ class GivesLoss:
         return _Labelled(self, positions, targets)
 
 
+def loss_in(output: Any) -> torch.Tensor:
+    """The loss in what a model returned inside :meth:`GivesLoss.loss_of`.
+
+    The loss has to pass through the model's forward, in the field of the logits: DDP, FSDP2 and tensor parallelism
+    attach their hooks to what forward returns.
+    """
+    return logits_of(output)
+
+
 class _Labelled(AbstractContextManager[None]):
     """What :meth:`GivesLoss.loss_of` returns; a generator would take three times as long, in each step."""
 

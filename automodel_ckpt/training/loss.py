@@ -100,7 +100,7 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
         where="model",
         value=f"a tensor of shape {shape} for {list(labels.shape)} tokens" if is_tensor else type(logits).__name__,
         remedy="use a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
-        "or compute another loss in a recipe of your own (micro_batch_loss)",
+        "or compute another loss in a recipe of your own (Objective.loss)",
     )
 
 

@@ -107,9 +107,9 @@ class RouterLoss:
         if self._noted is None:
             raise RecipeError(
                 "the router's load balancing loss requires the standard forward pass, which this recipe replaces",
-                where="micro_batch_loss",
-                value="outcome() was not called for a micro-batch",
-                remedy="call self.outcome(self.rows_of(micro_batch)), or set model.router_aux_loss: false",
+                where="Objective.loss",
+                value="row_loss() was not called for a micro-batch",
+                remedy="return super().loss(micro_batch), or set model.router_aux_loss: false",
             )
         noted, self._noted = self._noted, None
         return noted

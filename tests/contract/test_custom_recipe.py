@@ -79,8 +79,9 @@ def test_it_takes_less_than_sixty_lines() -> None:
 
 def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
     blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-    assert len(blocks) == 3
-    assert all(block.rstrip("\n") in (EXAMPLE / "ema.py").read_text() for block in blocks)
+    assert len(blocks) == 4
+    sources = (EXAMPLE / "ema.py").read_text() + (ROOT / "tests/support/training_parts.py").read_text()
+    assert all(block.rstrip("\n") in sources for block in blocks)
     commands = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
     for words in (shlex.split(command) for command in commands if command.startswith("ckpt-train")):
         line = parse(words[1:])
@@ -89,7 +90,7 @@ def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
 
 
 def test_the_guides_methods_are_those_of_the_recipe() -> None:
-    table = GUIDE[GUIDE.index("| method |") : GUIDE.index("## Rules")]
+    table = GUIDE[GUIDE.index("| method |") : GUIDE.index("## Another loss")]
     names = re.findall(r"`(\w+)[`(]", "\n".join(row.split("|")[1] for row in table.splitlines() if row))
     recipe = made()
     assert len(names) > 10

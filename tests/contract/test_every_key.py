@@ -175,7 +175,9 @@ def rows(it: Subject) -> Any:
     made = it.recipe.build_model()
     it.recipe.model = made
     micro_batch = it.recipe.build_collate_fn()([samples()[index] for index in (0, 1, 3)])
-    return {name: tuple(tensor.shape) for name, tensor in it.recipe.rows_of(micro_batch).items()}
+    it.recipe.loss_fn = it.recipe.build_loss_fn()
+    rows_of = it.recipe.build_objective().rows_of
+    return {name: tuple(tensor.shape) for name, tensor in rows_of(micro_batch).items()}
 
 
 def adapters(it: Subject) -> Any:
@@ -295,7 +297,7 @@ def step_line(it: Subject) -> list[str]:
     try:
         run_log.open(it.directory, lambda: None)
         scheduler = StepScheduler(it.recipe.cadence)
-        run_log.log_step(scheduler, [1, 2], Control(1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
+        run_log.log_step(scheduler, [1, 2], Control(1, 1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
         run_log.flush()
     finally:
         run_log.close_files(lease_is_lost=False)

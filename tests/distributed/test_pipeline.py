@@ -12,6 +12,8 @@ from torch import nn
 from automodel_ckpt.distributed.pipeline import idle_share
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.recipes.stages import train_together
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
@@ -52,18 +54,24 @@ def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ran
     ]
 
 
-class OwnLoss(LLMFinetune):
-    """A recipe that computes its loss in its own way."""
+class OwnObjective(Objective):
+    """Computes the loss in its own way."""
 
-    def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
-        return super().micro_batch_loss(micro_batch)
+    def loss(self, micro_batch: Any) -> LossSum:
+        return super().loss(micro_batch)
+
+
+class OwnLoss(LLMFinetune):
+    """A recipe with an objective of its own."""
+
+    objective_class = OwnObjective
 
 
 def test_what_a_pipeline_cannot_do_is_refused_before_weights_are_made(tmp_path: Path) -> None:
     deep = failure(tmp_path, "--distributed.pp_size=3", num_ranks=3)
     assert "there are more pipeline stages than layers" in str(deep)
     own = failure(tmp_path, STAGES, num_ranks=2, recipe_class=OwnLoss)
-    assert "OwnLoss.micro_batch_loss" in str(own)
+    assert "OwnObjective.loss" in str(own)
     frozen = failure(tmp_path, STAGES, "--model.freeze=['model.embed_tokens*', 'model.layers.0.*']", num_ranks=2)
     assert "stage 0 of 2" in str(frozen)
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from transformers import LlamaConfig
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.training.step_scheduler import Due
 
 
@@ -117,8 +120,20 @@ class Counter:
         self.count = state["count"]
 
 
+class WithValueLoss(Objective):
+    """Adds the loss of something else than the model."""
+
+    value_loss: Callable[[], torch.Tensor]
+
+    def loss(self, micro_batch: Any) -> LossSum:
+        result = super().loss(micro_batch)
+        return replace(result, loss=result.loss + self.value_loss())
+
+
 class WithMore(LLMFinetune):
     """A value head beside the model, trained by the same optimizer, and a counter."""
+
+    objective_class = WithValueLoss
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         torch.manual_seed(3)
@@ -131,8 +146,11 @@ class WithMore(LLMFinetune):
         self.latest_eval.count += 10
         return super().step(batch, control)
 
-    def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
-        return super().micro_batch_loss(micro_batch) + self.value_head(torch.ones(4)).square().sum()
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, WithValueLoss)
+        objective.value_loss = lambda: self.value_head(torch.ones(4)).square().sum()
+        return objective
 
 
 def uneven(num_samples: int) -> list[dict[str, list[int]]]:

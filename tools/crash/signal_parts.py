@@ -19,7 +19,10 @@ from automodel_ckpt.checkpoint.saving.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.training.step_scheduler import StepScheduler
 
 MICRO_BATCH_SECONDS = 0.04
 SAMPLE_SECONDS = 0.005
@@ -87,9 +90,29 @@ class MarkedSaves(Saves):
         super().note_saved(report)
 
 
+class MarkedObjective(Objective):
+    """Marks each micro-batch, in training and in validation."""
+
+    left = 0
+    """Micro-batches of the global batch that are not trained on yet."""
+    scheduler: StepScheduler
+
+    def loss(self, micro_batch: Mapping[str, torch.Tensor]) -> LossSum:
+        if self.model.training:
+            self.left -= 1
+            mark("accumulation" if self.left else "step", self.scheduler.step)
+            hang("step")
+        else:
+            mark("validation")
+            hang("validation")
+        time.sleep(MICRO_BATCH_SECONDS)
+        return super().loss(micro_batch)
+
+
 class Marked(LLMFinetune):
     """The language model recipe, each phase a little longer than its work takes."""
 
+    objective_class = MarkedObjective
     saves_class = MarkedSaves
 
     def build_checkpointer(self) -> Checkpointer | None:
@@ -107,21 +130,17 @@ class Marked(LLMFinetune):
             mark(name, self.step_scheduler.step)
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
-        self.left = len(batch.micro_batches)
+        assert isinstance(self.objective, MarkedObjective)
+        self.objective.left = len(batch.micro_batches)
         result = super().train_step(batch, control)
         mark("finish")
         return result
 
-    def micro_batch_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if self.model.training:
-            self.left -= 1
-            mark("accumulation" if self.left else "step", self.step_scheduler.step)
-            hang("step")
-        else:
-            mark("validation")
-            hang("validation")
-        time.sleep(MICRO_BATCH_SECONDS)
-        return super().micro_batch_loss(micro_batch)
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, MarkedObjective)
+        objective.scheduler = self.step_scheduler
+        return objective
 
     def stop(self) -> NoReturn:
         mark("stop", self.step_scheduler.step)

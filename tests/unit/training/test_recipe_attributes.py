@@ -45,6 +45,15 @@ def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
         hiding.resume()
 
 
+def test_an_override_of_a_method_that_moved_to_another_object_is_rejected() -> None:
+    class Former(Recipe):
+        def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(RecipeError, match=r"another object has now[\s\S]*micro_batch_loss[\s\S]*objective_class"):
+        Former(recipe().config, config_yaml="").check_moved_methods()
+
+
 def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     asked = saves(RecipeConfig(checkpoint=CheckpointConfig(best_metric_key="f1")))
     for _ in range(2):

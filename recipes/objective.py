@@ -1,0 +1,144 @@
+"""What a run minimizes: the summed loss of a micro-batch, computed by a whole model or by the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.loss_head import loss_in
+from automodel_ckpt.models.probe import logits_of
+from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
+from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_positions, next_token_loss, num_label_tokens
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Objective:
+    """The loss of predicting the next token wherever there is a label.
+
+    Derive from it to minimize something else: override :meth:`loss`, and :meth:`size_of` where the loss is not a sum
+    over label tokens. The loop divides the sum over the global batch by the count of the global batch.
+    """
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        layout: RankLayout,
+        loss_fn: LossFn,
+        *,
+        sequence_parallel: bool = False,
+        check_length: Callable[[int], None] = lambda num_tokens: None,
+    ) -> None:
+        """*loss_fn* is the loss of full logits, where the output layer does not compute it. *check_length* raises
+        :class:`RecipeError` for a sample of too many tokens."""
+        self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
+        self.model, self.router_loss = trainable.model, trainable.router_loss
+        self._check_length = check_length
+        self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)
+
+    def size_of(self, micro_batch: Tensors) -> BatchSize:
+        """Count the terms of the summed loss of *micro_batch*, its labels, and its tokens, before the forward pass.
+
+        All ranks add up these counts before the first backward pass of a step, since they scale the gradient.
+        """
+        num_labels = num_label_tokens(micro_batch["labels"])
+        # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
+        num_tokens = _num_tokens(micro_batch) if num_labels else 0
+        return BatchSize(num_labels, num_labels, num_tokens)
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the loss of *micro_batch*, summed over its :meth:`size_of` terms."""
+        return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))
+
+    def with_aux_loss(self, loss: torch.Tensor) -> LossSum:
+        """Add the router's loss of the latest forward pass to the metrics, in training passes of a model that has one.
+
+        An objective that calls :meth:`row_loss` itself returns the value of this method.
+        """
+        if self.router_loss is None or not self.model.training or not torch.is_grad_enabled():
+            return LossSum(loss)
+        return LossSum(loss, {AUX_LOSS: self.router_loss.share()})
+
+    def rows_of(self, micro_batch: Tensors) -> Tensors:
+        """The rows of *micro_batch* as the model sees them. Raises :class:`RecipeError` for samples that are too
+        long."""
+        self._check_length(longest_sample(micro_batch))
+        row_layout = self.trainable.row_layout
+        return row_layout(micro_batch) if row_layout is not None else micro_batch
+
+    def stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run this rank's pipeline stage: the hidden states [B, T, H] for the next stage, or on the last stage the
+        summed loss. *hidden* are those of the stage before; None on the first."""
+        if self.layout.is_last_stage:
+            return self.row_loss(rows, hidden)
+        with self.trainable.compute():
+            output = self.model(**self._inputs(rows, hidden), **self.trainable.forward_options)
+        return logits_of(output)  # a stage has no output layer: its hidden states are in this field
+
+    def row_loss(self, rows: Tensors, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the loss of *rows*, summed over their labels; 0-dim, on the device.
+
+        On the last stage of a pipeline, *hidden* are the hidden states [B, T, H] of the stage before.
+        """
+        trainable = self.trainable
+        part = self._part_of_row(rows["labels"].shape[1])
+        inputs = self._inputs(rows, hidden)
+        if trainable.loss_of is None:
+            with trainable.compute():
+                output = self.model(**inputs, **trainable.forward_options)
+                self._note_routing(output, rows, part)
+            return next_token_loss(logits_of(output), self._on_device(rows["labels"]), self.loss_fn, part)
+        positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
+        places = self._on_device(positions) if positions is not None else None
+        with trainable.compute(), trainable.loss_of(places, self._on_device(targets)):
+            output = self.model(**inputs, **trainable.forward_options)
+            self._note_routing(output, rows, part)
+        return loss_in(output)
+
+    def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        inputs = {name: self._on_device(value) for name, value in rows.items() if name not in ("labels", IS_TOKEN)}
+        if hidden is not None:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = hidden
+        return inputs
+
+    def _note_routing(self, output: Any, rows: Tensors, part: slice) -> None:
+        """Keep what the router's loss needs of a forward pass in training; *part* of each row is this rank's."""
+        if self.router_loss is None or not self.model.training:
+            return
+        is_token = rows.get(IS_TOKEN, rows.get("attention_mask"))
+        if num_label_tokens(rows["labels"]) == 0:
+            # Such a micro-batch only keeps this rank in step with the others.
+            is_token = torch.zeros_like(rows["labels"])
+        self.router_loss.note(output, None if is_token is None else is_token[:, part])
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.layout.device, non_blocking=True)
+
+    def _part_of_row(self, length: int) -> slice:
+        """The positions in a row of *length* tokens whose outputs this rank computes.
+
+        Raises :class:`RecipeError` for rows that cannot be divided evenly.
+        """
+        context, num_parts = self.trainable.context, self._num_row_parts
+        if length % num_parts:
+            key = "cp_size" if context is not None else "sequence_parallel"
+            raise RecipeError(
+                "a row cannot be cut along the sequence",
+                where=f"distributed.{key}",
+                value=f"{length} tokens among {num_parts} ranks",
+                remedy=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
+            )
+        return WHOLE if context is None else context.slice_of(length)
+
+
+def _num_tokens(micro_batch: Tensors) -> int:
+    mask = micro_batch.get("attention_mask")
+    return micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))
