@@ -71,7 +71,7 @@ def stamps(run: Path) -> dict[str, tuple[int, ...]]:
 
 def documented(text: str) -> set[str]:
     """The names in the table of a run directory's files of docs/format.md, as one that could stand there."""
-    table = text.split("## Run directory")[1].split("Anything else")[0]
+    table = text.split("## Run directory")[1].split("All other files")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name.rstrip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     example = {
