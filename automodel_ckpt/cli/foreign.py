@@ -76,13 +76,16 @@ def lines(shown: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     """The document for people: *everything*, or tensors in groups and files by directory."""
     yield coloured(printable(shown["path"]), "bold", sys.stdout)
     yield coloured(shown["note"], "yellow", sys.stdout)
-    step = f"step {shown['step']}, epoch {shown['epoch']}, " if shown["step"] is not None else ""
-    yield f"{printable(shown['kind'])}; {step}{size_text(shown['nbytes'])}, {age_text(shown['created'])} old"
+    facts = [size_text(shown["nbytes"]), f"{age_text(shown['created'])} old"]
+    if shown["step"] is not None:
+        facts = [f"step {shown['step']}", f"epoch {shown['epoch']}", *facts]
+    yield f"{printable(shown['kind'])}; {', '.join(facts)}"
     yield from section("losses", pairs(shown["losses"]))
     yield from section(f"files ({len(shown['files'])})", file_lines(shown["files"], everything))
     for name, tree in shown["trees"].items():
-        values = f", {values_text(tree['values'])}" if tree["values"] else ""
         place = "here" if name == "." else name
-        title = f"{place} ({tree['format']}): {totals(tree['tensors'])}{values}"
+        title = f"{place} ({tree['format']}): {totals(tree['tensors'])}"
+        if tree["values"]:
+            title += f", {values_text(tree['values'])}"
         content = [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"], everything)
         yield from section(title, content)

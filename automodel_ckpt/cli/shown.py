@@ -146,14 +146,19 @@ def _grouped_lines(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = _state_lines(state)
     groups: dict[tuple[str, str, str], list[list[str]]] = {}
     for fqn, tensor in tensors.items():
-        if fqn not in state:
-            key = (_NUMBER.sub("{}", fqn), tensor["dtype"], str(list(tensor["shape"])))
-            groups.setdefault(key, []).append(_NUMBER.findall(fqn))
+        if fqn in state:
+            continue
+        pattern = _NUMBER.sub("{}", fqn)
+        shape = str(list(tensor["shape"]))
+        group = groups.setdefault((pattern, tensor["dtype"], shape), [])
+        group.append(_NUMBER.findall(fqn))
     rows = []
-    for (name, dtype, shape), numbers in groups.items():
-        many = f"{len(numbers)} tensors" if len(numbers) > 1 else ""
-        rows.append((_group_name(name, numbers), dtype, shape, many))
-    return lines + (table(rows) if rows else [])
+    for (pattern, dtype, shape), numbers in groups.items():
+        num_tensors = f"{len(numbers)} tensors" if len(numbers) > 1 else ""
+        rows.append((_group_name(pattern, numbers), dtype, shape, num_tensors))
+    if rows:
+        lines += table(rows)
+    return lines
 
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)", re.ASCII)

@@ -244,14 +244,17 @@ class Binder:
         kind = find(alternatives, *_LISTS)
         if kind is None and not any(is_open(member) for member in alternatives):
             return self._note_invalid(key, node, describe(alternatives))
-        container = (find((kind,), tuple, set) and (typing.get_origin(kind) or kind)) or list
-        inner = typing.get_args(kind) or (Any,)
-        if container is not tuple or inner[-1] is ...:
-            inner = inner[:1] * len(node.value)
-        if len(inner) != len(node.value):
-            return self._note_invalid(key, node, f"a list of {len(inner)}")
-        items = zip(inner, node.children(), strict=True)
-        values = [self.value(item, child, join(key, index)) for item, (index, child) in items]
+        container: Any = list
+        if find((kind,), tuple, set) is not None:
+            container = typing.get_origin(kind) or kind
+        item_types = typing.get_args(kind) or (Any,)
+        if container is not tuple or item_types[-1] is ...:
+            item_types = item_types[:1] * len(node.value)
+        if len(item_types) != len(node.value):
+            return self._note_invalid(key, node, f"a list of {len(item_types)}")
+        values = []
+        for item_type, (index, child) in zip(item_types, node.children(), strict=True):
+            values.append(self.value(item_type, child, join(key, index)))
         return INVALID if INVALID in values else container(values)
 
     def _scalar(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
@@ -281,10 +284,12 @@ class Binder:
         if relation.holds(types.SimpleNamespace(**values)):
             return
         nodes = {name: section.at(name) for name in relation.keys}
-        given = [node for node in nodes.values() if node is not None and node.origin != DEFAULT]
         value = ", ".join(f"{name}: {node}" for name, node in nodes.items())
         what = f"{key}: {relation.says}" if key else relation.says
-        self.note(what, given[0] if given else section, value, relation.remedy)
+        # The problem is reported at the first key that the user gave.
+        given = [node for node in nodes.values() if node is not None and node.origin != DEFAULT]
+        place = given[0] if given else section
+        self.note(what, place, value, relation.remedy)
 
     def _check_effect(
         self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str

@@ -89,11 +89,15 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
     if isinstance(value, list | tuple):
         return Node([node_of(item, origin) for item in value], origin)
     if isinstance(value, str):
-        is_word = value[:1].isalpha() and value not in NULL_WORDS and value.lower() not in ("true", "false")
+        is_reserved = value in NULL_WORDS or value.lower() in ("true", "false")
+        is_word = value[:1].isalpha() and not is_reserved
         return Node(value, origin, quoted=not is_word)
-    if isinstance(value, bool) or value is None:
-        return Node("null" if value is None else str(value).lower(), origin)
-    return Node(str(value).replace("inf", ".inf").replace("nan", ".nan"), origin)
+    if value is None:
+        return Node("null", origin)
+    if isinstance(value, bool):
+        return Node(str(value).lower(), origin)
+    text = str(value).replace("inf", ".inf").replace("nan", ".nan")
+    return Node(text, origin)
 
 
 def is_stream(path: str | Path) -> bool:

@@ -287,16 +287,19 @@ def _names(node: Node, trust: Trust, key: str = "", purpose: str | None = None) 
 
     *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins.
     """
-    children = node.children()
-    target = dict(children).get("_target_") if isinstance(node.value, dict) else None
-    inner = dict.fromkeys([name for name, _ in children], purpose)
+    target = node.value.get("_target_") if isinstance(node.value, dict) else None
+    is_trusted = False
     if target is not None:
-        yield key, target, purpose if purpose is not None else allowlist.purpose_of(key, _SECTIONS)
-        trusted = trust.covers(resolve_reference(str(target.value)) or "")
-        inner = {name: CUSTOM if trusted else allowlist.NESTED.get(name, "") for name in inner}
-        inner |= {name: purpose for name in inner if (purpose := allowlist.PURPOSES.get(join(key, name)))}
-    for name, child in children:
-        yield from _names(child, trust, join(key, name), inner[name])
+        yield key, target, allowlist.purpose_of(key, _SECTIONS) if purpose is None else purpose
+        is_trusted = trust.covers(resolve_reference(str(target.value)) or "")
+    for name, child in node.children():
+        child_key = join(key, name)
+        child_purpose = purpose
+        if target is not None:
+            # A trusted callable may take any object of the allowlist, others only those of certain parameters.
+            nested = CUSTOM if is_trusted else allowlist.NESTED.get(name, "")
+            child_purpose = allowlist.PURPOSES.get(child_key) or nested
+        yield from _names(child, trust, child_key, child_purpose)
 
 
 def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
