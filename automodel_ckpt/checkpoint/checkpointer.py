@@ -1,12 +1,12 @@
-"""The one deep object: a plain mapping of state goes in, a checkpoint that can be trusted comes out, and back.
+"""Save and load checkpoints: :class:`Checkpointer` stores a plain mapping of state and restores it.
 
     checkpointer = Checkpointer("checkpoints", ranks=ranks, group=group)
     state = discover(recipe)
     resumed = checkpointer.load(state)          # None: a fresh run
     checkpointer.save(state, step=20, epoch=0, ...)
 
-A save is three short exchanges between the ranks and, between them, work that each rank does alone: plan, write, and
-(rank 0) publish. What fails on one rank fails on all, with that rank's message.
+A save has three steps, each followed by a short collective: every rank plans, every rank writes, and rank 0 publishes.
+A failure on one rank is raised on all ranks, with that rank's message.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""How a checkpoint comes to be, and goes: the place that renames, links and removes.
+"""The commit protocol: how a checkpoint is created, published and removed. All renames and links are made here.
 
-The protocol, in its order (``Atomicity: staged directory, manifest last, one rename``):
+The steps, in order (``Atomicity: staged directory, manifest last, one rename``):
 
-1. :func:`reserve` a staging directory beside the final one, on the same file system, under a name of its own.
+1. :func:`reserve` a staging directory beside the final one, on the same file system, under a unique name.
 2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable.DurableFile`: created
-   exclusively, digested while written, flushed and fsynced, the close checked. A failed fsync is never tried again:
+   exclusively, digested while written, flushed and fsynced, the close checked. A failed fsync is never retried:
    the kernel may have dropped the data.
 3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
    fsync, rename) and fsyncs the directory that holds it. From here the directory is a complete checkpoint.
 4. :func:`publish` renames the staging directory to its final name and fsyncs the parent. Only now is it reported.
 5. :func:`point` swaps the links ``LOWEST_VAL`` and, last, ``LATEST`` by rename.
 
-Killed before 4, the staging directory is a leftover, which :func:`recover` removes at the next start; killed between 4
-and 5, the next start points ``LATEST`` at the newest complete checkpoint. Removing a checkpoint takes the way back:
+After a kill before step 4, :func:`recover` removes the staging directory at the next start. After a kill between steps
+4 and 5, the next start points ``LATEST`` at the newest complete checkpoint. A removal runs in the reverse order:
 :func:`withdraw` renames it to a trash name and fsyncs the parent, :func:`discard` deletes its files. An abandoned one
 is set aside under another name (:func:`supersede`); a published checkpoint's content never changes.
 """
@@ -103,7 +103,7 @@ def publish(staging: Path, name: str) -> Path:
     try:
         fsync_directory(staging.parent)
     except OSError:
-        # Nobody may be told of a name that a power cut could take back.
+        # A name that a power failure could remove must not be reported.
         with contextlib.suppress(OSError):
             discard(withdraw(final))
         raise

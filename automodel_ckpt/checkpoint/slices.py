@@ -1,6 +1,6 @@
-"""The one noun of this package: a slice of a tensor, and where its bytes stand in a file.
+"""Slices: the data type that all of this package shares. A slice is a box of a tensor and its bytes in a file.
 
-Save, load, reshard, verify and consolidate are all sentences about slices: which bytes of one slice are which bytes
+Save, load, reshard, verify and consolidate are all operations on slices: which bytes of one slice are which bytes
 of another (:func:`overlap`), and whether a set of slices makes up a tensor exactly (:func:`tiling_fault`). Everything
 here is pure: no files are touched, no torch is imported. Tensors are row-major (C order) throughout, as in safetensors
 and in contiguous torch tensors; offsets and sizes count elements, starts and lengths of runs count bytes.

@@ -155,7 +155,7 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(tm
         assert ended.returncode == status and ended.stdout == ("" if status else f"{model}\n"), ended.stderr
     export = [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "consolidate", str(model)]
     ended = subprocess.run(export, capture_output=True, text=True, check=True)
-    assert "no need" in ended.stderr and ended.stdout == f"{model}\n" and not (model / "consolidated").exists()
+    assert "nothing to do" in ended.stderr and ended.stdout == f"{model}\n" and not (model / "consolidated").exists()
 
 
 def fails_on_rank_1(root: Path) -> str:

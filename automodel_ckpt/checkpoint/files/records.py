@@ -1,7 +1,7 @@
 """A pickle read as a description: its objects become plain records, and nothing that it names is imported or called.
 
 For pickles whose form is known and of which only the content is wanted: the ``.metadata`` of PyTorch DCP, and the
-program of a tensor in an archive of ``torch.save``. What a program may name stands in a table; the opcodes are those
+program of a tensor in an archive of ``torch.save``. A table lists what a program may name; the opcodes are those
 that Python's pickler writes for such objects; keys are text or records, so that no hash takes stack. What is read takes
 memory in proportion to the program. Imports no torch.
 """

@@ -81,8 +81,9 @@ class _Zip:
         self.end(name, len(content), zlib.crc32(content))
 
     def begin(self, name: str) -> None:
-        """A local header, its extra field filled up so that the data are aligned."""
-        path, at = f"archive/{name}".encode(), self.position
+        """Write a local header; its extra field is padded so that the data is aligned."""
+        at = self.position
+        path = f"archive/{name}".encode()
         self._begun[name] = at
         unpadded = at + 30 + len(path) + 4
         padding = -unpadded % _ALIGN
@@ -90,7 +91,7 @@ class _Zip:
         self.written += path + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
     def end(self, name: str, nbytes: int, crc: int) -> None:
-        """The descriptor behind the data; 64-bit sizes for a record that needs them."""
+        """Write the descriptor that follows the data, with 64-bit sizes where they are needed."""
         at = self._begun[name]
         path = f"archive/{name}".encode()
         self.written += struct.pack("<4sI", b"PK\7\b", crc)
@@ -107,7 +108,7 @@ class _Zip:
         self._entries[name] = entry + path + extra
 
     def entry_at(self, name: str) -> int:
-        """Where in the directory a record's entry begins."""
+        """The offset of a record's entry in the directory, in bytes."""
         names = list(self._entries)
         return sum(len(self._entries[other]) for other in names[: names.index(name)])
 
@@ -125,7 +126,7 @@ class _Zip:
 
 
 class _Described:
-    """Pickles as a tensor of those sizes does, its storage standing elsewhere."""
+    """Pickles like a tensor of these sizes whose storage is in another record."""
 
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> None:
         self.dtype, self.sizes, self.nbytes = dtype, sizes, nbytes

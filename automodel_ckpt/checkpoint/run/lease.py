@@ -1,6 +1,6 @@
 """One live run per directory: a lock that the kernel releases when its holder dies, and a heartbeat where locks end.
 
-The holder keeps an exclusive ``flock`` on ``.run.lock``. The file's content names the holder with a token of its own,
+The holder keeps an exclusive ``flock`` on ``.run.lock``. The file's content names the holder with a unique token,
 and changes every few seconds (the heartbeat). A second run meets the lock and is rejected immediately.
 
 A lock that was granted proves nothing by itself: two mounts of one directory (FUSE, NFS without a lock service, other
@@ -109,7 +109,7 @@ class Holder:
 
 
 class Lease:
-    """The right to write in a run directory, held from construction until :meth:`release` or death.
+    """The right to write in a run directory, from construction until :meth:`release` or the end of the process.
 
     *beat_seconds* is the pause between two heartbeats, *watch_seconds* how long another holder's heartbeat has to be
     silent (default: by the kind of file system). Raises :class:`RecipeError`, naming the holder, where another live

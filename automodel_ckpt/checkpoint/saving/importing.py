@@ -1,4 +1,4 @@
-"""``ckpt import``: what another program saved, as a checkpoint of ours. Imports no torch.
+"""``ckpt import``: convert what another program saved into a checkpoint. Imports no torch.
 
 Sources are what ``init_from`` reads (``sources/weights.py``): a plain DCP directory, Hugging Face files, shards of
 PyTorch's HuggingFaceStorageWriter, a checkpoint of NeMo AutoModel. The result is a complete checkpoint of weights in

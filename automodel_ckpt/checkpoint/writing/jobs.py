@@ -32,8 +32,8 @@ class Span:
 
 
 Data = bytes | Span | Callable[[], memoryview]
-"""The bytes themselves, where they stand in a memory, or a function that fetches them: called once, as late as can be,
-since they may be a copy."""
+"""The bytes, their position in shared memory, or a function that fetches them: called once, as late as possible, as
+the bytes may be a copy."""
 
 
 @dataclass(frozen=True, slots=True)
