@@ -1,4 +1,4 @@
-"""A launcher while the machines of its run meet: it counts the meetings, tells of a long wait, ends it for a signal."""
+"""The rendezvous of a launcher: counts attempts, reports a long wait, and ends the wait on a signal."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Meetings:
             self.board.note_newcomers()
 
     def tell(self) -> None:
-        """Say what is waited for."""
+        """Report which nodes the launcher waits for."""
         least, most = self._meet.min_nodes, self._meet.max_nodes
         machines = str(most) if least == most else f"{least} to {most}"
         name = "" if self._meet.run_id == "none" else f" (run {self._meet.run_id})"
         host = self._meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
-        unknown = "" if is_known(host) else f"; the name {host} leads nowhere so far"
+        unknown = "" if is_known(host) else f"; the host name {host} cannot be resolved"
         place = f"{self._meet.rdzv_endpoint}{name}"
-        text = f"{self._why()}waiting for the other machines at {place}: there have to be {machines}{unknown}\n"
+        text = f"{self._why()}waiting for other nodes at {place}: {machines} nodes are required{unknown}\n"
         os.write(2, text.encode())  # no lock of a stream, which a fork would copy
 
     def _why(self) -> str:

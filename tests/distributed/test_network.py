@@ -136,8 +136,8 @@ def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(
     meetings = Meetings(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
     meetings.tell()
     assert capfd.readouterr().err == (
-        "waiting for the other machines at nowhere.invalid:29400 (run x): there have to be 2 to 3; "
-        "the name nowhere.invalid leads nowhere so far\n"
+        "waiting for other nodes at nowhere.invalid:29400 (run x): 2 to 3 nodes are required; "
+        "the host name nowhere.invalid cannot be resolved\n"
     )
     meetings.board = Board(tmp_path / "launch_1")
     meetings.board.write(0, lost_machine(1, 20))
