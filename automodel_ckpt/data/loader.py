@@ -1,4 +1,4 @@
-"""The loader of global batches. Its state is a position in the global order, and nothing else."""
+"""The loader of global batches. Its state is only a position in the global order of samples."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class GlobalBatch:
     """One global batch as one rank sees it.
 
     *sample_ids* are those of the whole global batch, the same on every rank: indices of a map-style data set,
-    positions in the epoch of an iterable one. *micro_batches* are this rank's, equally many on every rank; where the
-    rank's part is empty there stands a one-sample batch whose labels are all -100. *index* counts global batches and
+    positions in the epoch of an iterable one. *micro_batches* are this rank's, the same number on every rank; if the
+    rank's part is empty, it is a batch of one sample whose labels are all -100. *index* counts global batches and
     *start* samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
     """
 
@@ -53,10 +53,10 @@ class GlobalBatch:
 class GlobalBatchLoader:
     """Iterates over the rest of the current epoch in global batches, for one data parallel rank.
 
-    *dataset* is map-style (``__len__`` and ``__getitem__``) or iterable. *collate_fn* makes a list of samples a mapping
-    of tensors with a key ``labels``. The global random generators are left as they were. Call :meth:`mark_consumed`
-    after each optimizer step: only that moves :attr:`epoch` and :attr:`consumed_samples`, which are the saved state, so
-    what workers prefetched is never counted. Load a state before iterating, not in the middle.
+    *dataset* is map-style (``__len__`` and ``__getitem__``) or iterable. *collate_fn* turns a list of samples into a
+    mapping of tensors with a key ``labels``. The global random generators are unchanged. Call :meth:`mark_consumed`
+    after each optimizer step: only this advances :attr:`epoch` and :attr:`consumed_samples`, which are the saved state,
+    so prefetched samples are never counted. Load a state before iterating.
 
     Raises :class:`RecipeError` for an empty data set and for batch sizes that do not divide.
     """
@@ -95,11 +95,13 @@ class GlobalBatchLoader:
             self._require_a_batch(self.num_samples)
 
     def __len__(self) -> int:
-        """Global batches in an epoch; :class:`TypeError` for an iterable data set, as usual for ``len``."""
+        """The number of global batches in an epoch. Raises :class:`TypeError` for an iterable data set."""
         if self.num_samples is None:
             raise TypeError("an iterable data set has no length")
         size = self.sizes.global_batch_size
-        return self.num_samples // size if self.sizes.drop_last else -(-self.num_samples // size)
+        if self.sizes.drop_last:
+            return self.num_samples // size
+        return -(-self.num_samples // size)
 
     def __iter__(self) -> Generator[GlobalBatch]:
         batches = self._stream_batches() if self.num_samples is None else self._map_batches(self.num_samples)
@@ -113,7 +115,7 @@ class GlobalBatchLoader:
         yield from self
 
     def mark_consumed(self, batch: GlobalBatch) -> None:
-        """Count *batch* as trained on; :class:`AutomodelError` unless it is the next one."""
+        """Count *batch* as trained on. Raises :class:`AutomodelError` unless it is the next one."""
         if (batch.epoch, batch.start) != (self.epoch, self.consumed_samples):
             raise AutomodelError(
                 "global batches must be marked as consumed once each and in order",
@@ -124,12 +126,13 @@ class GlobalBatchLoader:
             )
         self._source_state = batch.source_state
         if batch.last_of_epoch:
-            self.epoch, self.consumed_samples = self.epoch + 1, 0
+            self.epoch += 1
+            self.consumed_samples = 0
         else:
             self.consumed_samples += len(batch.sample_ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last finished optimizer step; the same on every rank and for any number of ranks."""
+        """The position after the last finished optimizer step, which is independent of the number of ranks."""
         state = {
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
@@ -142,13 +145,14 @@ class GlobalBatchLoader:
         return state | {name: value for name, value in known.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position, on any number of ranks.
+        """Continue from a saved position, on any number of ranks.
 
-        The saved order (seed, shuffle) goes on even where the recipe says another, and the log says so; it also tells
-        of a changed global batch size, and of data that is as long but changed. Raises :class:`RecipeError` when the
-        data set has another length, and :class:`CheckpointUnusable` when *state* is not a loader's.
+        The saved order (seed, shuffle) takes precedence over the recipe's. Logs a warning if they differ, if the global
+        batch size changed, and if the data changed but kept its length. Raises :class:`RecipeError` if the data set has
+        another length, and :class:`CheckpointUnusable` if *state* is not the state of a loader.
         """
-        if missing := sorted(_STATE_KEYS - state.keys()):
+        missing = sorted(_STATE_KEYS - state.keys())
+        if missing:
             raise CheckpointUnusable(
                 "this is not the state of a data loader",
                 where="dataloader",
@@ -156,7 +160,8 @@ class GlobalBatchLoader:
                 remedy="resume from another checkpoint (checkpoint.restore_from)",
             )
         position = {name: state[name] for name in ("epoch", "consumed_samples")}
-        if any(type(count) is not int or not 0 <= count < 2**53 for count in position.values()):
+        is_valid = [type(count) is int and 0 <= count < 2**53 for count in position.values()]
+        if not all(is_valid):
             raise CheckpointUnusable(
                 "the saved position in the data is invalid",
                 where="dataloader",
@@ -166,25 +171,30 @@ class GlobalBatchLoader:
         self._require_same_data(state["num_samples"])
         self._report_other_data(state)
         self._report_differences(state)
-        self.epoch, self.consumed_samples = state["epoch"], state["consumed_samples"]
-        self.seed, self.shuffle = state["seed"], state["shuffle"]
+        self.epoch = state["epoch"]
+        self.consumed_samples = state["consumed_samples"]
+        self.seed = state["seed"]
+        self.shuffle = state["shuffle"]
         if self.num_samples is None:
             self._load_source_state(state.get("source"))
 
     def _map_batches(self, num_samples: int) -> Generator[GlobalBatch]:
-        epoch, sizes = self.epoch, self.sizes
-        size = sizes.global_batch_size
+        epoch = self.epoch
+        size = self.sizes.global_batch_size
         order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
-        end = num_samples - size + 1 if sizes.drop_last else num_samples
+        end = num_samples - size + 1 if self.sizes.drop_last else num_samples
         starts = range(self.consumed_samples, end, size)
         requests = (request for start in starts for request in self._requests(epoch, order[start : start + size]))
         reader = SampleReader(self.dataset, self.collate_fn)
+        advances_rng = reader.may_draw or self.num_workers > 0
         with closing(read_all(reader, requests, self.num_workers)) as batches:
             for start in starts:
                 ids = order[start : start + size].tolist()
-                with isolated_rng() if reader.may_draw or self.num_workers else nullcontext():
-                    mine = list(islice(batches, len(self._rank_part(ids))))
-                yield GlobalBatch(epoch, start // size, start, ids, mine, last_of_epoch=start == starts[-1])
+                num_micro_batches = len(self._rank_part(ids))
+                with isolated_rng() if advances_rng else nullcontext():
+                    micro_batches = list(islice(batches, num_micro_batches))
+                is_last = start == starts[-1]
+                yield GlobalBatch(epoch, start // size, start, ids, micro_batches, last_of_epoch=is_last)
 
     def _requests(self, epoch: int, ids: np.ndarray[Any, Any]) -> Iterator[Request]:
         global_ids = ids.tolist()
@@ -194,15 +204,16 @@ class GlobalBatchLoader:
         return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)
 
     def _stream_batches(self) -> Generator[GlobalBatch]:
-        epoch, size = self.epoch, self.sizes.global_batch_size
+        epoch = self.epoch
         position = StreamPosition(
             self.seed, epoch, self.consumed_samples, self._source_state, self._start_state, self.shuffle
         )
         reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
         with closing(read_stream(reader, self.num_workers)) as batches:
             while (part := _next_isolated(batches)) is not None:
-                ids = list(range(part.start, part.start + part.num_samples))
-                index = part.start // size
+                index = part.start // self.sizes.global_batch_size
+                end = part.start + part.num_samples
+                ids = list(range(part.start, end))
                 yield GlobalBatch(epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state)
 
     def _skip_to_next_epoch(self) -> None:
@@ -212,7 +223,8 @@ class GlobalBatchLoader:
             f"epoch {self.epoch} has no further {self._unit()} after {self.consumed_samples} samples: "
             f"continuing with epoch {self.epoch + 1}"
         )
-        self.epoch, self.consumed_samples = self.epoch + 1, 0
+        self.epoch += 1
+        self.consumed_samples = 0
 
     def _unit(self) -> str:
         return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
@@ -261,7 +273,9 @@ class GlobalBatchLoader:
         return known if isinstance(known, str) else None
 
     def _report_other_data(self, state: Mapping[str, Any]) -> None:
-        if None not in (here := self._identity, there := state.get("data")) and here != there:
+        current, saved = self._identity, state.get("data")
+        is_known = current is not None and saved is not None
+        if is_known and current != saved:
             self._warn(
                 "the data has changed since this checkpoint was saved, although its length is the same: its files, "
                 "seq_length, truncation, tokenizer or chat template differ. Training continues with the current data "
@@ -270,7 +284,8 @@ class GlobalBatchLoader:
 
     def _report_differences(self, state: Mapping[str, Any]) -> None:
         has_own_order = self.num_samples is None and not shuffles(self.dataset)
-        for name in ("seed",) if has_own_order else ("seed", "shuffle"):
+        names = ("seed",) if has_own_order else ("seed", "shuffle")
+        for name in names:
             if state[name] != getattr(self, name):
                 self._warn(
                     f"keeping the saved data order ({name} {state[name]}) instead of the recipe's {name} "
@@ -295,7 +310,7 @@ class GlobalBatchLoader:
             )
 
     def _warn(self, message: str) -> None:
-        """Log a consequence once, not on every rank."""
+        """Log a warning on data parallel rank 0 only."""
         if self.sizes.dp_rank == 0:
             log.warning(message)
 
@@ -306,7 +321,10 @@ def _next_isolated(batches: Iterator[StreamBatch]) -> StreamBatch | None:
 
 
 def _length(dataset: Any) -> int | None:
-    """Samples of a map-style data set, None for an iterable one; :class:`RecipeError` when it is neither."""
+    """The number of samples of a map-style data set; None for an iterable one.
+
+    Raises :class:`RecipeError` if *dataset* is neither.
+    """
     if isinstance(dataset, IterableDataset):
         return None
     if isinstance(dataset, Mapping):

@@ -43,7 +43,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Rows:
-    """A table of samples to be: columns of values, each row with a place that messages name."""
+    """A table of rows that become samples. Each row has a location, which error messages report."""
 
     path: str
 
@@ -58,11 +58,11 @@ class Rows:
         raise NotImplementedError
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        """The values of each field, row by row; None where a row does not have the field."""
+        """The values of each field, row by row; None if a row does not have the field."""
         raise NotImplementedError
 
     def place(self, row: int) -> str:
-        """Where a row is: file and line, or the number of the row from 0."""
+        """The location of a row: file and line, or the number of the row from 0."""
         raise NotImplementedError
 
     def values(self, field: str) -> list[Any]:
@@ -71,41 +71,54 @@ class Rows:
         return values
 
     def columns(self, fields: Sequence[str]) -> list[list[Any]]:
-        """The values of each field, row by row; :class:`RecipeError` for no rows, or no such field."""
+        """The values of each field, row by row. Raises :class:`RecipeError` for no rows, or for an unknown field."""
         self.require(fields)
         return self.read(fields)
 
     def require(self, fields: Sequence[str]) -> None:
-        """:class:`RecipeError` for no rows, or no such field."""
+        """Raise :class:`RecipeError` if there are no rows, or if no row has one of *fields*."""
         if self.num_rows == 0:
             raise _empty(self.path)
-        if missing := [field for field in fields if field not in self.fields]:
+        missing = [field for field in fields if field not in self.fields]
+        if missing:
+            general = "set the fields to use in the dataset section, or rename the fields of the data"
             raise RecipeError(
                 f"the data has no field {', '.join(missing)}",
                 where=self.path,
                 value=f"its fields are {', '.join(self.fields)}",
-                remedy=_known_form(self.fields)
-                or "set the fields to use in the dataset section, or rename the fields of the data",
+                remedy=_known_form(self.fields) or general,
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
-        """A column of texts for each field, or template of fields; :class:`RecipeError` with the row for no text."""
-        names = list(dict.fromkeys(name for field in fields for name in names_in(field)))
+        """A column of texts for each of *fields*, which are names of fields or templates of several.
+
+        Raises :class:`RecipeError` with the row's location for a value that is not text.
+        """
+        names = _names_in_all(fields)
         values = dict(zip(names, self.columns(names), strict=True))
-        return [
-            self._written(field, values) if is_template(field) else self._require_texts(field, values[field])
-            for field in fields
-        ]
+        columns = []
+        for field in fields:
+            if is_template(field):
+                columns.append(self._written(field, values))
+            else:
+                columns.append(self._require_texts(field, values[field]))
+        return columns
 
     def hold_lists(self, fields: Sequence[str]) -> bool:
-        """Whether one of these fields has lists of messages; :class:`RecipeError` as of :meth:`columns`."""
-        self.require([name for field in fields for name in names_in(field)])
-        named = self.read([field for field in fields if not is_template(field)])
-        first = [next(filter(None, values), None) for values in named]
-        return any(isinstance(value, list) and isinstance(value[0], Mapping) for value in first)
+        """Whether one of these fields contains lists of messages.
+
+        Raises :class:`RecipeError` for no rows, or for an unknown field.
+        """
+        self.require(_names_in_all(fields))
+        plain_fields = [field for field in fields if not is_template(field)]
+        for values in self.read(plain_fields):
+            first = next(filter(None, values), None)
+            if isinstance(first, list) and isinstance(first[0], Mapping):
+                return True
+        return False
 
     def has_field(self, field: str) -> bool:
-        """Whether the rows have this field."""
+        """Whether a row has this field."""
         return field in self.fields
 
     def _written(self, field: str, values: Mapping[str, list[Any]]) -> list[str]:
@@ -127,7 +140,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class OneRow(Rows):
-    """The row *number* of a stream as a table. *known* are the fields that other rows of the stream have."""
+    """A table of one row, row *number* of a stream. *known* are the fields of the stream's other rows."""
 
     path: str
     number: int
@@ -151,7 +164,7 @@ class OneRow(Rows):
 
 
 class RecordRows(Rows):
-    """Rows *start* to *stop* of each of some tables, one after another."""
+    """The rows *start* to *stop* of several tables, concatenated."""
 
     def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
         self.path, self.parts = path, list(parts)
@@ -175,7 +188,7 @@ class RecordRows(Rows):
         return columns
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row; None for those that only other rows have."""
+        """The fields of one row; None for fields that only other rows have."""
         table, inner = self._find(number)
         return dict.fromkeys(self.fields) | table.row(inner)
 
@@ -191,7 +204,7 @@ class RecordRows(Rows):
 
 
 class TableStream:
-    """The rows of an iterable data set of ``datasets``, as pairs of content and place, which is not known."""
+    """The rows of an iterable data set of ``datasets``, as pairs of content and None: their location is unknown."""
 
     fields: Sequence[str] = ()
 
@@ -215,10 +228,10 @@ class TableStream:
 
 @dataclass(frozen=True)
 class Source(Rows):
-    """Where rows come from: *path* is a file, a directory, or a Hub name; *name* the subset of the latter two.
+    """The source of rows: *path* is a file, a directory or a Hub name, *name* a subset of a directory or Hub data set.
 
-    *split* is as ``datasets`` has it, ``train[:90%]`` included. The rows of files are their split ``train``. Where
-    there may be several files, use :meth:`of`.
+    *split* follows the syntax of ``datasets``, such as ``train[:90%]``. Files have only the split ``train``. For
+    patterns and lists of files, use :meth:`of`.
     """
 
     path: str
@@ -228,9 +241,13 @@ class Source(Rows):
 
     @classmethod
     def of(cls, path: str | Sequence[str], name: str | None = None, split: str = "train") -> Source:
-        """Of a path, a pattern as ``data/*.jsonl``, or a list of both: then the rows of all files in their order."""
+        """Make a source of a path, a pattern such as ``data/*.jsonl``, or a list of them.
+
+        The rows of several files are concatenated in their order. Raises :class:`RecipeError` for an empty list.
+        """
         if isinstance(path, str):
-            return cls(path, name, split, (path,) if is_pattern(path) else ())
+            several = (path,) if is_pattern(path) else ()
+            return cls(path, name, split, several)
         if not path:
             remedy = "list at least one file"
             raise RecipeError("the list of data files is empty", where="dataset.path", value="[]", remedy=remedy)
@@ -239,14 +256,14 @@ class Source(Rows):
 
     @property
     def is_file(self) -> bool:
-        """Whether *path* means local files, there or not; a directory or Hub name otherwise."""
+        """Whether *path* is one or several local files, existing or not, rather than a directory or Hub name."""
         path = Path(self.path).expanduser()
         is_named = os.path.isdir(path) or _HUB_NAME.fullmatch(self.path)
         return bool(self.several) or kind_of(path) in LOADERS or os.path.isfile(path) or not is_named
 
     @cached_property
     def files(self) -> list[Path]:
-        """The files that are meant where :attr:`is_file`; :class:`RecipeError` where they cannot be read."""
+        """The files of the source if :attr:`is_file`. Raises :class:`RecipeError` if they cannot be read."""
         if self.name is not None:
             remedy = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
             raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
@@ -254,7 +271,7 @@ class Source(Rows):
 
     @property
     def folder(self) -> Path:
-        """The directory that relative paths in the data start from; :class:`RecipeError` where there are several."""
+        """The directory that relative paths in the data start at. Raises :class:`RecipeError` for several ones."""
         if not self.is_file:
             return Path(self.path).expanduser()
         folders = sorted({file.parent for file in self.files})
@@ -268,21 +285,25 @@ class Source(Rows):
         return folders[0]
 
     def fingerprint(self) -> str:
-        """Changes with the rows. :class:`RecipeError` when they cannot be read."""
+        """A text that changes with the content of the rows. Raises :class:`RecipeError` if they cannot be read."""
         if self.is_file:
-            return f"{' '.join(map(digest, self.files))} {self.split}"
+            digests = " ".join(map(digest, self.files))
+            return f"{digests} {self.split}"
+        prefix = f"{self.path} {self.name} {self.split}"
         if self._record_files is None:
-            return f"{self.path} {self.name} {self.split} {self._table._fingerprint}"
-        used = [digest(file) for name in self._splits() for file in self._record_files[name]]
-        return f"{self.path} {self.name} {self.split} {' '.join(used)}"
+            return f"{prefix} {self._table._fingerprint}"
+        digests = " ".join(digest(file) for name in self._splits() for file in self._record_files[name])
+        return f"{prefix} {digests}"
 
     def outline(self) -> str:
-        """As :meth:`fingerprint`, of what is known without reading: it changes when files come, go, grow or shrink."""
-        sizes = [f"{file.name} {file.stat().st_size}" for file in self.files] if self.is_file else [self.path]
-        return f"{', '.join(sizes)} {self.name} {self.split}"
+        """A text that changes if files are added, removed, or change their size; computed without reading them."""
+        parts = [self.path]
+        if self.is_file:
+            parts = [f"{file.name} {file.stat().st_size}" for file in self.files]
+        return f"{', '.join(parts)} {self.name} {self.split}"
 
     def stream(self) -> RecordStream | TableStream:
-        """The rows, read while they are used. :class:`RecipeError` for no rows, and for what :meth:`read` rejects."""
+        """The rows as a stream, read during training. Raises :class:`RecipeError` for no or unreadable rows."""
         if "[" in self.split or "+" in self.split:
             remedy = "use a whole split, or set dataset.streaming false"
             raise RecipeError(
@@ -328,7 +349,7 @@ class Source(Rows):
             raise self.unreadable(error) from error
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row; its images are decoded only now. :class:`RecipeError` where they cannot be."""
+        """The fields of one row, with decoded images. Raises :class:`RecipeError` if a row cannot be read."""
         if self._records:
             return self._records.row(number)
         try:
@@ -340,7 +361,7 @@ class Source(Rows):
             raise RecipeError("a row cannot be read", where=self.place(number), value=value, remedy=remedy) from error
 
     def place(self, row: int) -> str:
-        """File and line of a row, or for tables without lines its number from 0."""
+        """The location of a row: file and line, or for tables without lines the number of the row from 0."""
         if self._records:
             return self._records.place(row)
         split = "" if self.split == "train" else f" {self.split}"
@@ -348,7 +369,7 @@ class Source(Rows):
 
     @cached_property
     def _record_files(self) -> dict[str, list[Path]] | None:
-        """The files of each split, if :mod:`.records` reads them; None where ``datasets`` does."""
+        """The files of each split if :mod:`.records` reads them; None if ``datasets`` does."""
         if self.is_file:
             return {"train": self.files} if kind_of(self.files[0]) in KINDS else None
         directory = Path(self.path).expanduser()
@@ -361,10 +382,10 @@ class Source(Rows):
                 builder = datasets.load_dataset_builder(**self._of_name())
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._cannot_read(error) from error
-        splits = {
-            str(split): [Path(file) for file in files if LOADERS.get(kind_of(Path(file))) == builder.info.builder_name]
-            for split, files in (builder.config.data_files or {}).items()
-        }
+        splits: dict[str, list[Path]] = {}
+        for split, names in (builder.config.data_files or {}).items():
+            paths = [Path(name) for name in names]
+            splits[str(split)] = [path for path in paths if LOADERS.get(kind_of(path)) == builder.info.builder_name]
         kinds = {kind_of(file) for files in splits.values() for file in files}
         if not kinds or not kinds <= KINDS or _has_reading_options(builder.config, kinds):
             return None
@@ -373,7 +394,7 @@ class Source(Rows):
 
     @cached_property
     def _records(self) -> RecordRows | None:
-        """The rows where :mod:`.records` reads them; None where ``datasets`` does."""
+        """The rows if :mod:`.records` reads them; None if ``datasets`` does."""
         if self._record_files is None:
             return None
         tables = {name: RecordTable(self._record_files[name]) for name in self._splits()}
@@ -386,14 +407,20 @@ class Source(Rows):
             parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
         except (ValueError, AssertionError) as error:
             raise self._cannot_read(error) from error
-        bounds = [(tables[part.splitname], part.from_ or 0, part.to) for part in parts]
-        return RecordRows(
-            self.path, [(table, start, len(table) if stop is None else stop) for table, start, stop in bounds]
-        )
+        bounds = []
+        for part in parts:
+            table = tables[part.splitname]
+            stop = len(table) if part.to is None else part.to
+            bounds.append((table, part.from_ or 0, stop))
+        return RecordRows(self.path, bounds)
 
     def _splits(self) -> list[str]:
-        """The splits that :attr:`split` names, as ``train[:90%]+test`` does; :class:`RecipeError` for unknown ones."""
-        names = list(dict.fromkeys(part.partition("[")[0].strip() for part in self.split.split("+")))
+        """The names of splits in :attr:`split`, for example in ``train[:90%]+test``.
+
+        Raises :class:`RecipeError` for unknown ones.
+        """
+        parts = self.split.split("+")
+        names = list(dict.fromkeys(part.partition("[")[0].strip() for part in parts))
         known = list(self._record_files or ())
         for name in names:
             if name not in known:
@@ -401,7 +428,7 @@ class Source(Rows):
         return names
 
     def unreadable(self, error: Exception) -> RecipeError:
-        """The error for data that ``datasets`` cannot read, with its reason."""
+        """Make the error for data that ``datasets`` cannot read, with the reason."""
         remedy = "repair the file; every row must have the same fields with values of the same types"
         reason = " ".join(str(error.__cause__ or error).split())
         return self._other_fields(reason) or RecipeError(
@@ -409,7 +436,7 @@ class Source(Rows):
         )
 
     def _other_fields(self, reason: str) -> RecipeError | None:
-        """The file whose fields the first one does not have, if that is the *reason*."""
+        """Make the error for a file with fields that the first file lacks; None if the *reason* is another one."""
         if "column names" not in reason:
             return None
         fields = {file: Source(str(file)).fields for file in self._filled}
@@ -426,11 +453,11 @@ class Source(Rows):
 
     @cached_property
     def _filled(self) -> list[Path]:
-        """The files that hold something: readers stumble over empty ones, which writers of parts may leave."""
+        """The files that are not empty: readers fail on empty files, which parallel writers may create."""
         return [file for file in self.files if holds_anything(file)]
 
     def _of_name(self) -> dict[str, Any]:
-        """What ``load_dataset`` is given to read a directory, or a data set of the Hub."""
+        """The arguments of ``load_dataset`` for a directory or a Hub data set."""
         path = Path(self.path).expanduser()
         if not path.is_dir():
             return {"path": str(path), "name": self.name}
@@ -468,7 +495,7 @@ class Source(Rows):
                 raise self._cannot_read(error) from error
 
     def _of_files(self) -> dict[str, Any]:
-        """What ``load_dataset`` is given to read the files."""
+        """The arguments of ``load_dataset`` for the files."""
         # Unescaped, it would take a name with brackets for a pattern.
         return {
             "path": LOADERS[kind_of(self.files[0])],
@@ -484,10 +511,12 @@ class Source(Rows):
         return rows
 
     def _report_others(self, reader: str) -> None:
-        """Warn of files in a directory that are not read: only those of the most common kind are."""
+        """Warn about files that are ignored: only those of the most common format in a directory are read."""
         others = [file.name for file in self._in_directory() if LOADERS[kind_of(file)] != reader]
         if others and reader in LOADERS.values():
-            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            shown = ", ".join(others[:3])
+            if len(others) > 3:
+                shown += f" and {len(others) - 3} more"
             log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
     def _cannot_read(self, error: Exception) -> RecipeError:
@@ -496,7 +525,9 @@ class Source(Rows):
             return RecipeError(
                 "the directory contains no data file", where="dataset.path", value=self.path, remedy=remedy
             )
-        reason = error.__cause__ or error if type(error).__name__ == "DatasetGenerationError" else error
+        reason: BaseException = error
+        if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+            reason = error.__cause__
         lines = str(reason).splitlines() or [type(reason).__name__]
         return RecipeError(
             "the data set cannot be read",
@@ -508,7 +539,7 @@ class Source(Rows):
 
 
 def _has_reading_options(config: Any, kinds: set[str]) -> bool:
-    """Whether a directory's README gives options for reading its files, which only ``datasets`` knows."""
+    """Whether a directory's README has options for reading its files, which only ``datasets`` supports."""
     options = {field.name for field in dataclasses.fields(config)}
     options -= {"name", "version", "data_dir", "data_files", "description"}
     if kinds == {".tsv"}:
@@ -519,9 +550,10 @@ def _has_reading_options(config: Any, kinds: set[str]) -> bool:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Without progress bars, and without log lines of what is told by an exception as well, or means nothing here."""
-    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    cards = logging.getLogger("huggingface_hub.repocard")  # of a directory's README
+    """Hide the progress bars and log lines of ``datasets``: errors are reported by exceptions."""
+    has_bars = not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    cards = logging.getLogger("huggingface_hub.repocard")  # warns about a directory's README
     cards_level = cards.level
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -531,12 +563,12 @@ def _quiet(datasets: Any) -> Iterator[None]:
     finally:
         datasets.logging.set_verbosity(level)
         cards.setLevel(cards_level)
-        if shown:
+        if has_bars:
             datasets.enable_progress_bars()
 
 
 def _known_form(fields: Sequence[str]) -> str:
-    """Which builder reads data of these fields; empty where that is not known."""
+    """A hint which builder reads data with these fields; empty if none is known."""
     forms = (
         (["messages"], "automodel_ckpt.data.chat.messages"),
         (["conversations"], "automodel_ckpt.data.chat.messages, with messages_field: conversations"),
@@ -549,6 +581,14 @@ def _known_form(fields: Sequence[str]) -> str:
         if fitting
         else ""
     )
+
+
+def _names_in_all(fields: Sequence[str]) -> list[str]:
+    """The names of all fields that *fields*, names or templates, use; each once."""
+    names: dict[str, None] = {}
+    for field in fields:
+        names.update(dict.fromkeys(names_in(field)))
+    return list(names)
 
 
 def _empty(path: str) -> RecipeError:
