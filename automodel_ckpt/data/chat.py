@@ -1,7 +1,7 @@
-"""Conversations: rows of ``messages``, written out by a chat template, of which the assistant's turns are learnt.
+"""Conversations: rows of ``messages``, rendered by a chat template, with labels on the assistant's turns.
 
-Which tokens are the assistant's is said by the template's ``{% generation %}`` markers. Without them it is found by
-rendering the conversation up to each assistant turn, with and without it.
+The template's ``{% generation %}`` markers determine which tokens are the assistant's. Without markers, they are
+located by rendering the conversation up to each assistant turn, with and without the turn.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 _Span = tuple[int, int]
 """The first character, and the one after the last."""
 _MARK = "__shown__"
-"""What no text has: it shows whether a template writes something."""
+"""A text that no conversation contains; its presence in the output shows that a template wrote it."""
 _WATCHED = "{% macro strftime_now(form) %}" + _MARK + "{% endmacro %}"
 CHOICES = (None, "original", "training")
-"""Values of ``chat_template`` that mean the tokenizer's own, or the shipped one that replaces it."""
+"""Values of ``chat_template`` that mean the tokenizer's own, or the shipped template that replaces it."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -70,21 +70,21 @@ def messages(
     """A sample per conversation, with labels on what the assistant says, its end of turn included.
 
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
-    as JSON text; so is what *tools_field* holds, where the data has it. Both reach the template as they are, but for
-    contents that are lists of text parts: a template that knows texts only gets their text; and the arguments of
-    ``tool_calls`` as JSON text, which a template that needs objects gets as objects.
-    What the assistant says in a message with ``"weight": 0`` is not learnt (with ``1``, or without a weight, it is).
-    ShareGPT's messages, ``{"from", "value"}``, are read too, mostly in a field ``conversations``.
-    *chat_template* is one, or the path of a file with one; without it the tokenizer's, or the training template that is
-    shipped in place of that (``original``: the tokenizer's, whatever is shipped; ``training``: the shipped one, or an
-    error). *template_kwargs* are its further variables, such as ``enable_thinking``.
-    *learn* ``last`` takes the assistant's last turn only. Conversations of more than *seq_length* tokens are rejected
-    with their places, or with *truncation* ``right`` cut, or left out where no label remained, with the counts in the
-    log. *streaming* as for
-    :func:`~automodel_ckpt.data.text.prompt_completion`.
+    as JSON text; *tools_field* may contain tools in the same formats. Both are passed to the template unchanged, with
+    two exceptions: a template that supports only text gets the text of contents that are lists of text parts, and a
+    template that requires objects gets the arguments of ``tool_calls`` as objects instead of JSON text.
+    Assistant messages with ``"weight": 0`` get no labels (with ``1``, or without a weight, they do).
+    ShareGPT's messages, ``{"from", "value"}``, are supported too; their field is usually ``conversations``.
+    *chat_template* is a template or the path of a template file. The default is the tokenizer's template, or the
+    training template that is shipped to replace it (``original``: always the tokenizer's; ``training``: the shipped
+    one, or an error). *template_kwargs* are further variables of the template, such as ``enable_thinking``.
+    With *learn* ``last``, only the assistant's last turn has labels. Conversations of more than *seq_length* tokens are
+    rejected with their locations. With *truncation* ``right`` they are truncated, or skipped if no label remains; the
+    numbers are logged. With *streaming*, rows are read and tokenized during training, shuffled within blocks of
+    *shuffle_block* rows.
 
-    Raises :class:`RecipeError` with the sample's place for no conversation, for a template that cannot render it or
-    does not show which tokens are the assistant's, and for a conversation without any token to learn.
+    Raises :class:`RecipeError` with the sample's location if it is not a conversation, if the template cannot render it
+    or the assistant's tokens cannot be located, and if it has no token to train on.
     """
     require_choice("learn", learn, ("all", "last"))
     policy, source = Truncation(truncation, seq_length), Source.of(path, name, split)
@@ -119,12 +119,12 @@ class ChatTemplate:
 
     @property
     def has_markers(self) -> bool:
-        """Whether the template itself marks what the assistant says."""
+        """Whether the template itself marks the assistant's text."""
         return _GENERATION.search(self.template) is not None
 
     @property
     def method(self) -> str:
-        """In words, for the log."""
+        """A description of how the assistant's tokens are located, for the log."""
         if (model := model_of(self.template)) is not None:
             return (
                 f"the generation markers of the training template for {model}, which replaces the tokenizer's "
@@ -138,14 +138,19 @@ class ChatTemplate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """All that the samples depend on beside the tokenizer."""
+        """Everything that the samples depend on besides the tokenizer."""
         return self.template, sorted(self.variables.items()), self.last_only
 
     def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
-        """The tokens of the whole conversation (of :func:`turns_of`), those of the assistant labelled."""
-        turns, offered = self._with_arguments(self._as_taken(conversation)), plain(tools) or None
+        """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
+
+        Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
+        """
+        turns = self._with_arguments(self._as_taken(conversation))
+        offered = plain(tools) or None
         self._check_calls_rendered(turns, offered)
-        sample = self._marked(turns, offered) if self.has_markers else self._compared(turns, offered)
+        locate = self._marked if self.has_markers else self._compared
+        sample = locate(turns, offered)
         labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
         if not any(labelled[1:]):
             raise _no_labels(turns)
@@ -153,16 +158,18 @@ class ChatTemplate:
 
     @property
     def writes_the_date(self) -> bool:
-        """Whether the template asks for the present time, which samples then depend on."""
+        """Whether the template writes the current time, so that samples depend on it."""
         watched = replace(self, template=_WATCHED + self.template)
         question = [{"role": "user", "content": "probe"}]
+        if "strftime_now" not in self.template:
+            return False
         with suppress(UnusableSample):
-            return "strftime_now" in self.template and _MARK in watched._apply(question, None, tokenize=False)
+            return _MARK in watched._apply(question, None, tokenize=False)
         return False
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template writes the text of a content that is a list of parts; others write the list itself."""
+        """Whether the template writes the text of a content that is a list of parts, rather than the list itself."""
         parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             shown = str(self._apply(parts, None, tokenize=False))
@@ -171,14 +178,20 @@ class ChatTemplate:
         return "probe" in shown and not re.search(r"['\"]type['\"]", shown)
 
     def _as_taken(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a text for each list of parts, where the template knows texts only."""
-        if not any(isinstance(turn.get("content"), list) for turn in turns) or self.takes_parts:
+        """The messages with text instead of lists of parts, if the template supports only text."""
+        has_parts = any(isinstance(turn.get("content"), list) for turn in turns)
+        if not has_parts or self.takes_parts:
             return turns
-        return [turn | {"content": _text_of(turn["content"])} if "content" in turn else turn for turn in turns]
+        converted = []
+        for turn in turns:
+            if "content" in turn:
+                turn = turn | {"content": _text_of(turn["content"])}
+            converted.append(turn)
+        return converted
 
     @cached_property
     def needs_objects(self) -> bool:
-        """Whether a call's arguments have to be objects: the template fails for JSON text, or writes it in quotes."""
+        """Whether the arguments of calls have to be objects: the template fails for JSON text, or puts it in quotes."""
         try:
             shown = self._apply(_calling('{"probe": 1}'), None, tokenize=False)
         except UnusableSample:
@@ -193,17 +206,22 @@ class ChatTemplate:
         return True
 
     def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with objects for those arguments of calls that are JSON text, where the template needs them."""
-        if not any(isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn)):
+        """The messages with objects instead of JSON text as arguments of calls, if the template requires objects."""
+        has_text = any(isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn))
+        if not has_text or not self.needs_objects:
             return turns
-        return [with_functions(turn, _with_arguments_read) for turn in turns] if self.needs_objects else turns
+        return [with_functions(turn, _with_arguments_read) for turn in turns]
 
     def _check_calls_rendered(self, turns: list[dict[str, Any]], tools: Any) -> None:
-        """An assistant that only calls a tool would be learnt as one that says nothing."""
+        """Raise :class:`UnusableSample` if the template omits a tool call.
+
+        Otherwise, the model would be trained to answer nothing in place of a call.
+        """
         names = {str(call.get("name")) for turn in turns for call in calls_of(turn)}
         if not names:
             return
-        marked = [with_functions(turn, lambda call: call | {"name": f"{call.get('name')}{_MARK}"}) for turn in turns]
+        # A mark behind each name, because the name alone may occur elsewhere in the text.
+        marked = [with_functions(turn, _with_marked_name) for turn in turns]
         text = str(self._apply(marked, tools, tokenize=False))
         lost = sorted(name for name in names if name + _MARK not in text)
         if lost:
@@ -213,7 +231,7 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
-        text, learnt = self._marks(turns, tools)
+        text, labeled_spans = self._marks(turns, tools)
         try:
             encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except NotImplementedError as error:
@@ -222,18 +240,21 @@ class ChatTemplate:
                 type(self.tokenizer).__name__,
                 "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
             ) from error
-        places = [(start, end) for start, end in encoded["offset_mapping"]]
-        return TokenizedSample(list(encoded["input_ids"]), _within(places, learnt))
+        spans = [(start, end) for start, end in encoded["offset_mapping"]]
+        return TokenizedSample(list(encoded["input_ids"]), _within(spans, labeled_spans))
 
     def _marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
-        """The text of a conversation, and what the markers enclose of the turns that are learnt."""
+        """The text of a conversation, and the spans inside the markers of the turns that have labels."""
         text, spans = self._with_marks(turns, tools)
         if all(is_trained_on(turn) for turn in turns if turn["role"] == "assistant"):
             return text, spans
-        learnt, num_before = [], 0
-        for number in [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]:
+        labeled: list[_Span] = []
+        num_before = 0
+        for number, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
             _, so_far = self._with_marks(turns[: number + 1], tools)
-            # Only where marks start: some templates end the last turn with another token than those before.
+            # Compare only the starts: some templates end the last turn with another token than the turns before.
             if _starts(so_far) != _starts(spans[: len(so_far)]):
                 raise UnusableSample(
                     "the chat template marks different text when more messages follow, so the messages with weight 0 "
@@ -241,18 +262,24 @@ class ChatTemplate:
                     f"marks: {len(so_far)} in the first {number + 1} messages, {len(spans)} in total",
                     "remove the weights, or use a template that writes a message the same way at any position",
                 )
-            learnt += so_far[num_before:] if is_trained_on(turns[number]) else []
+            if is_trained_on(turn):
+                labeled += so_far[num_before:]
             num_before = len(so_far)
-        return text, learnt
+        return text, labeled
 
     def _with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
-        """The text of a conversation, and all that the template's markers enclose."""
+        """The text of a conversation, and all spans inside the template's markers."""
         render: Any = render_jinja_template
+        rendered = [as_rendered(turn) for turn in turns]
+        variables = {**self._special_tokens, **self.variables}
         with self._reporting_errors():
             texts, marks = render(
-                conversations=[[as_rendered(turn) for turn in turns]], tools=tools, chat_template=self.template,
-                return_assistant_tokens_mask=True, **{**self._special_tokens, **self.variables},
-            )  # fmt: skip
+                conversations=[rendered],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
         return texts[0], [(start, end) for start, end in marks[0]]
 
     def _compared(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
@@ -261,7 +288,8 @@ class ChatTemplate:
         labelled = [False] * len(tokens)
         for number in self._labeled_turns(turns):
             before, after = self._prefixes(turns, tools, number, whole)
-            start, end = (_num_equal(self._encode(text), tokens) for text in (before, after))
+            start = _num_equal(self._encode(before), tokens)
+            end = _num_equal(self._encode(after), tokens)
             labelled[start:end] = [True] * (end - start)
         return TokenizedSample(tokens, labelled)
 
@@ -270,17 +298,17 @@ class ChatTemplate:
         return numbers[-1:] if self.last_only else numbers
 
     def _prefixes(self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str) -> tuple[str, str]:
-        """The conversation's text up to what the assistant says in a turn, and up to the end of that."""
+        """The conversation's text up to the start of the assistant's answer in turn *number*, and up to its end."""
         if number == 0:
             what = "without generation markers, the first message must not be the assistant's: its header is unknown"
             raise UnusableSample(what, self.method, "begin the conversation with a user or system message")
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
         if self._header and whole.startswith(before + self._header):
-            before += self._header  # written before the answer although it was not prompted, as after a tool's result
+            before += self._header  # some templates write a header without a prompt, for example after a tool's result
         after = self._apply(turns[: number + 1], tools, tokenize=False) if number + 1 < len(turns) else whole
         end = getattr(self.tokenizer, "eos_token", None) or ""
         if not whole.startswith(after) and whole.startswith(after.removesuffix(end)):
-            after = after.removesuffix(end)  # as Phi's, which ends a conversation with it, not each turn
+            after = after.removesuffix(end)  # for example Phi's template ends the conversation with it, not each turn
         if calls_of(turns[number]):
             after = self._without_header_of_tool(after, turns[: number + 1], tools)
         for text, part in ((before, f"the first {number} messages"), (after, f"the first {number + 1} messages")):
@@ -296,7 +324,7 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """What the template writes before the assistant's words, as a prompt for them."""
+        """The header that the template writes before the assistant's text, as a generation prompt."""
         question = [{"role": "user", "content": "probe"}]
         with suppress(UnusableSample):
             asked = str(self._apply(question, None, tokenize=False))
@@ -305,7 +333,10 @@ class ChatTemplate:
         return ""
 
     def _without_header_of_tool(self, text: str, turns: list[dict[str, Any]], tools: Any) -> str:
-        """*text* of *turns*, the last of which calls a tool, without the header of the tool's result at its end."""
+        """*text*, the rendered *turns*, without the header of a tool's result at its end.
+
+        The last turn calls the tool.
+        """
         header = self._header_of_tool(turns, tools)
         for length in range(len(header), 0, -1):
             start = header[:length]
@@ -314,31 +345,37 @@ class ChatTemplate:
         return text
 
     def _header_of_tool(self, turns: list[dict[str, Any]], tools: Any) -> str:
-        """What the template writes before each result of the tool that the last of *turns* calls."""
+        """The header that the template writes before each result of the tool that the last of *turns* calls."""
         name = calls_of(turns[-1])[0].get("name")
         calls = turns[-1].get("tool_calls") or [{}]
         number = calls[0].get("id", "probe0000")
+        result = {"role": "tool", "name": name, "tool_call_id": number}
         first, second = "first probe", "second probe"
-        results = [{"role": "tool", "name": name, "tool_call_id": number, "content": text} for text in (first, second)]
+        results = [result | {"content": first}, result | {"content": second}]
         with suppress(UnusableSample):
             shown = str(self._apply([*turns, *results], tools, tokenize=False))
             if first in shown and second in shown:
-                head, _, rest = shown.partition(first)
-                return self._common_end(head, rest.partition(second)[0])
+                before_first, _, rest = shown.partition(first)
+                before_second, _, _ = rest.partition(second)
+                return self._common_end(before_first, before_second)
         return ""
 
     def _common_end(self, first: str, second: str) -> str:
-        """The longest text with which both end, of whole special tokens and the texts between them."""
-        added = getattr(self.tokenizer, "tokenizer", self.tokenizer).get_added_vocab()
+        """The longest common suffix of both texts that consists of whole special tokens and the texts between them."""
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # a processor has one
+        added = tokenizer.get_added_vocab()
         if not added:
             return ""
-        pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
-        parts, others = (re.split(f"({pattern})", text)[::-1] for text in (first, second))
-        return "".join(parts[: _num_equal(parts, others)][::-1])
+        longest_first = sorted(added, key=len, reverse=True)
+        pattern = "|".join(re.escape(token) for token in longest_first)
+        parts = re.split(f"({pattern})", first)[::-1]
+        others = re.split(f"({pattern})", second)[::-1]
+        common = parts[: _num_equal(parts, others)]
+        return "".join(reversed(common))
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """What the template writes after the words of the assistant."""
+        """The text that the template writes after the assistant's text."""
         answer = "answer of the probe"
         with suppress(UnusableSample):
             talk = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
@@ -357,7 +394,7 @@ class ChatTemplate:
 
     @contextmanager
     def _reporting_errors(self) -> Iterator[None]:
-        """What the template raises as :class:`UnusableSample`, that it takes too long or writes too much included."""
+        """Raise the template's errors as :class:`UnusableSample`, including exceeded limits of time and size."""
         bound_chat_templates()
         try:
             yield
@@ -381,10 +418,12 @@ def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    """The chat template that *given* is or names (see :func:`read_template`), or one for the tokenizer's own.
+    """The chat template for *given*, the value of ``dataset.chat_template``.
 
-    For the latter, and what else *given* may be, see :func:`~automodel_ckpt.data.training_templates.select_template`.
-    :class:`RecipeError` where the tokenizer has none.
+    A template or the path of a template file gives that template. None, ``original`` and ``training`` select between
+    the tokenizer's template and the one that is shipped to replace it
+    (:func:`~automodel_ckpt.data.training_templates.select_template`). Raises :class:`RecipeError` if the tokenizer has
+    no template or if the file cannot be read.
     """
     if given in CHOICES:
         try:
@@ -400,7 +439,10 @@ def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
 
 
 def read_template(given: str) -> str:
-    """The chat template that *given* is, or that is in the file of this name; :class:`RecipeError` when it is not."""
+    """The chat template *given*, or the content of the file with this path.
+
+    Raises :class:`RecipeError` if the file cannot be read.
+    """
     if "{" in given:
         return given
     try:
@@ -419,9 +461,9 @@ def conversations(
     tools_field: str,
     turns: Callable[..., list[dict[str, Any]]],
 ) -> list[TokenizedSample]:
-    """A sample of each row: *turns* makes a conversation of what the row has in *fields*.
+    """Make a sample of each row: *turns* makes a conversation of the row's values of *fields*.
 
-    Raises :class:`RecipeError` with the row's place.
+    Raises :class:`RecipeError` with the row's location for a row that is no usable conversation.
     """
     columns = rows.columns(fields)
     tools = rows.values(tools_field) if rows.has_field(tools_field) else [None] * len(columns[0])
@@ -438,13 +480,17 @@ def conversations(
 
 
 def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation that shows how a template writes calls."""
+    """A conversation with a tool call, to test how a template writes it."""
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
     return [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
+def _with_marked_name(call: dict[str, Any]) -> dict[str, Any]:
+    return call | {"name": f"{call.get('name')}{_MARK}"}
+
+
 def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with what its arguments, a text of JSON, hold; any other as it is."""
+    """*call* with its arguments parsed if they are JSON text; otherwise unchanged."""
     try:
         return call | {"arguments": json.loads(call["arguments"])}
     except (KeyError, TypeError, ValueError):
@@ -452,7 +498,10 @@ def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(content: Any) -> Any:
-    """The text of a list of parts; anything else as it is."""
+    """The text of a content that is a list of parts; other contents unchanged.
+
+    Raises :class:`UnusableSample` for a part that is not text.
+    """
     if not isinstance(content, list):
         return content
     given = [part.get("text") if isinstance(part, dict) else part for part in content]
@@ -470,24 +519,36 @@ def _starts(spans: Sequence[_Span]) -> list[int]:
     return [start for start, _ in spans]
 
 
-def _within(places: Sequence[_Span], spans: Sequence[_Span]) -> list[bool]:
-    """For each place whether it has characters in common with one of *spans*; both in the order of the text."""
-    rest = list(reversed(spans))
-    found = []
-    for start, end in places:
+def _within(spans: Sequence[_Span], labeled_spans: Sequence[_Span]) -> list[bool]:
+    """Whether each of *spans* overlaps one of *labeled_spans*; both are in the order of the text."""
+    rest = list(reversed(labeled_spans))
+    overlaps = []
+    for start, end in spans:
         while rest and rest[-1][1] <= start:
             rest.pop()
-        found.append(bool(rest) and max(start, rest[-1][0]) < min(end, rest[-1][1]))
-    return found
+        if not rest:
+            overlaps.append(False)
+            continue
+        labeled_start, labeled_end = rest[-1]
+        overlaps.append(max(start, labeled_start) < min(end, labeled_end))
+    return overlaps
 
 
 def _num_equal(prefix: Sequence[object], whole: Sequence[object]) -> int:
-    """How many items both begin with. Of tokens: all of *prefix*, unless its last grew together with what follows."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False)))
+    """The length of the common prefix of both sequences.
+
+    For tokens it may be shorter than *prefix*, because the last token of *prefix* may merge with the text after it.
+    """
+    pairs = zip(prefix, whole, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _last_run(labelled: Sequence[bool]) -> list[bool]:
-    """Only the last unbroken run of labels."""
-    end = max((number for number, learnt in enumerate(labelled) if learnt), default=-1) + 1
-    start = end - sum(1 for _ in takewhile(bool, reversed(labelled[:end])))
+    """*labelled* with only its last uninterrupted run of True."""
+    end = len(labelled)
+    while end > 0 and not labelled[end - 1]:
+        end -= 1
+    start = end
+    while start > 0 and labelled[start - 1]:
+        start -= 1
     return [start <= number < end for number in range(len(labelled))]

@@ -1,4 +1,4 @@
-"""Local data files: which ones a path means, and of which kind they are.
+"""Local data files: which ones a path selects, and their formats.
 
 A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv``, ``.tsv``, or ``.txt`` with a
 document on each line; behind ``.gz``, ``.bz2`` or ``.xz`` it is compressed. For what the files contain, see
@@ -75,7 +75,7 @@ def _matching(path: str) -> list[Path]:
 
 
 def digest(path: Path) -> str:
-    """Of a file's content and kind."""
+    """A digest of a file's format and content."""
     with path.open("rb") as file:
         return kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest()
 

@@ -1,4 +1,4 @@
-"""From conversations with images to one micro-batch, through the model's own processor."""
+"""Collates conversations with images to one micro-batch, with the model's own processor."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BLANK_PIXELS = 64
 
 
 class ImageTextCollator:
-    """Makes :class:`~automodel_ckpt.data.vlm.ImageText` samples the tensors that the processor makes of them.
+    """Collates :class:`~automodel_ckpt.data.vlm.ImageText` samples to the tensors that the processor makes of them.
 
-    Their shapes are the model's affair; ``input_ids``, ``attention_mask`` and ``labels`` are [batch, length], padded on
-    the right. Labels stand on what the assistant says, never on *image_token_ids*. A micro-batch without any image gets
-    a row more, a blank image without a label: every rank has to run the vision tower. Raises :class:`RecipeError` for
-    samples that are too long, or that the processor refuses.
+    ``input_ids``, ``attention_mask`` and ``labels`` have the shape [batch, length] and are padded on the right; the
+    shapes of the others depend on the model. Labels are on the assistant's text, never on *image_token_ids*. A
+    micro-batch without images gets an additional row, a blank image without a label, because every rank has to run the
+    vision tower. Raises :class:`RecipeError` for samples that are too long, or that the processor rejects.
     """
 
     def __init__(
@@ -45,19 +45,24 @@ class ImageTextCollator:
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
         rows: list[list[int]] = batch["input_ids"].tolist()
         tokens = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        learnt = [self._learnt(sample, row) for sample, row in zip(samples, tokens, strict=True)]
-        kept = [self._keeps(*each) for each in zip(samples, tokens, learnt, strict=True)]
-        if not all(kept):
-            return self([sample if keep else self.blank for sample, keep in zip(samples, kept, strict=True)])
+        labeled, used = [], []
+        for sample, row in zip(samples, tokens, strict=True):
+            flags = self._labeled(sample, row)
+            is_used = self._is_used(sample, row, flags)
+            labeled.append(flags)
+            used.append(sample if is_used else self.blank)
+        if any(sample is not given for sample, given in zip(used, samples, strict=True)):
+            return self(used)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
-        for row, flags in enumerate(learnt):
-            chosen = torch.tensor(flags, dtype=torch.bool)
-            labels[row, : lengths[row]][chosen] = batch["input_ids"][row, : lengths[row]][chosen]
-        return self._cut({**batch, "labels": labels}, samples, lengths)
+        for number, flags in enumerate(labeled):
+            length = lengths[number]
+            is_labeled = torch.tensor(flags, dtype=torch.bool)
+            labels[number, :length][is_labeled] = batch["input_ids"][number, :length][is_labeled]
+        return self._truncated({**batch, "labels": labels}, samples, lengths)
 
     @cached_property
     def blank(self) -> ImageText:
-        """A sample with an image and nothing to learn."""
+        """A sample with a blank image and no labels."""
         image = pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS))
         content = [{"type": "image"}, {"type": "text", "text": "."}]
         bound_chat_templates()
@@ -92,15 +97,22 @@ class ImageTextCollator:
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """As transformers' own ``apply_chat_template`` does: not where the template has written them."""
+        """Whether the processor has to add special tokens, which is not the case if the template wrote them.
+
+        transformers' ``apply_chat_template`` follows the same rule.
+        """
         start = self.processor.tokenizer.bos_token
         return start is None or not text.startswith(start)
 
-    def _learnt(self, sample: ImageText, tokens: list[int]) -> list[bool]:
-        """For each token whether it is the assistant's: found by counting from the end, where no image has grown."""
+    def _labeled(self, sample: ImageText, tokens: list[int]) -> list[bool]:
+        """Whether each token is the assistant's.
+
+        Positions are counted from the end: the placeholder of an earlier image may expand to any number of tokens.
+        """
         flags = [False] * len(tokens)
         for start, end in sample.learnt:
-            first, last = (len(tokens) - self._num_equal(sample, place, tokens) for place in (start, end))
+            first = len(tokens) - self._num_equal(sample, start, tokens)
+            last = len(tokens) - self._num_equal(sample, end, tokens)
             flags[first:last] = [token not in self.image_token_ids for token in tokens[first:last]]
         if sample.learnt and not any(flags[1:]):
             raise RecipeError(
@@ -111,9 +123,9 @@ class ImageTextCollator:
             )
         return flags
 
-    def _num_equal(self, sample: ImageText, place: int, tokens: list[int]) -> int:
-        """How many of a sample's last *tokens* are those of its text from character *place* on."""
-        rest = sample.text[place:]
+    def _num_equal(self, sample: ImageText, start: int, tokens: list[int]) -> int:
+        """The number of the last *tokens* that belong to the sample's text from character *start* on."""
+        rest = sample.text[start:]
         num_images = rest.count(self._placeholder) if self._placeholder else 0
         if num_images:
             rest_tokens = self._call([rest], [sample.images[-num_images:]])["input_ids"][0].tolist()
@@ -127,8 +139,11 @@ class ImageTextCollator:
     def _placeholder(self) -> str:
         return getattr(self.processor, "image_token", None) or ""
 
-    def _keeps(self, sample: ImageText, tokens: list[int], learnt: list[bool]) -> bool:
-        """Whether a sample is used, whole or cut; says so where it is not."""
+    def _is_used(self, sample: ImageText, tokens: list[int], labeled: list[bool]) -> bool:
+        """Whether a sample is used, whole or truncated; logs a warning if it is skipped.
+
+        With *truncation* ``error``, raises :class:`RecipeError` for a sample that is too long.
+        """
         limit = sample.seq_length
         if limit is None or len(tokens) <= limit:
             return True
@@ -141,7 +156,7 @@ class ImageTextCollator:
                 remedy="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
             )
         cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
-        if not cuts_image and any(learnt[1:limit]):
+        if not cuts_image and any(labeled[1:limit]):
             return True
         self.num_left_out += 1
         why = "cut an image" if cuts_image else "remove all labels"
@@ -149,20 +164,24 @@ class ImageTextCollator:
                     sample.where, self.num_left_out, len(tokens), limit, why)  # fmt: skip
         return False
 
-    def _cut(
+    def _truncated(
         self, batch: dict[str, torch.Tensor], samples: Sequence[ImageText], lengths: list[int]
     ) -> dict[str, torch.Tensor]:
-        """The batch without what lies beyond each sample's seq_length."""
-        ends = [min(length, s.seq_length or length) for s, length in zip(samples, lengths, strict=True)]
+        """The batch with every sample truncated to its seq_length, and padded to the longest of them."""
+        ends = []
+        for sample, length in zip(samples, lengths, strict=True):
+            ends.append(min(length, sample.seq_length or length))
         if ends == lengths:
             return batch
-        beyond = torch.arange(batch["labels"].shape[1])[None] >= torch.tensor(ends)[:, None]
-        empty = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
-        width = -(-max(ends) // self.multiple) * self.multiple
-        by_token = {
-            name for name, value in batch.items() if value.shape == beyond.shape and not value.is_floating_point()
-        }
-        return {
-            name: value.masked_fill(beyond, empty.get(name, 0))[:, :width] if name in by_token else value
-            for name, value in batch.items()
-        }
+        positions = torch.arange(batch["labels"].shape[1])
+        beyond = positions[None] >= torch.tensor(ends)[:, None]
+        padding = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
+        num_multiples = -(-max(ends) // self.multiple)
+        width = num_multiples * self.multiple
+        truncated = {}
+        for name, value in batch.items():
+            # Integer tensors [batch, length] have a value per token; others, such as pixels, stay unchanged.
+            if value.shape == beyond.shape and not value.is_floating_point():
+                value = value.masked_fill(beyond, padding.get(name, 0))[:, :width]
+            truncated[name] = value
+        return truncated

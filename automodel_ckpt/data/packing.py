@@ -1,7 +1,7 @@
-"""Several samples in one row, in two ways: packs made of the whole data set, and a micro-batch laid out anew.
+"""Several samples in one row: packs of the whole data set, and rows of a micro-batch without padding.
 
-In both, ``position_ids`` start over at 0 with each sample. That is how transformers' attention knows the samples'
-borders (as long as no ``attention_mask`` is given), and how flash attention gets its cumulative lengths.
+In both, ``position_ids`` restart at 0 with each sample. transformers' attention derives the sample boundaries from them
+(if there is no ``attention_mask``), and flash attention its cumulative lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
 def best_fit_decreasing(lengths: Sequence[int] | _Lengths, size: int) -> list[list[int]]:
-    """Numbers of the items in each pack of at most *size*; no item may be longer.
+    """Assign items to packs of at most *size*, and return the indices of the items in each pack; no item may be longer.
 
     The items are taken from the longest to the shortest (equal ones in order), and each goes to the fullest pack that
     has room. Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973.
@@ -89,8 +89,11 @@ class PackedDataset:
 
     @property
     def waste(self) -> float:
-        """The part of all packs that stays empty, from 0 to 1."""
-        return 1 - self.num_tokens / (len(self.packs) * self.size) if self.packs else 0.0
+        """The fraction of all packs that is empty, from 0 to 1."""
+        if not self.packs:
+            return 0.0
+        capacity = len(self.packs) * self.size
+        return 1 - self.num_tokens / capacity
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -145,13 +148,17 @@ class RowLayout:
             return dict(batch)
         if "position_ids" in batch and not self.one_row:
             return self._without_mask(batch)
-        mask, width = batch["attention_mask"].numpy(), batch["labels"].shape[1]
+        mask = batch["attention_mask"].numpy()
+        width = batch["labels"].shape[1]
         fits = not self.one_row or ("position_ids" not in batch and width % self.multiple == 0)
         if fits and np.count_nonzero(mask) == mask.size:
-            # A mask that hides nothing costs the model a look at it in each pass, and one row the search for its parts.
+            # A mask that hides nothing costs time in each forward pass, and so does dividing one row into its samples.
             return self._without_mask(batch)
-        rows, length = self._cheapest(mask.sum(1).tolist(), width)
-        return dict(batch) if rows is None else _laid_out(batch, rows, length, self.marks_tokens)
+        lengths = mask.sum(1).tolist()
+        rows, length = self._cheapest(lengths, width)
+        if rows is None:
+            return dict(batch)
+        return _laid_out(batch, rows, length, self.marks_tokens)
 
     def _without_mask(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
@@ -161,14 +168,18 @@ class RowLayout:
         return rows
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:
-        """(numbers of the samples in each row or None for a row each, row length)."""
+        """The samples of each row (None: one sample per row) and the row length with the lowest cost."""
         total = self._rounded(sum(lengths))
         one_row = [list(range(len(lengths)))]
         if self.one_row:
             return one_row, total
         shared = best_fit_decreasing(lengths, width)
-        choices = [(None, len(lengths), width), (shared, len(shared), width), (one_row, 1, total)]
-        rows, _, length = min(choices, key=lambda choice: self._cost(choice[1], choice[2]))
+        choices: list[tuple[int, list[list[int]] | None, int]] = [
+            (self._cost(len(lengths), width), None, width),
+            (self._cost(len(shared), width), shared, width),
+            (self._cost(1, total), one_row, total),
+        ]
+        _, rows, length = min(choices, key=lambda choice: choice[0])
         return rows, length
 
     def _cost(self, num_rows: int, length: int) -> int:
@@ -179,7 +190,7 @@ class RowLayout:
 
 
 def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
-    """Tokens of the longest sample of a collated micro-batch, padding included where samples do not share rows."""
+    """The length of the longest sample of a collated micro-batch, including padding if it has one sample per row."""
     positions = batch.get("position_ids")
     return batch["labels"].shape[1] if positions is None else int(positions.max()) + 1
 
@@ -187,7 +198,10 @@ def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
 def _laid_out(
     batch: Mapping[str, torch.Tensor], rows: list[list[int]], length: int, marks_tokens: bool
 ) -> dict[str, torch.Tensor]:
-    """Empty places are samples of one token each, without a label: nothing attends to them."""
+    """Arrange the samples of a padded *batch* in *rows* of *length* positions; *rows* lists the samples of each row.
+
+    Positions without a token become samples of one token without a label, so nothing attends to them.
+    """
     mask = batch["attention_mask"].numpy() != 0
     ends = mask.sum(1).cumsum()
     places = np.split(np.flatnonzero(mask), ends[:-1])
@@ -202,9 +216,11 @@ def _laid_out(
         ("labels", labels, IGNORE_INDEX),
         ("position_ids", positions, 0),
     )
-    laid_out = {
-        name: torch.from_numpy(np.where(taken < 0, empty, source.reshape(-1)[taken])) for name, source, empty in sources
-    }
-    if marks_tokens and bool((taken < 0).any()):
-        laid_out[IS_TOKEN] = torch.from_numpy(taken >= 0)
+    is_empty = taken < 0
+    laid_out = {}
+    for name, source, filler in sources:
+        values = source.reshape(-1)[taken]
+        laid_out[name] = torch.from_numpy(np.where(is_empty, filler, values))
+    if marks_tokens and bool(is_empty.any()):
+        laid_out[IS_TOKEN] = torch.from_numpy(~is_empty)
     return laid_out

@@ -1,4 +1,4 @@
-"""Real text that every Python brings along, and a tokenizer trained from it: nothing is downloaded.
+"""Real text that is part of every Python installation, and a tokenizer trained on it: nothing is downloaded.
 
 :func:`language_modeling` is the language reference as shown by ``help()``; :func:`docstring_pairs` asks for the
 docstring of a function or class of the standard library. Both depend on the version of the interpreter. About a tenth
@@ -63,7 +63,7 @@ def language_modeling(
 ) -> TokenizedDataset:
     """The Python language reference (``pydoc_data.topics``) in blocks of *seq_length* tokens, every token a label.
 
-    The documents stand one after another, each ended by the end-of-sequence token; the last block may be shorter.
+    The documents are concatenated, each followed by the end-of-sequence token; the last block may be shorter.
     Some paragraphs of the reference occur under several topics, so validation is not free of text seen in training.
     """
     truncation = Truncation("right", seq_length)
@@ -71,7 +71,8 @@ def language_modeling(
     def build() -> TokenizedDataset:
         topics = _load_topics()
         names = _of_split(sorted(topics), split)
-        return TokenizedDataset.of(blocks(Encoder(tokenizer).documents([topics[name] for name in names]), seq_length))
+        documents = Encoder(tokenizer).documents([topics[name] for name in names])
+        return TokenizedDataset.of(blocks(documents, seq_length))
 
     require_choice("split", split, ("train", "validation"))
     key = (_topics_digest(), truncation.seq_length, split)
@@ -87,8 +88,8 @@ def docstring_pairs(
 ) -> TokenizedDataset:
     """Prompt: the signature of a function or class of the standard library. Completion, with labels: its docstring.
 
-    *truncation* says what happens to samples of more than *seq_length* tokens: ``right`` cuts them, and leaves out
-    those whose prompt alone is as long, with the counts in the log; ``error`` refuses them.
+    *truncation* ``right`` truncates samples of more than *seq_length* tokens, and skips those whose prompt alone is as
+    long; the numbers are logged. ``error`` raises :class:`RecipeError` for them.
     """
     policy = Truncation(truncation, seq_length)
 
@@ -126,7 +127,7 @@ def _load_topics() -> dict[str, str]:
 
 
 def _topics_digest() -> str:
-    """Of the file, so that prepared data is found without importing half a megabyte of text."""
+    """The digest of the file with the topics, computed without importing half a megabyte of text."""
     path = _library_directory() / "pydoc_data" / "topics.py"
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
@@ -155,7 +156,10 @@ class _Pair(NamedTuple):
 
 def _library_pairs(split: str) -> Iterator[_Pair]:
     root = _library_directory()
-    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in _library_files(root)}
+    modules = {}
+    for path in _library_files(root):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        modules[name] = path
     seen: set[tuple[str, str]] = set()
     for module in _of_split(modules, split):
         for pair in _module_pairs(module, modules[module]):
@@ -165,7 +169,7 @@ def _library_pairs(split: str) -> Iterator[_Pair]:
 
 
 def _module_pairs(module: str, path: Path) -> Iterator[_Pair]:
-    """Found by parsing alone: importing some modules of the library has effects."""
+    """The signatures and docstrings of a module, found without importing it: some imports have side effects."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -207,5 +211,8 @@ def _library_files(root: Path) -> list[Path]:
 
 
 def _library_digest() -> str:
-    """Of the interpreter and its library's place: reading twelve megabytes at each start would cost too much."""
+    """The version of the interpreter and the path of its library.
+
+    A digest of the content would have to read twelve megabytes at each start.
+    """
     return f"{sys.version} {_library_directory()}"

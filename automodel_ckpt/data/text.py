@@ -37,11 +37,11 @@ def text(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """One sample per document, learnt as a whole, its end token included.
+    """One sample per document, with labels on all tokens, including the end token.
 
     *field* names the column that holds the text (of ``.txt`` it is ``text``), or is a template as for
     :func:`prompt_completion`. A document of more than *seq_length*
-    tokens is refused with its place, or with *truncation* ``right`` cut and counted in the log.
+    tokens is rejected with its location, or with *truncation* ``right`` truncated and counted in the log.
     """
     encoder = Encoder(tokenizer)
 
@@ -73,12 +73,13 @@ def prompt_completion(
 ) -> TokenizedDataset | RowStream:
     """A sample per row: the prompt without labels, then the completion and the end token with them.
 
-    Prompt and completion are texts, joined as they are: a space or line break between them belongs to one of the two.
-    In place of a field's name there may be a Jinja template of fields, ``"{{ question }}\\nAnswer: "``.
-    Or both are lists of messages (TRL's conversational form), written by *chat_template* with *template_kwargs* as
-    :func:`~automodel_ckpt.data.chat.messages` does, with labels on what the assistant says in the completion; a field
-    ``tools`` is given to the template, too. A sample of more than *seq_length* tokens is refused with its place; with
-    *truncation* ``right`` it is cut, or left out where the prompt alone is as long, with the counts in the log.
+    Prompt and completion are text that is concatenated unchanged: one of them has to contain the space or line break
+    between them. Instead of the name of a field, a Jinja template of fields is possible,
+    ``"{{ question }}\\nAnswer: "``. Or both are lists of messages (TRL's conversational format), rendered by
+    *chat_template* with *template_kwargs* as in :func:`~automodel_ckpt.data.chat.messages`, with labels on the
+    assistant messages of the completion; a field ``tools`` is passed to the template, too. A sample of more than
+    *seq_length* tokens is rejected with its location. With *truncation* ``right`` it is truncated, or skipped if the
+    prompt alone is as long; the numbers are logged.
     """
     encoder = Encoder(tokenizer)
     fields = [prompt_field, completion_field]

@@ -1,6 +1,6 @@
 """The messages of a conversation, from the forms that data has them in: ``{"role", "content", ...}`` each.
 
-An optional ``weight`` is OpenAI's: of a message of the assistant, 0 says that it is not learnt. ``{"from", "value"}``
+An optional ``weight`` follows OpenAI's format: an assistant message with weight 0 gets no labels. ``{"from", "value"}``
 is ShareGPT's form of a message.
 """
 
@@ -18,7 +18,7 @@ _SHAREGPT = {
 
 
 class UnusableSample(Exception):
-    """Why a conversation makes no sample, and what to do; the caller knows which one it is."""
+    """A conversation cannot be used as a sample. *remedy* is the hint; the caller adds the location."""
 
     def __init__(self, what: str, value: object, remedy: str) -> None:
         super().__init__(what)
@@ -42,7 +42,10 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
 
 
 def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
-    """One conversation of two lists of messages, of which only the assistant's of *completion* are learnt."""
+    """Join two lists of messages to one conversation with labels only on the assistant messages of *completion*.
+
+    Raises :class:`UnusableSample` if one of them is not a list, or if both parts of one answer are separated.
+    """
     asked, answered = prompt, completion
     if not isinstance(asked, list) or not isinstance(answered, list):
         odd, other = ("prompt", "completion") if isinstance(answered, list) else ("completion", "prompt")
@@ -62,24 +65,24 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
 
 
 def is_trained_on(turn: Mapping[str, Any]) -> bool:
-    """Whether a message is the assistant's, and not of weight 0."""
+    """Whether a message gets labels: it is the assistant's and its weight is not 0."""
     return turn["role"] == "assistant" and turn.get(_WEIGHT) != 0
 
 
 def is_empty(turn: Mapping[str, Any]) -> bool:
-    """Whether a message of the assistant is learned and has neither text nor calls."""
+    """Whether a message gets labels but has neither text nor calls."""
     others = turn.keys() - {"role", "name", "content", _WEIGHT}
     content = turn.get("content")
     return is_trained_on(turn) and not others and isinstance(content, str) and not content.strip()
 
 
 def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chat template gets of a message."""
+    """A message as it is passed to the chat template, without its weight."""
     return {key: value for key, value in turn.items() if key != _WEIGHT}
 
 
 def plain(value: Any) -> Any:
-    """*value*, or what it means where it is JSON text."""
+    """*value*, parsed if it is JSON text. Raises :class:`UnusableSample` for text that is not JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -89,13 +92,13 @@ def plain(value: Any) -> Any:
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The functions, with name and arguments, that a message calls, in each of the forms that calls have."""
+    """The functions, with name and arguments, that a message calls, in any of the formats for calls."""
     calls = [turn.get("function_call"), *(turn.get("tool_calls") or [])]
     return [call.get("function") or call for call in calls if isinstance(call, dict)]
 
 
 def with_functions(turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """A message with what *change* makes of each of :func:`calls_of` it."""
+    """A copy of a message in which *change* replaced each function call."""
     changed = dict(turn)
     if isinstance(turn.get("function_call"), dict):
         changed["function_call"] = change(turn["function_call"])

@@ -1,7 +1,7 @@
 """Conversations with images: rendered by the processor's chat template, with a placeholder for each image.
 
-What the assistant says is found as for text (:mod:`.chat`), as stretches of the rendered text; the processor turns
-text and images into tensors for a whole micro-batch (:mod:`.image_collate`).
+The assistant's text is located as in :mod:`.chat`, as spans of the rendered text. The processor turns text and images
+into tensors for a whole micro-batch (:mod:`.image_collate`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def image_text(
     Relative paths of images start at *folder*; *options* are further fields of :class:`ImageText`. Raises
     :class:`UnusableSample` if the conversation has no assistant text or its images do not match.
     """
-    turns, values = _placed(turns_of(conversation), list(images))
+    turns, values = _assign_images(turns_of(conversation), list(images))
     _check_placeholders(turns, template.placeholders)
     text, learnt = template.render(turns)
     if not learnt:
@@ -143,18 +143,21 @@ class ImageChatTemplate(ChatTemplate):
 
     @property
     def placeholders(self) -> set[str]:
-        """The texts that the processor puts an image in the place of."""
+        """The texts that the processor replaces by an image."""
         named = (getattr(self.tokenizer, name, None) for name in ("image_token", "boi_token"))
         return {token for token in named if isinstance(token, str) and token}
 
     def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) characters of what the assistant says in it."""
+        """The text of a conversation, and the (start, end) characters of the assistant's text in it."""
         if self.has_markers:
             text, marked = self._marks(turns, None)
             return text, marked[-1:] if self.last_only else marked
         whole = self._apply(turns, None, tokenize=False)
-        learnt = [self._prefixes(turns, None, number, whole) for number in self._labeled_turns(turns)]
-        return whole, [(len(before), len(after)) for before, after in learnt]
+        spans = []
+        for number in self._labeled_turns(turns):
+            before, after = self._prefixes(turns, None, number, whole)
+            spans.append((len(before), len(after)))
+        return whole, spans
 
     @property
     def _special_tokens(self) -> dict[str, Any]:
@@ -178,8 +181,11 @@ def _template(processor: Any, given: str | None) -> str:
     return select_template(own, given)
 
 
-def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Turns whose content is a list of texts and empty image entries, and the images in their order."""
+def _assign_images(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The turns with contents that are lists of text and empty image entries, and the images in their order.
+
+    Raises :class:`UnusableSample` if the number of *images* does not match the empty image entries.
+    """
     turns = [{**turn, "content": _parts(turn.get("content"))} for turn in turns]
     entries = [part for turn in turns for part in turn["content"] if part.get("type") == "image"]
     if images and not entries:
@@ -198,8 +204,15 @@ def _placed(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[s
         )
     rest = iter(images)
     values = [next(rest) if value is None else value for value in inline]
-    bare = [[{"type": "image"} if p.get("type") == "image" else p for p in turn["content"]] for turn in turns]
-    return [{**turn, "content": content} for turn, content in zip(turns, bare, strict=True)], values
+    return [{**turn, "content": _without_inline(turn["content"])} for turn in turns], values
+
+
+def _without_inline(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The *parts* of a content with empty image entries."""
+    bare = []
+    for part in parts:
+        bare.append({"type": "image"} if part.get("type") == "image" else part)
+    return bare
 
 
 def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
