@@ -12,11 +12,11 @@ from automodel_ckpt.report.scale import Scale, scale_over, short
 WIDTH, HEIGHT = 860, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 30
 MAX_POINTS = 1600
-# Of the page's style sheet; further runs get hues of their own.
+# Colors of the page's style sheet; further runs get other hues.
 NUM_COLOURS = 6
 _MORE_HUES = (335, 205, 135, 75, 235, 285)
 _SHELVES = 12
-# More points than this along a line need no circles, and these are this far apart for runs that save alike.
+# Lines with more points get no circles. Stems of runs that save at the same steps are drawn side by side.
 _MOST_CIRCLES = 60
 _ASIDE = 3.0
 _MOST_ASIDE = 24.0
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a step: ``saved``, ``best`` or ``resumed``; *text* tells it on hovering."""
+    """Something that happened at a step: ``saved``, ``best`` or ``resumed``; *text* is shown on hovering."""
 
     kind: str
     run: int
@@ -45,7 +45,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel: its *title* with the unit, its lines and marks; it reaches at least over *steps* (first, last)."""
+    """A panel with a *title*, lines and marks; its x axis contains at least *steps* (first, last)."""
 
     title: str
     lines: Sequence[Line]
@@ -58,7 +58,7 @@ class Chart:
         return not any(len(line.series) for line in self.lines)
 
     def scales(self) -> tuple[Scale, Scale]:
-        """Of steps and of values."""
+        """The scales of the steps (x axis) and of the values (y axis)."""
         steps = [*self.steps, *(mark.step for mark in self.marks)]
         values = [value for line in self.lines for value in line.series.values]
         return (
@@ -67,7 +67,7 @@ class Chart:
         )
 
     def svg(self) -> str:
-        """The panel; its width follows the page's."""
+        """The panel as SVG text; its width follows the page's width."""
         across, up = self.scales()
         parts = [*_grid(across, up), *self._vertical_marks(across)]
         num_runs = 1 + max((line.run for line in self.lines), default=0)
@@ -108,10 +108,13 @@ def more_colours(num_runs: int) -> str:
     """Style for the runs beyond the style sheet's colours: hues between those, and then the same in other shades."""
     rules = []
     for run in range(NUM_COLOURS, num_runs):
-        round_, place = divmod(run - NUM_COLOURS, len(_MORE_HUES))
-        shade = f"calc(var(--level) + {(0, 0.1, -0.1)[round_ % 3]})"
-        rules.append(f".c{run}{{--c:oklch({shade} .15 {_MORE_HUES[place] + 17 * (round_ // 3)}deg)}}")
-        rules.append(f".line.c{run}:not(.dashed){{stroke-dasharray:{14 - 3 * min(round_, 3)} 3}}")
+        cycle, place = divmod(run - NUM_COLOURS, len(_MORE_HUES))
+        lightness = (0, 0.1, -0.1)[cycle % 3]
+        shade = f"calc(var(--level) + {lightness})"
+        hue = _MORE_HUES[place] + 17 * (cycle // 3)
+        dash = 14 - 3 * min(cycle, 3)
+        rules.append(f".c{run}{{--c:oklch({shade} .15 {hue}deg)}}")
+        rules.append(f".line.c{run}:not(.dashed){{stroke-dasharray:{dash} 3}}")
     return "".join(rules)
 
 
@@ -141,5 +144,6 @@ def _drawn(line: Line, across: Scale, up: Scale, num_runs: int) -> Iterator[str]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         style = "line dashed" if line.style == "dots" else line.style
         yield f'<polyline class="{style} {colour}" points="{points}"/>'
-    if (line.style in ("dots", "stems") and len(places) <= _MOST_CIRCLES) or len(places) == 1:
+    has_circles = line.style in ("dots", "stems") and len(places) <= _MOST_CIRCLES
+    if has_circles or len(places) == 1:
         yield from (f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places)

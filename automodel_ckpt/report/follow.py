@@ -1,12 +1,12 @@
-"""Send a run's log lines to trackers: all that they do not have yet, then, while training goes on, what is added.
+"""Send a run's log lines to trackers: first all lines that they do not have yet, then new lines during training.
 
     python -m automodel_ckpt.report.follow RUN     # started by the trainer; reads a job from standard input
 
-The trainer starts it as a process of its own, so that no tracker can slow, hang or crash the training: it only reads
-files. What each tracker has got is noted in ``.trackers.json`` of the run. Steps that a resume makes again are sent
-again to a tracker that can forget the first ones; others keep what they have, since those steps come out the same. To
-these a run that went back to an earlier checkpoint, or began anew, is another run; so it is to one whose library may
-have lost something when this process was killed.
+The trainer starts it as a separate process that only reads files, so that no tracker can slow down, block or crash
+training. The steps that each tracker received are recorded in ``.trackers.json`` of the run. Steps that a resume
+repeats are sent again to trackers that can drop values; other trackers keep their values, because repeated steps give
+the same ones. For those trackers, a run that went back to an earlier checkpoint or started anew is a new run, and so is
+a run whose library may have lost values when this process was killed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ Options = Mapping[str, Mapping[str, Any]]
 
 @contextlib.contextmanager
 def holding(run: Path, *, wait: bool) -> Iterator[bool]:
-    """Be the only process that sends this run's log; says whether it is, which without *wait* another may prevent."""
+    """Hold the lock of the process that sends this run's log.
+
+    Yields True if the lock is held. With *wait*, waits for it; without, yields False if another process holds it.
+    """
     with _appending(run / OUTPUT) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -55,10 +58,10 @@ def holding(run: Path, *, wait: bool) -> Iterator[bool]:
 
 
 class Follower:
-    """Feeds *trackers* (options by name) with what stands in the logs of *run* and they do not have.
+    """Sends the lines of the logs of *run* that *trackers* (options by name) do not have yet.
 
-    *after* is the step that a starting run goes on from, None where none starts; *went_back* says that it left later
-    checkpoints aside. A tracker that raises is told of once, by *complain*, and gets nothing more.
+    *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
+    ignores later checkpoints. A tracker that raises is reported once with *complain*, and disabled.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Follower:
         self._remember()
 
     def feed(self) -> None:
-        """Hand on the complete lines that have come since the last time, in the order of their steps."""
+        """Send the complete lines that were added since the last call, in the order of their steps."""
         records = self._waiting + [record for lines in self._lines for record in lines.new()]
         self._waiting = []
         for record in sorted(records, key=lambda record: record["step"]):
@@ -90,7 +93,7 @@ class Follower:
             self._remember()
 
     def close(self) -> None:
-        """Feed once more, and let the trackers send what they hold back."""
+        """Send the last lines, and close the trackers, which send their buffered values."""
         self.feed()
         for name in [*self._trackers]:
             self._guarded(name, self._trackers[name].close)
@@ -128,8 +131,8 @@ class Follower:
             action()
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._complain(f"tracker {name} is disabled, training continues: {told}")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._complain(f"tracker {name} is disabled, training continues: {reason}")
 
     def _remember(self) -> None:
         staged = self.run / (MEMORY + ".tmp")
@@ -149,12 +152,12 @@ def _steps_to_send(records: Sequence[Mapping[str, Any]], sent: Mapping[str, int]
 
 
 def _group(values: Mapping[str, float]) -> str:
-    """``train``, ``val`` or ``save``: values of one step come in these groups, not all at a time."""
+    """The group of *values*: ``train``, ``val`` or ``save``. A step's values are logged in separate lines per group."""
     return next(iter(values)).partition("/")[0]
 
 
 class _Lines:
-    """The records that are appended to a file, as they come."""
+    """Reads the records that are appended to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
@@ -177,7 +180,7 @@ class _Lines:
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a line of the logs says, under the names that trackers show."""
+    """The values of a log line, by the names that trackers display."""
     if "val_loss" in record:
         return _numbers({"val/loss": record["val_loss"]})
     event = record.get("event")
@@ -206,12 +209,14 @@ def _is_memory(entry: Any) -> bool:
 
 
 def main(run: Path) -> None:
-    """Follow *run* until standard input ends, which it does with the trainer, however that ends."""
+    """Follow *run* until standard input closes, which happens when the trainer ends in any way."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; the trainer's end is what counts
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a terminal sends them to all processes, but only the trainer's end counts
     complain = _redirected(run)
     job = json.loads(sys.stdin.readline())
-    with holding(run, wait=True):  # one of the life before may still be sending
+    with holding(run, wait=True):  # the process of a previous start may still be sending
         follower = Follower(run, job["trackers"], job["after"], complain, went_back=job["went_back"])
         while not _ended(sys.stdin.fileno()):
             follower.feed()
@@ -225,7 +230,7 @@ def _ended(descriptor: int) -> bool:
 
 
 def _redirected(run: Path) -> Callable[[str], None]:
-    """Send what libraries print to a file; what is returned still speaks to the user."""
+    """Redirect the output of libraries to a file, and return a function that still reports to the user."""
     user = os.fdopen(os.dup(2), "w")
     with _appending(run / OUTPUT) as output:
         os.dup2(output.fileno(), 1)

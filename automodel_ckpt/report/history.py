@@ -1,6 +1,6 @@
-"""What a run left in its directory, as series to draw: ``training.jsonl``, ``validation.jsonl``, its checkpoints.
+"""Reads a run's directory as series to plot: ``training.jsonl``, ``validation.jsonl`` and its checkpoints.
 
-Lines that are torn or hold no numbers are passed over: a report of a run that crashed is needed most.
+Torn lines and lines without numbers are ignored, because a report is most useful for a run that crashed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST, _LAST_STEP = 1e100, 2**53
-"""Of values and steps that are drawn: sums and differences of these stay finite and exact."""
+"""Limits of plotted values and steps, within which sums and differences stay finite and exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,27 @@ class Series:
         return len(self.steps)
 
     def at_most(self, num_points: int) -> Series:
-        """A series of at most *num_points* with the same outline: of each stretch its lowest and highest point."""
+        """A series of at most *num_points* points with the same extremes: the lowest and highest point per interval."""
         if len(self) <= num_points:
             return self
         kept: list[int] = []
-        stretch = 2 * len(self) / num_points
+        interval = 2 * len(self) / num_points
         for number in range(num_points // 2):
-            part = range(int(number * stretch), int((number + 1) * stretch))
-            low, high = (choose(part, key=self.values.__getitem__) for choose in (min, max))
-            kept += sorted({low, high})
-        return Series(tuple(self.steps[i] for i in kept), tuple(self.values[i] for i in kept))
+            indices = range(int(number * interval), int((number + 1) * interval))
+            lowest = min(indices, key=self.values.__getitem__)
+            highest = max(indices, key=self.values.__getitem__)
+            kept += sorted({lowest, highest})
+        steps = tuple(self.steps[index] for index in kept)
+        values = tuple(self.values[index] for index in kept)
+        return Series(steps, values)
 
     def smoothed(self) -> Series:
-        """The exponential moving average over a hundredth of the series, at least ten values; corrected for its start
-        (as Adam's; Kingma and Ba 2015)."""
-        weight = 1 - 1 / max(10, len(self) / 100)
+        """The exponential moving average over a hundredth of the series, at least ten values.
+
+        The bias at the start is corrected as in Adam (Kingma and Ba, 2015).
+        """
+        window = max(10, len(self) / 100)
+        weight = 1 - 1 / window
         average, total, values = 0.0, 0.0, []
         for value in self.values:
             average = weight * average + (1 - weight) * value
@@ -71,9 +77,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A run: *series* by field (``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds``, ``bytes``),
-    its checkpoints (oldest first), the steps it was resumed at, the last step and those whose loss is no finite
-    number, and the sums below."""
+    """A run, read from its directory.
+
+    *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds`` and ``bytes``.
+    *checkpoints* are sorted from the oldest to the newest; *not_finite* are the steps whose loss is not finite.
+    """
 
     name: str
     path: Path
@@ -87,13 +95,13 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """From the first step's line to the last's; pauses between a stop and its resume count."""
+        """The time from the first logged step to the last, including pauses between a stop and its resume."""
         times = self.timestamps.values
         return times[-1] - times[0] if times else 0.0
 
 
 def read_history(path: Path, name: str | None = None) -> History:
-    """The history of the run in *path*. Raises :class:`CheckpointUnusable` where no run has been."""
+    """The history of the run in *path*. Raises :class:`CheckpointUnusable` if the directory contains no run."""
     records = list(_records(path / layout.TRAINING_LOG))
     validations = list(_records(path / layout.VALIDATION_LOG))
     checkpoints = tuple(_checkpoints(path)) if path.is_dir() else ()
@@ -140,8 +148,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _series(records: list[dict[str, Any]], name: str) -> Series:
-    """Of several values at one step the last counts, as after a resume."""
-    found = {record["step"]: value for record in records if (value := _number(record.get(name))) is not None}
+    """The values of field *name*. Of several values at one step, as after a resume, the last one is used."""
+    found: dict[int, float] = {}
+    for record in records:
+        value = _number(record.get(name))
+        if value is not None:
+            found[record["step"]] = value
     steps = sorted(found)
     return Series(tuple(steps), tuple(found[step] for step in steps))
 
@@ -153,7 +165,7 @@ def _number(value: object) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if abs(number) <= _LARGEST else None  # which infinities and NaN are not
+    return number if abs(number) <= _LARGEST else None  # excludes infinities and NaN
 
 
 def _checkpoints(root: Path) -> Iterator[Checkpoint]:
@@ -165,5 +177,6 @@ def _checkpoints(root: Path) -> Iterator[Checkpoint]:
             continue
         pointers = tuple(pointer for pointer, target in pointed.items() if target == str(name))
         measured = {**summary.losses, **late_validations.recall(root / str(name), summary.digest)}
-        losses = [_number(measured.get(key)) for key in ("train_loss", "val_loss")]
-        yield Checkpoint(str(name), summary.step, summary.epoch, losses[0], losses[1], summary.nbytes, pointers)
+        train_loss = _number(measured.get("train_loss"))
+        val_loss = _number(measured.get("val_loss"))
+        yield Checkpoint(str(name), summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, pointers)

@@ -23,7 +23,7 @@ _MOST_HEADS = 2
 
 
 def page(runs: Sequence[History]) -> str:
-    """The whole document."""
+    """The HTML document for *runs*."""
     style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     charts = [chart for chart in charts_of(runs) if not chart.is_empty]
     title = " · ".join(run.name for run in runs)
@@ -40,7 +40,7 @@ def page(runs: Sequence[History]) -> str:
 
 
 def charts_of(runs: Sequence[History]) -> Iterator[Chart]:
-    """The panels, some of them perhaps empty; all over the same steps."""
+    """The panels of the page, all over the same steps; some may be empty."""
     last = max((series.steps[-1] for run in runs for series in run.series.values() if len(series)), default=1)
     steps = (1, last)
     losses = [line for n, run in enumerate(runs) for line in _losses(n, run)]
@@ -60,7 +60,7 @@ def _losses(number: int, run: History) -> Iterator[Line]:
 
 
 def _curves(number: int, name: str, series: Series, smooth: bool = True) -> Iterator[Line]:
-    """The series, and over many steps its average, which is what the eye can follow."""
+    """The series; a long one is drawn faint, with its moving average."""
     if not smooth or len(series) < _SMOOTH_FROM:
         yield Line(name, number, series)
     else:
@@ -80,16 +80,11 @@ def _marks(runs: Sequence[History]) -> Iterator[Mark]:
 
 
 def _figure(chart: Chart) -> str:
-    data = [
-        {
-            "label": line.label,
-            "colour": line.run,
-            "steps": (few := line.series.at_most(MAX_POINTS)).steps,
-            "values": few.values,
-        }
-        for line in chart.lines
-        if len(line.series)
-    ]
+    data = []
+    for line in chart.lines:
+        if len(line.series):
+            series = line.series.at_most(MAX_POINTS)
+            data.append({"label": line.label, "colour": line.run, "steps": series.steps, "values": series.values})
     embedded = json.dumps(data).replace("<", "\\u003c")
     return (
         f"<figure><figcaption>{escape(chart.title)}</figcaption>{chart.svg()}"
@@ -108,7 +103,7 @@ def _heads(runs: Sequence[History]) -> Iterator[str]:
 
 
 def _head_table(runs: Sequence[History]) -> Iterator[str]:
-    """Many runs: a row each."""
+    """The heading and a table with one row per run, for many runs."""
     yield f"<h1>{len(runs)} runs</h1>"
     rows = [dict(summary(run)) for run in runs]
     titles = list(dict.fromkeys(title for row in rows for title in row))
@@ -123,17 +118,19 @@ def _head_table(runs: Sequence[History]) -> Iterator[str]:
 
 
 def _legend(charts: Sequence[Chart]) -> str:
-    """Of what is drawn."""
+    """The legend, with the kinds of marks and lines that the *charts* contain."""
     kinds = {mark.kind for chart in charts for mark in chart.marks}
-    said = [text for kind, text in _LEGEND.items() if kind in kinds]
-    if any(line.style == "dots" for chart in charts for line in chart.lines):
-        said.append("┄ validation")
-    spans = "".join(f"<span>{text}</span>" for text in (*said, "x axis: optimizer steps"))
+    entries = [text for kind, text in _LEGEND.items() if kind in kinds]
+    styles = {line.style for chart in charts for line in chart.lines}
+    if "dots" in styles:
+        entries.append("┄ validation")
+    entries.append("x axis: optimizer steps")
+    spans = "".join(f"<span>{text}</span>" for text in entries)
     return f'<p class="legend">{spans}</p>'
 
 
 def summary(run: History) -> Iterator[tuple[str, str]]:
-    """The run in a few figures: what, and how much."""
+    """The main figures of a run, as pairs of name and value."""
     loss, validation, stalls = (run.series[name] for name in ("loss", "val_loss", "stall_seconds"))
     yield "steps", f"{run.last_step:,}"
     if len(loss):

@@ -73,12 +73,12 @@ def _draw(chart: Chart, axis: Any) -> None:
 
 
 def _legend(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:
-    """A colour for each run, and what else is drawn in grey."""
+    """The entries of the legend: a color per run, and the kinds of lines and marks in gray."""
     from matplotlib.lines import Line2D
 
     for number, run in enumerate(runs):
         name = run.name if len(run.name) <= _LONGEST_NAME else f"...{run.name[-_LONGEST_NAME:]}"
-        name = name.replace("$", r"\$")  # else mathematics
+        name = name.replace("$", r"\$")  # matplotlib would render it as mathematics
         yield Line2D([], [], color=_colour(number), label=f" {name}")  # a label that begins with _ is left out
     found = {line.style for chart in charts for line in chart.lines if len(line.series)}
     found |= {mark.kind for chart in charts for mark in chart.marks}
@@ -88,7 +88,7 @@ def _legend(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:
 
 
 def _colour(run: int) -> Any:
-    """matplotlib has ten; further runs get hues a golden section apart."""
+    """The color of a run: one of matplotlib's ten, or a hue by the golden section for further runs."""
     from matplotlib.colors import hsv_to_rgb
 
     return f"C{run}" if run < _NUM_COLOURS else hsv_to_rgb((run * 0.381966 % 1, 0.75, 0.7))

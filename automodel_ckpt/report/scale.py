@@ -1,4 +1,4 @@
-"""From values to places on an axis."""
+"""Maps values to positions on an axis."""
 
 from __future__ import annotations
 
@@ -23,22 +23,31 @@ class Scale:
         """Round values within the range, 1, 2 or 5 times a power of ten apart."""
         rough = (self.high - self.low) / max(about, 1)
         magnitude = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * 0.999)
+        steps = [factor * magnitude for factor in (1, 2, 5, 10)]
+        step = next(step for step in steps if step >= rough * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
 
 def scale_over(values: Iterable[float], start: float, stop: float, *, from_zero: bool = False) -> Scale:
-    """A scale that holds all *values*, with a little air; never of no length."""
+    """A scale from *start* to *stop* that contains all *values* with a margin of 4 percent.
+
+    Its range is never empty, even for no values or equal ones. With *from_zero*, it contains 0, without a margin below.
+    """
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
     if from_zero:
-        low, high = min(low, 0.0), high if high > 0 else 1.0
-    if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
-        low, high = low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
-    air = 0.04 * (high - low)
-    return Scale(low if from_zero and low == 0.0 else low - air, high + air, start, stop)
+        low = min(low, 0.0)
+        high = high if high > 0 else 1.0
+    largest = max(abs(low), abs(high), 1e-300)
+    if high - low < 1e-12 * largest:
+        low_margin = abs(low) * 0.05 or 0.5
+        high_margin = abs(high) * 0.05 or 0.5
+        low, high = low - low_margin, high + high_margin
+    margin = 0.04 * (high - low)
+    starts_at_zero = from_zero and low == 0.0
+    return Scale(low if starts_at_zero else low - margin, high + margin, start, stop)
 
 
 def short(value: float) -> str:

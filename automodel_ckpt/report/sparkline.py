@@ -11,14 +11,15 @@ ASCII_BARS = "_.-=+*%#"
 
 
 def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:
-    """At most *width* characters, the lowest of *bars* first, each the mean of a stretch of steps; empty for an empty
+    """At most *width* characters, the lowest of *bars* first, each the mean of an interval of steps; empty for an empty
     series."""
     means = _means(series.values, width)
     if not means:
         return ""
     low, high = min(means), max(means)
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0
-    return "".join(bars[round((mean - low) * scale)] for mean in means)
+    heights = [round((mean - low) * scale) for mean in means]
+    return "".join(bars[height] for height in heights)
 
 
 def _means(values: tuple[float, ...], width: int) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Tracker(Protocol):
-    """Takes values; whatever it raises ends it, and nothing else."""
+    """Receives values. An exception that it raises disables only this tracker."""
 
     forgets: ClassVar[bool] = False
     """Whether it can :meth:`forget`. One that cannot gets no value twice."""
@@ -26,13 +26,13 @@ class Tracker(Protocol):
         """Values of a step, by names such as ``train/loss``. Each name's steps rise; those of a save may come late."""
 
     def forget(self, step: int) -> None:
-        """Drop the values of *step* and all later ones: they will come again."""
+        """Drop the values of *step* and all later ones, which will be logged again."""
 
     def flush(self) -> None:
-        """Hand over what is still held back, where the library can be told to."""
+        """Send buffered values, if the library supports it."""
 
     def close(self) -> None:
-        """Send what is still held back."""
+        """Send buffered values, and end."""
 
 
 class TensorBoard(Tracker):
@@ -106,7 +106,7 @@ class MLflow(Tracker):
             memory["id"] = client.create_run(place, **({"run_name": _name(run, memory)} | options)).info.run_id
         self._id = memory["id"]
         client.update_run(self._id, status="RUNNING")
-        # What it got right before a kill need not be in the memory.
+        # Values that were sent just before a kill may be missing in the memory.
         names = client.get_run(self._id).data.metrics if known else ()
         self._had = {(name, point.step) for name in names for point in client.get_metric_history(self._id, name)}
 
@@ -136,7 +136,7 @@ class Trackio(Tracker):
 
 
 def _name(run: Path, memory: Mapping[str, Any]) -> str:
-    """What a tracker calls the run: as its directory, numbered where it is not the first."""
+    """The name of the run in a tracker: the name of its directory, with a number after the first attempt."""
     attempt = memory.get("attempt", 1)
     return run.name if attempt == 1 else f"{run.name}-{attempt}"
 
