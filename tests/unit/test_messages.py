@@ -198,7 +198,7 @@ def test_what_a_plain_file_may_not_ask_for_is_refused() -> None:
     for make, said in (
         (lambda: plain._encode("x", "rot13"), "encodes text as 'rot13'"),
         (lambda: plain._with_attributes(print, int, (), {}), "a tensor in an unknown way"),
-        (lambda: plain._refuse_boundless([[1]], 1), "contain each other in a cycle"),
+        (lambda: plain._check_finite([[1]], 1), "contain each other in a cycle"),
     ):
         with pytest.raises(Fault, match=said):
             make()
