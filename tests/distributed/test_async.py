@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_while_training_goes_on_ends_it_with_4(chain: signa
             assert trainer.wait(60) and trainer.code == 4 and trainer.orphans() == [], trainer.log
         _, found, error = trainer.log.partition("error: rank ")
         assert found and f"saving {failed} failed" in error and "ENOSPC" in error, trainer.log
-        assert f"where:  {held_save}" in error and "free space" in error, trainer.log
+        assert f"where:  {held_save}" in error and "free disk space" in error, trainer.log
         assert commit.pointed(chain.root, "LATEST") == newest and not list(chain.root.glob(f"*{failed}*"))
     finally:
         subprocess.run(["umount", "-l", chain.root], check=True)
