@@ -82,7 +82,7 @@ MISTAKES = {
     "a stream that is no JSON": texts("a.jsonl", '{"text": "a"}\n{"te\n', r"not JSON[\s\S]*a.jsonl:2", STREAMED),
     "a table of uneven rows": texts("a.csv", "text,b\n1,2\n3,4,5\n", r"more values than[\s\S]*a.csv:3[\s\S]*3 val"),
     "no parquet": texts("a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"),
-    "a kind of file": texts("a.dat", "x", r"kind of a data file is not known[\s\S]*\*\.jsonl"),
+    "a kind of file": texts("a.dat", "x", r"unknown data file format[\s\S]*\*\.jsonl"),
     "no samples": texts("a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0"),
     "no samples streamed": texts(
         "a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0", STREAMED
@@ -119,30 +119,33 @@ MISTAKES = {
         ("--model.attn_implementation=flex_attention",), r"no backward pass on the CPU[\s\S]*sdpa"
     ),
     "an encoder and a decoder": pretrained(
-        r"trains another kind of models[\s\S]*a t5 model \(T5Model\), of which AutoModelForCausalLM",
+        r"does not support this kind of model[\s\S]*a t5 model \(T5Model\), which AutoModelForCausalLM",
         **{"config.json": '{"model_type": "t5", "architectures": ["T5Model"]}'},
     ),
     "no optimizer": part("optimizer", "relu", "is not a torch.optim.Optimizer"),
     "no model": part("model", "config", "is not a torch.nn.Module"),
-    "a model without values": part("model", "lazy", r"have no values yet[\s\S]*2 of 2, the first w"),
+    "a model without values": part("model", "lazy", r"are not initialized[\s\S]*2 of 2, the first w"),
     "a model for classes": Mistake(
         (f"--model={{_target_: transformers.AutoModelForSequenceClassification.from_config, config: {SMALL_GPT2}}}",),
         r"no logits for each token[\s\S]*shape \[4, 2\] for \[4, \d+\] tokens",
     ),
-    "tokens of another tokenizer": rows("input_ids", r"input_ids that are not tokens[\s\S]*9999; [\s\S]*from 0 to \d"),
-    "labels of another tokenizer": rows("labels", r"labels that are not tokens[\s\S]*-7; the model"),
+    "tokens of another tokenizer": rows(
+        "input_ids", r"input_ids outside of the model's vocabulary[\s\S]*9999; [\s\S]*from 0 to \d"
+    ),
+    "labels of another tokenizer": rows("labels", r"labels outside of the model's vocabulary[\s\S]*-7; the model"),
     "padded samples": rows("attention_mask", r"already padded[\s\S]*1 of 4 tokens"),
     "padded samples to be packed": rows("attention_mask", r"already padded", "--packed_sequence.size=16"),
     "a dictionary of data sets": Mistake(
-        ("--dataset={_target_: tests.support.training_parts.splits}",), r"is several data sets[\s\S]*value:  train"
+        ("--dataset={_target_: tests.support.training_parts.splits}",),
+        r"a mapping of several data sets[\s\S]*value:  train",
     ),
     "a loss for other things": Mistake(
-        ("--loss_fn={_target_: torch.nn.MSELoss}",), r"does not take logits[\s\S]*CrossEntropyLoss"
+        ("--loss_fn={_target_: torch.nn.MSELoss}",), r"does not accept logits[\s\S]*CrossEntropyLoss"
     ),
     "a backend without its device": Mistake(
-        ("--distributed.backend=cpu:gloo,cuda:nccl",), r"backend nccl cannot be used here[\s\S]*leave"
+        ("--distributed.backend=cpu:gloo,cuda:nccl",), r"backend nccl is unavailable[\s\S]*remove distributed.backend"
     ),
-    "a backend that torch lacks": Mistake(("--distributed.backend=mpi",), "backend mpi cannot be used here"),
+    "a backend that torch lacks": Mistake(("--distributed.backend=mpi",), "backend mpi is unavailable"),
     "a backend of no name": Mistake(("--distributed.backend=foo",), "unknown torch.distributed backend"),
     "a mean for a loss": Mistake(
         ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}",), "has to be the sum over the labels"
@@ -160,10 +163,10 @@ MISTAKES = {
         ("--processor={from_pretrained: '@/p'}",), r"processor cannot be read[\s\S]*p \(", {"p/x": ""}, 2, DIGITS
     ),
     "checkpoints in a file": Mistake(
-        ("--checkpoint.checkpoint_dir=@/file",), r"ENOTDIR[\s\S]*name a directory with room", {"file": ""}
+        ("--checkpoint.checkpoint_dir=@/file",), r"ENOTDIR[\s\S]*to a writable directory", {"file": ""}
     ),
     "a log that is a directory": Mistake(
-        ("--checkpoint.checkpoint_dir=@/run",), r"log of the run cannot be cut back[\s\S]*training.jsonl",
+        ("--checkpoint.checkpoint_dir=@/run",), r"log of the run cannot be truncated[\s\S]*training.jsonl",
         {"run/training.jsonl/x": ""}, EXIT_SAVE_FAILED,
     ),
     "weights of the Hub to begin with": Mistake(

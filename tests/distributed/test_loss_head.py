@@ -68,7 +68,7 @@ def test_it_trains_as_full_logits_do(tmp_path: Path, num_ranks: int, cases: list
 def test_a_model_that_caps_its_logits_trains_on_full_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gemma = ("--model.from_config.model_type=gemma2", "--model.from_config.head_dim=8")
     run(tmp_path, *gemma, "--step_scheduler.max_steps=1")
-    assert "computed from full logits: Gemma2ForCausalLM" in capfd.readouterr().err
+    assert "computing the loss from full logits: Gemma2ForCausalLM" in capfd.readouterr().err
 
 
 def loss_and_gradients(model: Any, loss_of: LossOf | None) -> tuple[float, dict[str, torch.Tensor]]:
