@@ -136,6 +136,7 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call, transformers' warning
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # peft 0.19, for other layers
 def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
     options = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2PreTrainedModel, GPT2Config, MixtralConfig
 
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.tensor_parallel import apply_plan, check_heads, plan_for
@@ -77,7 +77,9 @@ def test_sequence_parallelism_is_refused_for_another_structure() -> None:
         apply_plan(plain, {}, None, sequence_parallel=True)  # type: ignore[arg-type]
 
 
-def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it() -> None:
+def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether Gemma 2 has sdpa attention depends on the version of transformers.
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", False)
     config = Gemma2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9,
                           num_key_value_heads=2, head_dim=4, attn_implementation="eager")  # fmt: skip
     with pytest.raises(RecipeError) as caught:

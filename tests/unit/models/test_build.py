@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 from transformers.utils.hub import cached_file
@@ -256,6 +257,8 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = write_fp8_base(tmp_path)
+    # transformers 5.17 casts what was not quantized too, later versions leave it as it was read.
+    casts_everything = transformers.__version__.startswith("5.17.")
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         name = str(dtype).removeprefix("torch.")
         with caplog.at_level("INFO", "automodel_ckpt"):
@@ -266,7 +269,7 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
         assert {parameter.dtype for parameter in parameters.values()} == {dtype}
         assert all(torch.equal(parameters[key], value.to(dtype)) for key, value in values.items())
         assert model.config.dtype == dtype and not hasattr(model.config, "quantization_config")
-    assert "from bfloat16 to float32 (model.dtype)" in caplog.text
+    assert casts_everything or "from bfloat16 to float32 (model.dtype)" in caplog.text
 
 
 def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:

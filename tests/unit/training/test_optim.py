@@ -161,6 +161,7 @@ def test_a_step_without_gradients_changes_nothing_and_hooks_are_called_once() ->
     assert not optimizer.param_groups[0]["params"][1].grad.any()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.10
 def test_a_profiler_and_hooks_of_all_optimizers_see_each_step_and_without_them_torch_calls_nothing() -> None:
     optimizer, calls = made(), []
     handle = register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
