@@ -72,9 +72,16 @@ def commands() -> CommandServer:
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
-    """A command run inside a test sets variables for torch: processes that later tests start must not see them."""
+    """Undo what a command that ran inside a test leaves in this process.
+
+    These are the variables that it sets for torch, and the values of ``${oc.env:NAME}`` that messages must not show: a
+    later test's message with the same word would be changed.
+    """
     before = dict(os.environ)
     yield
+    errors = sys.modules.get("automodel_ckpt.errors")
+    if errors is not None:
+        errors._hidden.clear()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
