@@ -219,8 +219,9 @@ def test_an_empty_data_set_is_refused() -> None:
         next(iter(make(Stream(0))))
     with pytest.raises(RecipeError, match="drop_last drops them all"):
         make(Numbers(3), drop_last=True)
-    with pytest.raises(RecipeError, match="neither map-style nor iterable"):
-        make(17)
+    for only in ("__len__", "__getitem__"):
+        with pytest.raises(RecipeError, match="neither map-style nor iterable"):
+            make(type("Half", (), {only: lambda *_: 3})())
 
 
 def test_an_iterator_that_cannot_start_over_is_named_in_the_second_epoch() -> None:
