@@ -281,7 +281,7 @@ def _elastic(
 
 
 def _tell_other_machines(meet: Rendezvous, board: Board, deaths: list[FailureRecord]) -> None:
-    """Of a rank that died without a word; one that left a record has told them itself."""
+    """Report a rank that died without writing a failure record."""
     store = board.store(board.attempt)
     silent = [death for death in deaths if death.rank not in {record.rank for record in board.records(board.attempt)}]
     if meet.max_nodes > 1 and store is not None and silent:

@@ -187,7 +187,7 @@ class Rendezvous:
 
 
 def rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Rendezvous:
-    """As torch.distributed.run maps its flags; a single machine meets itself on a free port.
+    """Map the launch flags as torch.distributed.run does; a single node uses a free port.
 
     Raises :class:`RecipeError` for flags that contradict each other or leave open where to meet.
     """

@@ -54,7 +54,7 @@ class Documents:
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
-        """The same for all pairs of the row: bool [1, 1, T, T], true where a query (row) sees a key (column)."""
+        """Attention mask of all pairs of a row: bool [1, 1, T, T], true where a query (row) sees a key (column)."""
         lengths = list(chain.from_iterable([length] * count for length, count in self.runs))
         numbers = torch.repeat_interleave(torch.tensor(lengths, device=self.device))
         return (numbers[:, None] == numbers) & _causal(len(numbers), self.window, self.device)

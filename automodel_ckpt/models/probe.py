@@ -104,7 +104,7 @@ def _rest(multiple: int) -> list[int]:
 
 
 def _logits(model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]) -> torch.Tensor:
-    """Of *rows* [2, B, T], tokens and positions: [B, T, V]."""
+    """Logits [B, T, V] of *rows* [2, B, T], which are token ids and position ids."""
     parts = torch.split(rows, 1 if one_row else rows.shape[1], dim=1)
     outputs = [model(input_ids=tokens, position_ids=positions, **options) for tokens, positions in parts]
     return torch.cat([logits_of(output) for output in outputs]).float()

@@ -310,7 +310,7 @@ def run(
 
 
 def run_baseline(subject: Subject, *, points: int, seed: int, seconds: float) -> Record:
-    """The same sweep over another way of saving: counts only."""
+    """Run the kill sweep over another program's way of saving, and count the outcomes."""
     sweep = Sweep(seed)
     record = Record(f"kill sweep of {subject.name}", {"points": points, "seed": seed, "seconds": seconds})
     try:

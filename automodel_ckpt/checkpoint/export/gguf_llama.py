@@ -90,7 +90,7 @@ class Llama:
         return found
 
     def heads_of(self, name: str) -> int | None:
-        """Of how many heads the rotated rows of the GGUF tensor *name* are; None for all other tensors."""
+        """Number of heads in the rotated rows of the GGUF tensor *name*; None for a tensor without such rows."""
         kind = name.split(".")[2] if name.startswith("blk.") else ""
         return {"attn_q": self.num_heads, "attn_k": self.num_kv_heads}.get(kind)
 

@@ -47,7 +47,7 @@ class Weights:
     checkpoint: Path | None = None
     export: ExportManifest | None = None
     files: frozenset[str] = frozenset()
-    """Of Hugging Face files, the names of those that were opened."""
+    """Names of the Hugging Face files that were opened; empty for other sources."""
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, where there is one: :class:`CheckpointUnusable`."""
