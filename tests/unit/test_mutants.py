@@ -36,6 +36,14 @@ def test_bodies_are_changed_and_messages_annotations_and_defaults_are_not() -> N
         compile(changed, "changed", "exec")
 
 
+def test_the_assertion_of_equal_lengths_in_zip_is_not_changed() -> None:
+    descriptions = [
+        mutation.description
+        for mutation in mutations(b"def pairs(a, b):\n    return zip(a, b, strict=True), zip(a, b, strict=False)\n")
+    ]
+    assert descriptions == ["False becomes True"]
+
+
 def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path) -> None:
     (tmp_path / "doubling.py").write_bytes(b"def double(x):\n    return x + x\n\n\ndef odd(x):\n    return x + 1\n")
     (tmp_path / "test_code.py").write_text(

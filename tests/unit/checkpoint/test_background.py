@@ -538,6 +538,15 @@ def test_with_adapter_files_nothing_more_is_exported(tmp_path: Path, caplog: pyt
     assert (report.path / "model/adapter_model.safetensors").is_file()
     assert not (report.path / "model/consolidated").exists()
     assert f"export_best: nothing to export, the model files of {report.path} are already" in caplog.text
+    assert "no checkpoint was validated" not in caplog.text
+
+
+def test_export_best_warns_where_no_checkpoint_was_validated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = tiny.checkpointer(tmp_path)
+    saver.export_best()
+    saver.close()
+    assert "export_best: no checkpoint was validated" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(exporter: Saver) -> None:

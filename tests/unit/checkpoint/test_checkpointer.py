@@ -168,7 +168,9 @@ def test_a_modules_extra_state_is_saved_too(tmp_path: Path) -> None:
         made, other = tiny.recipe(), tiny.recipe()
         made.model.part, other.model.part = WithExtra(2, 2), WithExtra(2, 2)
         made.model.part.extra = [1, "two"]
-        tiny.save(tmp_path / model_save_format, made, model_save_format=model_save_format)
+        report = tiny.save(tmp_path / model_save_format, made, model_save_format=model_save_format)
+        values = Manifest.read(report.path).trees["model"].objects
+        assert [*values] == ["part._extra_state"], "one value, however its content is structured"
         tiny.load(tmp_path / model_save_format, other)
         assert other.model.part.extra == [1, "two"]
 

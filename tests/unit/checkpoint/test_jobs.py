@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,6 +19,8 @@ from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece, Span, run_all
 from automodel_ckpt.checkpoint.writing.parts import Part
+
+CHUNK = 64 << 10  # not gathered with others by a buffer
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
@@ -59,3 +62,22 @@ def test_a_job_writes_its_pieces_and_completes_the_part(tmp_path: Path) -> None:
     assert (stored.start, stored.digest) == (2, digest_of(b"weights"))
     assert part.trees["model"].objects == [Blob("v", "model/a", 15, 5, digest_of(b"value"))]
     assert Part.parse(part.to_bytes()) == part
+
+
+def test_chunks_that_are_consecutive_in_memory_are_written_in_one_call(tmp_path: Path) -> None:
+    def write_calls() -> int:
+        counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counters["syscw"])
+
+    def calls_for(name: str, starts: range) -> int:
+        pieces = [Piece(CHUNK * number, Span(start, CHUNK)) for number, start in enumerate(starts)]
+        before = write_calls()
+        run_all([FileJob(name, pieces)], tmp_path, Part(0), memory)
+        taken = write_calls() - before
+        expected = b"".join(memory[start : start + CHUNK] for start in starts)
+        assert (tmp_path / name).read_bytes() == expected
+        return taken
+
+    memory = memoryview(os.urandom(20 * CHUNK))
+    assert calls_for("model/consecutive", range(0, 10 * CHUNK, CHUNK)) == 1
+    assert calls_for("model/with_gaps", range(0, 20 * CHUNK, 2 * CHUNK)) == 10

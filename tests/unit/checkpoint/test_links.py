@@ -260,3 +260,18 @@ def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: P
     run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
     run.release()
     assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
+
+
+def test_a_run_directory_can_be_held_again_after_its_release(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run", KeepPolicy(), "val_loss")
+    run.hold()
+    staging = commit.reserve(run.root, NAME)
+    run.release()
+    assert run.lease_token is None
+    run.hold()
+    run.check_lease()
+    assert run.lease_token is not None
+    commit.seal(staging, b"{}")
+    run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
+    run.release()
+    assert (tmp_path / "run" / NAME).is_dir()

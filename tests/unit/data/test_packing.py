@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.packing import PackedDataset, RowLayout, best_fit_decreasing, longest_sample
+from automodel_ckpt.data.packing import IS_TOKEN, PackedDataset, RowLayout, best_fit_decreasing, longest_sample
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import Stream
 
@@ -117,3 +117,19 @@ def test_packs_keep_their_rows_or_become_one() -> None:
     one_row = RowLayout(LARGE, one_row=True)(batch)
     assert one_row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
     assert content(one_row) == content(batch)
+
+
+def test_only_padded_places_are_marked_and_only_where_the_layout_marks_them() -> None:
+    padded_packs = PadCollator(9)([PackedDataset(Samples(4, 3, 2), 7)[i] for i in range(2)])
+    full_packs = PadCollator(9)([PackedDataset(Samples(4, 3), 7)[0]])
+    full_rows = collated(5, 5)
+    marks = RowLayout(LARGE, marks_tokens=True)
+    assert torch.equal(marks(padded_packs)[IS_TOKEN], padded_packs["attention_mask"])
+    for batch in (full_packs, full_rows):
+        assert IS_TOKEN not in marks(batch)
+    assert IS_TOKEN not in RowLayout(LARGE)(padded_packs)
+    with_gap = RowLayout(SMALL, one_row=True, multiple=8, marks_tokens=True)(collated(6, 3, 2))
+    assert with_gap[IS_TOKEN].tolist() == [[1] * 11 + [0] * 5]
+    without_gap = RowLayout(SMALL, one_row=True, marks_tokens=True)(collated(6, 3, 2))
+    assert IS_TOKEN not in without_gap
+    assert IS_TOKEN not in RowLayout(SMALL, one_row=True, multiple=8)(collated(6, 3, 2))
