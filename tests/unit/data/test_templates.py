@@ -133,6 +133,119 @@ def test_other_templates_render_what_jinja_renders(text: str) -> None:
     assert "".join(bounded.generate(messages=MESSAGES)) == plain.render(messages=MESSAGES)
 
 
+VALUES: dict[str, Any] = {
+    "text": "x" * 1000,
+    "items": ["x" * 9] * 100,
+    "pairs": {"a": "x" * 400, "b": "x" * 600},
+    "nested": {"a": [["x" * 10] * 10]},
+    "lines": "x\n" * 100,
+    "tabs": "\t" * 100,
+    "bytes": b"x" * 1000,
+    "one": [1],
+    "few": {1, 2, 3},
+    "number": 1000,
+    "dict": dict,
+}
+COUNTED = {
+    # What is written: the characters of a text, the items of a container and everything in them.
+    "{{ text }}": 1000,
+    "{{ items }}": 100 + 900,
+    "{{ pairs }}": 2 + 2 + 400 + 600,
+    "{{ nested }}": 1 + 1 + 1 + 10 + 100,
+    "{{ few }}": 3 + 3,
+    "{{ namespace(a=text) }}": 2 + (1 + 1 + 1 + 1000),
+    "{% set x = text %}": 0,
+    # What an expression makes.
+    "{% set x = text ~ text %}": 2 + 2000,
+    "{% set x = text ~ 1 ~ items %}": 3 + 1000 + 1 + 1000,
+    "{% set x = text + text %}": 2000,
+    "{% set x = items + items %}": 200,
+    "{% set x = text * 3 %}": 3000 + 3000,
+    "{% set x = 3 * text %}": 3000 + 3000,
+    "{% set x = text * -3 %}": 1000,  # the text is looked at, and nothing is made of it
+    "{% set x = items * 3 %}": 3 * 1000 + 300,
+    "{% set x = number * number %}": 1,
+    "{% set x = [text, text] %}": 2 + 2000,
+    "{% set x = (text, 1) %}": 2 + 1000 + 1,
+    "{% set x = {'a': text} %}": 1 + 1 + 1000,
+    "{% set x = [1, 2, 3] %}": 0,
+    "{% set x = text[1:] %}": 999,
+    "{% set x = items[1:] %}": 99,
+    "{% set x = text[1] %}": 0,
+    # What is compared item by item.
+    "{% set x = text == text %}": 0,
+    "{% set x = items == items %}": 1000,
+    "{% set x = 'y' == items %}": 0,
+    "{% set x = [text] == items %}": 1 + 1000 + 1000,
+    "{% set x = items == ['x'] %}": 0,
+    "{% set x = 'y' in items %}": 1000,
+    "{% set x = text in items %}": 1000,
+    "{% set x = 'y' not in items %}": 1000,
+    "{% set x = 'y' in text %}": 0,
+    "{% set x = 1 < number < items|length %}": 2,
+    # Filters and methods: their arguments where all of them is read, what they fill up, and what they return.
+    "{% set x = text|upper %}": 1 + 1000,
+    "{% set x = items|length %}": 2,
+    "{% set x = number.bit_length() %}": 2,
+    "{% set x = items|join('--') %}": 1000 + 100 * 2 + 1 + 900 + 99 * 2,
+    "{% set x = items|join(text) %}": 1000 + 100 * 1000 + 1 + 900 + 99 * 1000,
+    "{% set x = text.join(items) %}": 1000 + 100 * 1000 + 1 + 900 + 99 * 1000,
+    "{% set x = text|replace('x', 'yy') %}": 2000 + 1 + 2000,
+    "{% set x = text.replace('x', 'yy') %}": 2000 + 1 + 2000,
+    "{% set x = text.replace('z', 'yy') %}": 1 + 1000,
+    "{% set x = text.translate({120: 'abc'}) %}": (1 + 1 + 3) + 3 * 1000 + 1 + 3000 + 5,
+    "{% set x = text|center(2000) %}": 2000 + 1 + 2000,
+    "{% set x = bytes.ljust(2000) %}": 2000 + 1 + 2000,
+    "{% set x = number.to_bytes(500, 'big') %}": 1000 + 1 + 500,
+    "{% set x = lines|indent(10) %}": 10 * (1 + 100) + 1 + 200 + 10 * 99,
+    "{% set x = tabs.expandtabs(10) %}": 10 * (1 + 100) + 1 + 1000,
+    "{% set x = one|batch(500, 'x')|list %}": 500 * (1 + 2) + 5 + 1,
+    "{% set x = one|tojson(indent=100) %}": 2 + 100 * (1 + 2) + 1 + 105,
+    "{% set x = [one, one, one]|sum(start=[]) %}": (3 + 3 + 3) + 9 + 81 + 1 + 3,
+    "{% set x = items|sort %}": 1000 + 1 + 100,
+    "{% set x = items|map('upper')|list %}": 1 + 100 * (1 + 9) + 1 + 100 + 1,
+    "{% set x = range(500)|list %}": (1 + 500) + 1 + 500,
+    # Formats: the width that is given, and everything that is written.
+    "{% set x = '%s%s'|format(text, text) %}": 2000 + 1 + 2000,
+    "{% set x = '%s' % text %}": 1000 + 1000,
+    "{% set x = '%*d' % (500, 1) %}": 500 + 2 + 500,
+    "{% set x = '{}'.format(text) %}": 1000 + 1 + 1000,
+    "{% set x = '{:>{w}}'.format(1, w=500) %}": 500 + 2 + 1 + 500,
+    "{% set x = '%(a)s%(b)s' % pairs %}": 1004 + 2 * 1004 + 1000,
+    "{% set x = '{a}'.format_map(pairs) %}": 1004 + 1004 + 1 + 400,
+    # Loops and macros: an iteration or a call, and the text in it.
+    "{% for a in items %}{% endfor %}": 100,
+    "{% for a in items %}ab{% endfor %}": 100 * (1 + 2),
+    "{% for a in items %}{% for b in one %}ab{% endfor %}{% endfor %}": 100 * (1 + 1 + 2),
+    "{% for a in items if a == 'y' %}ab{% endfor %}": 100,
+    "{% macro f() %}abc{% endmacro %}{{ f() }}": (1 + 3) + (1 + 3) + 3,
+    "{% macro f() %}{{ caller() }}{% endmacro %}{% call f() %}abc{% endcall %}": 1 + (1 + 3) + (1 + 3) + 3 + (1 + 3),
+    "{% block a %}abc{% endblock %}": 1 + 3,
+}
+
+
+@pytest.mark.parametrize("text", COUNTED)
+def test_everything_that_a_template_makes_is_counted_by_its_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = BoundedEnvironment().from_string(text)
+
+    def is_stopped(limit: int) -> bool:
+        monkeypatch.setattr(templates, "MAX_SIZE", limit)
+        try:
+            template.render(VALUES)
+        except TemplateTooCostly:
+            return True
+        return False
+
+    too_small, enough = -1, 2**20
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        if is_stopped(middle):
+            too_small = middle
+        else:
+            enough = middle
+    assert enough == COUNTED[text]
+
+
 def test_a_long_conversation_is_within_the_limits() -> None:
     template = BoundedEnvironment().from_string(HARMLESS[0] + HARMLESS[3] + HARMLESS[6])
     talk = [{"role": "user", "content": "x" * 5000}, *[{"role": "assistant", "content": "y" * 5000}] * 400]
