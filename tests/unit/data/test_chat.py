@@ -174,6 +174,7 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         ({"messages": [{"content": "hello"}]}, "this is not a conversation"),
         ({"messages": TALK[2:]}, "the first message must not be the assistant's"),
         ({"messages": [*TALK[1:2], {"role": "assistant", "content": None}]}, "a message has no content"),
+        ({"messages": [{"role": "user", "name": "a", "weight": 0}, TALK[2]]}, "a message has no content"),
         ({"messages": [{"role": "user", "content": 4}, TALK[2]]}, "neither text nor a list of parts"),
         ({"turns": TALK}, "the data has no field messages"),
     ],
@@ -391,3 +392,19 @@ def test_another_choice_of_turns_is_rejected_with_the_choices(tokenizer: Any, tm
     path = write(tmp_path, {"messages": TALK})
     with pytest.raises(RecipeError, match=r"dataset.learn\s+value:\s+first\s+hint:\s+use one of: all, last"):
         messages(tokenizer, path, chat_template=PLAIN, learn="first")  # type: ignore[arg-type]
+
+
+def test_marked_parts_without_text_between_them_are_both_labeled(tokenizer: Any, tmp_path: Path) -> None:
+    """The second begins where the first ends."""
+    template = MARKED.replace("</s>{% endgen", "{% endgeneration %}{% generation %}</s>{% endgen")
+    sample = messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=template)[0]
+    assert learnt(tokenizer, sample) == ["four</s>"]
+
+
+def test_the_last_turn_may_be_all_of_a_sample(tokenizer: Any, tmp_path: Path) -> None:
+    template = """{% for m in messages if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}
+{%- endfor %}"""
+    path = write(tmp_path, {"messages": TALK[1:3]})
+    sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
+    assert learnt(tokenizer, sample) == ["four</s>"]
+    assert -100 not in sample["labels"]

@@ -429,3 +429,33 @@ def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(
         assert torch.equal(torch.get_rng_state(), before)
         assert SampleReader(dataset, PadCollator(0)).may_draw == (kind is Drawing)
     assert reads[0] == reads[1]
+
+
+def test_batch_sizes_that_do_not_divide_are_rejected() -> None:
+    for sizes in ({"global_batch_size": 5}, {"global_batch_size": 6, "dp_size": 2}):
+        with pytest.raises(RecipeError, match="global_batch_size"):
+            make(Numbers(20), **sizes)
+
+
+def test_a_changed_shuffle_is_reported_only_where_the_loader_orders_the_samples(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for source in (Numbers, Stream):
+        caplog.clear()
+        first, second = make(source(20), shuffle=True), make(source(20), shuffle=False)
+        train(first, 1)
+        second.load_state_dict(first.state_dict())
+        is_reported = "keeping the saved data order (shuffle True)" in caplog.text
+        assert is_reported == (source is Numbers)
+
+
+@pytest.mark.parametrize(("before", "after"), [(Stream, StatefulStream), (StatefulStream, Stream)])
+def test_a_stream_that_has_no_state_then_or_now_is_read_again(
+    before: Any, after: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, source = make(before(100)), after(100)
+    train(first, 10)
+    second = make(source)
+    second.load_state_dict(first.state_dict())
+    assert trained_on(train(second, 1)) == [40, 41, 42, 43]
+    assert source.read >= 44 and "reading and discarding 40 samples" in caplog.text

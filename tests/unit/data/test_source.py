@@ -312,3 +312,10 @@ def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
     path = tmp_path / "data.tsv"
     path.write_text("question\tanswer\n1, 2\tNA\n\t3\n")
     assert Source(str(path)).columns(["question", "answer"]) == [["1, 2", None], ["NA", "3"]]
+
+
+def test_a_directory_with_only_one_of_the_two_files_of_save_to_disk_is_an_ordinary_one(directory: Path) -> None:
+    for name in ("state.json", "dataset_info.json"):
+        (directory / name).write_text("{}")
+        assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
+        (directory / name).unlink()

@@ -183,6 +183,8 @@ COUNTED = {
     "{% set x = 'y' not in items %}": 1000,
     "{% set x = 'y' in text %}": 0,
     "{% set x = 1 < number < items|length %}": 2,
+    "{% set x = (text ~ text) == 'y' %}": 2 + 2000,
+    "{% set x = (text ~ text) in [] %}": 2 + 2000,
     # Filters and methods: their arguments where all of them is read, what they fill up, and what they return.
     "{% set x = text|upper %}": 1 + 1000,
     "{% set x = items|length %}": 2,
@@ -295,3 +297,10 @@ def test_a_template_of_fields_is_stopped_with_its_place(monkeypatch: pytest.Monk
             FieldTemplate(nested)
     with pytest.raises(RecipeError, match="RecursionError"):
         FieldTemplate("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}").write({}, lambda: "here:3")
+
+
+def test_time_that_a_rendering_waits_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.05)
+    text = "{{ wait() }}{{ wait() }}"
+    rendered = BoundedEnvironment().from_string(text).render(wait=lambda: time.sleep(0.1) or "x")
+    assert rendered == "xx"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from automodel_ckpt.data import digits
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.images import open_image
 from automodel_ckpt.data.vlm import ImageConversations, conversations
@@ -222,3 +224,26 @@ def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -
     with pytest.raises(RecipeError, match="no chat template"):
         conversations(processor, str(data))
     assert isinstance(conversations(processor, str(data), chat_template=TEMPLATE), ImageConversations)
+
+
+def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(processors: Any, data: Path) -> None:
+    config, processor = copy.deepcopy(processors["llava"])
+    processor.tokenizer.pad_token = "</s>"
+    collate = collator((config, processor))
+    length = int(collate([conversations(processor, str(data))[0]])["attention_mask"].sum())
+    samples = conversations(processor, str(data), seq_length=length - 2, truncation="right")
+    long, short = collate([samples[0], samples[4]])["input_ids"].tolist()
+    padding = processor.tokenizer.pad_token_id
+    assert padding != 0 and long[-1] != padding
+    assert short[-3:] == [padding] * 3
+
+
+def test_the_digits_have_a_fixed_validation_split_that_is_not_trained_on() -> None:
+    processor = digits.processor()
+    train, validation = digits.scans(processor), digits.scans(processor, split="validation")
+    with pytest.raises(RecipeError, match=r"dataset.split\s+value:\s+test\s+hint:\s+use one of: train, validation"):
+        digits.scans(processor, split="test")
+    assert (len(train), len(validation)) == (1497, 300)
+    scans = [{image.tobytes() for image in split.images} for split in (train, validation)]
+    assert scans[0].isdisjoint(scans[1])
+    assert validation.digits == digits.scans(processor, split="validation").digits
