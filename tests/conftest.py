@@ -50,6 +50,18 @@ def pytest_configure(config: pytest.Config) -> None:
         _fork_the_workers(config)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Run this process's first backward pass before any test, so that ranks forked by later tests can run theirs.
+
+    The first backward pass starts a thread for each device other than the CPU, and no process that is forked after that
+    can run a backward pass. A machine without a GPU has no such device, unless torch is a CUDA build and a test enters
+    FakeTensorMode first, which makes autograd find eight devices. Autograd looks for devices only once.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
+
+
 def _fork_the_workers(config: pytest.Config) -> None:
     """One process imports torch and transformers, not each of pytest-xdist's workers and then its commands' server."""
     worker = f"popen//python={shlex.quote(str(COMMANDS.begin().bin / 'worker'))}"

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -229,6 +230,7 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: P
         on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
         num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)
         _refuse_started_cuda(torch)
+        _validate_no_autograd_threads()
         if signals.received:
             raise StoppedWaiting
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
@@ -371,6 +373,26 @@ def _refuse_started_cuda(torch: Any) -> None:
             where="recipe, _target_",
             value="torch.cuda is initialised",
             remedy="move that code into a function, or start the ranks with torchrun",
+        )
+
+
+def _validate_no_autograd_threads() -> None:
+    """Raise RecipeError if a backward pass in this process has made every forked rank unable to run one.
+
+    On a machine with a GPU, the first backward pass of a process starts a thread for each GPU, even if all tensors are
+    on the CPU. torch then raises an error for each backward pass in a process that is forked later.
+    """
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+            names.append(path.read_text())
+    num_threads = sum(name.startswith("pt_autograd_") for name in names)
+    if num_threads:
+        raise RecipeError(
+            "this process has already run a backward pass; ranks forked after that cannot run any",
+            where="recipe, _target_",
+            value=f"{num_threads} threads of torch's autograd are running",
+            remedy="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
         )
 
 

@@ -24,7 +24,7 @@ from automodel_ckpt.cli.topology import rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import AutomodelError
 from tests.support.command_server import CommandServer
-from tests.support.ranks import free_port
+from tests.support.ranks import free_port, without_gloo_greetings
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.support.fake_train"
@@ -61,8 +61,7 @@ class Command:
 
     def wait(self, seconds: float = 60) -> Command:
         out, self.err = self.process.communicate(timeout=seconds)
-        # torch 2.10's gloo prints on standard output that it is connected.
-        self.out = "".join(line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo] "))
+        self.out = without_gloo_greetings(out)
         self.code = self.process.returncode
         return self
 

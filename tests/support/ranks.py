@@ -131,6 +131,22 @@ def _end(started: list[_Started]) -> None:
         receiver.close()
 
 
+def without_gloo_greetings(text: str) -> str:
+    """What ranks have printed, without the line that torch 2.10's gloo prints on standard output when it has connected.
+
+    A rank writes that line in eight pieces, so in the common output of several ranks the pieces are mixed. Lines that
+    the ranks print in one write are kept, if they do not begin with a digit.
+    """
+    if "[Gloo] Rank " not in text:
+        return text
+    pieces = ("[Gloo] Rank ", " is connected to ", " peer ranks. ", "Expected number of connected peer ranks is : ")
+    for piece in pieces:
+        text = text.replace(piece, "")
+    # The greetings' numbers and line ends are left: at the beginning of lines, since each piece between them is gone.
+    lines = [line.lstrip("0123456789") for line in text.splitlines(keepends=True)]
+    return "".join(line for line in lines if line != "\n")
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on, and none that the system hands out by itself: until it is used, connections
     of neighbours do not take it."""

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.cli.launch import _refuse_started_cuda
+from automodel_ckpt.cli.launch import _refuse_started_cuda, _validate_no_autograd_threads
 from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.convert import _boolean, typed
@@ -108,6 +109,19 @@ def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:
 def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     refused(lambda: _refuse_started_cuda(torch), "uses a GPU while it is imported")
+
+
+def test_a_backward_pass_that_is_run_before_the_ranks_are_forked() -> None:
+    ended = threading.Event()
+    # The thread that autograd starts for a GPU, by its name: this machine may have no GPU.
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text("pt_autograd_0")
+        refused(_validate_no_autograd_threads, "has already run a backward pass")
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

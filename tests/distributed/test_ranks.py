@@ -1,0 +1,51 @@
+"""What tests rely on when they fork ranks from their own process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.support import ranks
+
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a machine with a GPU no rank can train after a backward pass of its parent"
+)
+
+
+def gradient() -> float:
+    weight = torch.ones((), requires_grad=True)
+    (3 * weight).backward()
+    assert weight.grad is not None
+    return weight.grad.item()
+
+
+@needs_no_gpu
+def test_ranks_can_train_after_a_backward_pass_and_fake_tensors_in_the_process_that_forks_them() -> None:
+    # With fake tensors a CUDA build of torch counts devices that this machine does not have.
+    with FakeTensorMode():
+        torch.empty(1)
+    assert gradient() == 3.0
+    assert ranks.run(gradient, 2, init=False) == [3.0, 3.0]
+
+
+REST = "is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+CONNECTED = "connected peer ranks is : "
+
+
+@pytest.mark.parametrize(
+    "greetings_and_first_line",
+    [
+        "rank 0 trained\n",
+        f"[Gloo] Rank 0 {REST}[Gloo] Rank 1 {REST}rank 0 trained\n",
+        (
+            "[Gloo] Rank [Gloo] Rank 10 is connected to  is connected to 11 peer ranks.  peer ranks. Expected "
+            f"number of {CONNECTED}Expected number of {CONNECTED}11\n\nrank 0 trained\n"
+        ),
+        f"[Gloo] Rank 0 {REST}[Gloo] Rank 1rank 0 trained\n {REST}",
+    ],
+    ids=["none", "one after the other", "mixed", "one around a line"],
+)
+def test_the_greetings_of_gloo_are_not_taken_for_output_of_the_ranks(greetings_and_first_line: str) -> None:
+    printed = greetings_and_first_line + "rank 1 trained\n"
+    assert ranks.without_gloo_greetings(printed) == "rank 0 trained\nrank 1 trained\n"
