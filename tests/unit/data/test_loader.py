@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from automodel_ckpt.data import fetch
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.fetch import SampleReader
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -459,3 +460,23 @@ def test_a_stream_that_has_no_state_then_or_now_is_read_again(
     second.load_state_dict(first.state_dict())
     assert trained_on(train(second, 1)) == [40, 41, 42, 43]
     assert source.read >= 44 and "reading and discarding 40 samples" in caplog.text
+
+
+class Blocking(Numbers):
+    """Its fifth sample takes longer than anybody waits."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 4:
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetch, "WORKER_END_SECONDS", 0.2)
+    batches = iter(make(Blocking(20), shuffle=False, num_workers=1))
+    assert next(batches).sample_ids == [0, 1, 2, 3]
+    began = time.monotonic()
+    batches.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 4 and not multiprocessing.active_children()

@@ -247,3 +247,20 @@ def test_the_digits_have_a_fixed_validation_split_that_is_not_trained_on() -> No
     scans = [{image.tobytes() for image in split.images} for split in (train, validation)]
     assert scans[0].isdisjoint(scans[1])
     assert validation.digits == digits.scans(processor, split="validation").digits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_truncation_changes_only_what_has_a_value_for_each_token(family: str, processors: Any, data: Path) -> None:
+    _, processor = processors[family]
+    collate = collator(processors[family])
+    whole = collate([conversations(processor, str(data))[number] for number in (0, 4)])
+    length = int(whole["attention_mask"][0].sum())
+    samples = conversations(processor, str(data), seq_length=length - 1, truncation="right")
+    shorter = collate([samples[0], samples[4]])
+    assert shorter.keys() == whole.keys()
+    for name, value in whole.items():
+        if value.shape == whole["input_ids"].shape:
+            assert shorter[name].shape[1] <= value.shape[1]
+        else:
+            assert torch.equal(shorter[name], value)
+    assert shorter["attention_mask"][0].sum() == length - 1
