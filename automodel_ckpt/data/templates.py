@@ -129,7 +129,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The Python source of a template: constants are folded here, so the meter starts here, too."""
         _meter.start()
         metered = _Metering().visit(source)
-        metered.set_environment(self)
         return super()._generate(metered, *args, **kwargs)
 
     def _parse(self, source: str, *args: Any, **kwargs: Any) -> nodes.Template:

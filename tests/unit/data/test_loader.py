@@ -480,3 +480,8 @@ def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
     began = time.monotonic()
     batches.close()  # type: ignore[attr-defined]
     assert time.monotonic() - began < 4 and not multiprocessing.active_children()
+
+
+def test_a_mapping_of_data_sets_is_rejected_with_their_names() -> None:
+    with pytest.raises(RecipeError, match=r"mapping of several data sets[\s\S]*train, test"):
+        make({"train": Numbers(20), "test": Numbers(4)})
