@@ -133,3 +133,11 @@ def test_only_padded_places_are_marked_and_only_where_the_layout_marks_them() ->
     without_gap = RowLayout(SMALL, one_row=True, marks_tokens=True)(collated(6, 3, 2))
     assert IS_TOKEN not in without_gap
     assert IS_TOKEN not in RowLayout(SMALL, one_row=True, multiple=8)(collated(6, 3, 2))
+
+
+def test_one_row_is_made_of_full_rows_where_they_are_packs_or_not_a_multiple() -> None:
+    packs = PadCollator(9)([PackedDataset(Samples(4, 3, 4, 3), 7)[i] for i in range(2)])
+    assert packs["attention_mask"].all()
+    assert RowLayout(SMALL, one_row=True)(packs)["input_ids"].shape == (1, 14)
+    assert RowLayout(SMALL, one_row=True, multiple=8)(collated(5, 5))["input_ids"].shape == (1, 16)
+    assert RowLayout(SMALL, one_row=True, multiple=5)(collated(5, 5))["input_ids"].shape == (2, 5)

@@ -201,3 +201,9 @@ def test_a_stream_continues_from_what_older_versions_saved(tmp_path: Path) -> No
     stream.load_state_dict({"rows": {"examples_iterable": {"shard_idx": 0}}, "first": 2, "given": 1, "block": 2})
     stream.set_order(0, 0, shuffle=False)
     assert [(row.number, row.content) for row in stream] == [(3, ROWS[3]), (4, ROWS[4])]
+
+
+def test_a_table_with_only_a_header_has_its_fields(tmp_path: Path) -> None:
+    (tmp_path / "header.csv").write_text("question,answer\n")
+    table = RecordTable([tmp_path / "header.csv"])
+    assert (table.fields, len(table)) == (["question", "answer"], 0)

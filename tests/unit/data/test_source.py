@@ -319,3 +319,10 @@ def test_a_directory_with_only_one_of_the_two_files_of_save_to_disk_is_an_ordina
         (directory / name).write_text("{}")
         assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
         (directory / name).unlink()
+
+
+def test_a_text_file_has_a_row_per_line_and_an_empty_one_beside_it_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("")
+    assert Source(str(tmp_path / "a.txt")).texts(["text"]) == [["one", "two"]]
+    assert texts_of(Source(str(tmp_path / "*.txt")).stream()) == ["one", "two"]
