@@ -14,17 +14,17 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
 from automodel_ckpt.distributed.agree import together
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.sizes import choose_strategy
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
 from automodel_ckpt.models.build import base_directory
 from automodel_ckpt.models.fresh_base import make_base
 from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.recipes.blueprint import Blueprint
+from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -44,7 +44,7 @@ def fresh_base(
     directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
 
     def make() -> None:
-        if layout.is_leader and make_base(
+        if layout.is_rank0 and make_base(
             directory, model_config, auto_class=auto_class, dtype=section.dtype, seed=seed, preprocessor=preprocessor
         ):
             log.info("it stands in %s, where the next start will find it", directory)

@@ -29,21 +29,26 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
     base_directory,
     check_context,
+    check_task,
     check_vocabulary,
     load_model_config,
-    refuse_other_task,
     require_local,
 )
 from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.adapters import adapter_assets
-from automodel_ckpt.recipes.alike import refuse_unlike_lengths
+from automodel_ckpt.recipes.init_from import verify_side_files
 from automodel_ckpt.recipes.model import ModelBuilding
 from automodel_ckpt.recipes.optimizers import AddUp, build_optimizer, log_groups
+from automodel_ckpt.recipes.pipeline import (
+    add_up_stages,
+    check_no_idle_stages,
+    check_single_step_optimizer,
+    train_stages,
+)
+from automodel_ckpt.recipes.rank_consistency import validate_equal_lengths
 from automodel_ckpt.recipes.records import Control, StepResult, Validation
-from automodel_ckpt.recipes.stages import add_up_stages, refuse_idle_stages, refuse_own_steps, train_together
-from automodel_ckpt.recipes.starting import verify_side_files
 from automodel_ckpt.recipes.trainable import Rows
-from automodel_ckpt.training.loss import LossFn, cross_entropy_sum, refuse_unfit
+from automodel_ckpt.training.loss import LossFn, check_labels, cross_entropy_sum
 from automodel_ckpt.training.lr import build_schedule
 from automodel_ckpt.training.optim import trainable
 from automodel_ckpt.training.rng import StatefulRNG
@@ -69,7 +74,7 @@ class FinetuneRecipe(ModelBuilding):
         self.layout = self.join_ranks()
         check_parallelism(self.parallelism, self.layout)
         if self.layout.in_stages:
-            refuse_own_steps(self, FinetuneRecipe)
+            check_single_step_optimizer(self, FinetuneRecipe)
         self.checkpointer = self.build_checkpointer()
         if self.checkpointer is not None:
             self.hold_checkpointer(self.checkpointer)
@@ -141,7 +146,7 @@ class FinetuneRecipe(ModelBuilding):
             from_pretrained=model.from_pretrained, from_config=model.from_config,
             tokenizer=tokenizer, processor=self.preprocessor,
         )  # fmt: skip
-        refuse_other_task(found, self.auto_class)
+        check_task(found, self.auto_class)
         size = wanted_size(model.vocab_size, tokenizer)
         if size is not None and model.from_config is not None:
             set_size(found, size)
@@ -173,7 +178,7 @@ class FinetuneRecipe(ModelBuilding):
             num_workers=0 if validation else config.num_workers,
         )
         name = "validation_dataset" if validation else "dataset"
-        refuse_unlike_lengths(name, loader.num_samples, self.layout.gloo_group)
+        validate_equal_lengths(name, loader.num_samples, self.layout.gloo_group)
         return loader
 
     def build_dataset(self, section: Target) -> Any:
@@ -199,13 +204,13 @@ class FinetuneRecipe(ModelBuilding):
         """The ``optimizer`` section over all parameters that need gradients."""
         add_up: AddUp = list
         if self.layout.in_stages:
-            refuse_idle_stages(trainable([self.model]), self.layout)
+            check_no_idle_stages(trainable([self.model]), self.layout)
             add_up = partial(add_up_stages, self.layout)
         optimizer, labels = build_optimizer(
             self.config.optimizer, self.model, add_up=add_up, takes_own_steps=self.takes_own_steps
         )
         if self.staged is not None:
-            train_together(optimizer, self.model, self.layout)
+            train_stages(optimizer, self.model, self.layout)
         log_groups(optimizer, labels)
         return optimizer
 
@@ -242,7 +247,7 @@ class FinetuneRecipe(ModelBuilding):
                 value=loss_fn.reduction,
                 remedy="leave reduction out",
             )
-        refuse_unfit(loss_fn)
+        check_labels(loss_fn)
         if isinstance(loss_fn, nn.Module):
             loss_fn = loss_fn.to(self.layout.device)
             # A module without parameters has nothing to be saved; its bound method is no state.
@@ -309,7 +314,7 @@ class FinetuneRecipe(ModelBuilding):
                 "model": adapter_assets(
                     self.model, self.adapted, base,
                     run=run, preprocessor=self.preprocessor,
-                    reads_base=self.layout.is_leader and not self.only_planned,
+                    reads_base=self.layout.is_rank0 and not self.only_planned,
                 )
             }  # fmt: skip
         base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None

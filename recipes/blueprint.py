@@ -15,19 +15,20 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PreTrainedConfig
 
-from automodel_ckpt.checkpoint.sources.weights import Tensors, open_weights
-from automodel_ckpt.checkpoint.state.starting import Filling, fill_module, module_shapes
-from automodel_ckpt.checkpoint.trees import name_in_files, unwrap
+from automodel_ckpt.checkpoint.module_tensors import name_in_files, unwrap
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.config.schema import ModelConfig
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.distributed.agree import gather_objects, together
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype
-from automodel_ckpt.models.keys import Names, Verdict, compare
-from automodel_ckpt.models.meta import InitialValues, allocate, initialise, is_transient, on_meta
-from automodel_ckpt.models.names import InFiles, names_in_files
-from automodel_ckpt.models.vocabulary import set_size, tell_resized, vocabulary_names
-from automodel_ckpt.recipes.starting import MODEL
+from automodel_ckpt.models.hf_names import InFiles, names_in_files
+from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, is_transient, on_meta
+from automodel_ckpt.models.vocabulary import log_resized, set_size, vocabulary_names
+from automodel_ckpt.models.weight_matching import Names, Verdict, compare
+from automodel_ckpt.recipes.init_from import MODEL
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -213,7 +214,7 @@ class _Source:
         fqns, fillings = {stored: fqn for fqn, stored in self._names.items()}, {}
         rows = {name: fqn for fqn, its in self._parts.items() for name in its}
         for name, (there, here) in self._resized.items():
-            tell_resized(name, there, here, self._new_rows)
+            log_resized(name, there, here, self._new_rows)
         for name, stored in self._verdict.matches.items():
             parent, _, key = rows.get(name, fqns.get(name, name)).rpartition(".")
             if parent not in modules:

@@ -25,8 +25,8 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.state.loading import first_lines
 from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume, recipe_of, saved_recipe
-from automodel_ckpt.config.nodes import DEFAULT
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
+from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
@@ -34,15 +34,15 @@ from automodel_ckpt.errors import (
     RecipeError,
     Stopped,
 )
-from automodel_ckpt.recipes.alike import refuse_unlike
-from automodel_ckpt.recipes.kept import RecipeOptions
+from automodel_ckpt.recipes.init_from import start_from
+from automodel_ckpt.recipes.rank_consistency import validate_equal_on_all_ranks
 from automodel_ckpt.recipes.records import StepResult, Validation
+from automodel_ckpt.recipes.resume_overrides import RecipeOptions
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.recipes.starting import start_from
 from automodel_ckpt.training.rng import StatefulRNG, seed_everything
 from automodel_ckpt.training.step_scheduler import StepScheduler
-from automodel_ckpt.training.tracking import require_trackers
+from automodel_ckpt.training.tracker_process import require_trackers
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -113,7 +113,7 @@ class Lifecycle:
             pp_size=ranks.pp_size,
             cp_size=ranks.cp_size,
         )
-        refuse_unlike(self.config_yaml, layout.gloo_group)
+        validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)
         self.stop_request = stop_request()
         if layout.world_size > 1:
             peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
@@ -156,7 +156,7 @@ class Lifecycle:
 
         Afterwards nothing may draw random numbers before the first step.
         """
-        self._refuse_hidden_methods()
+        self._check_overrides()
         state = discover(self)
         if self.checkpointer is not None:
             self._resume(self.checkpointer, state)
@@ -177,7 +177,7 @@ class Lifecycle:
         )
 
     def _resume(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
-        self._say_what_is_left_out()
+        self._log_omitted_state()
         checkpointer.check(state)
         from_recipe = self.config.optimizer.on_resume == "recipe"
         recipe_options = RecipeOptions(
@@ -212,7 +212,7 @@ class Lifecycle:
         if lines:
             log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
 
-    def _refuse_hidden_methods(self) -> None:
+    def _check_overrides(self) -> None:
         """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""
         methods = {name for name in vars(self) if callable(getattr(type(self), name, None))}
         hidden = sorted(name for name in methods if not callable(vars(self)[name]))
@@ -235,7 +235,7 @@ class Lifecycle:
                 remedy=f"override it in {MOVED_METHODS[found[0]]} (docs/guides/write-a-recipe.md)",
             )
 
-    def _say_what_is_left_out(self) -> None:
+    def _log_omitted_state(self) -> None:
         passed_over = dict(left_out(self))
         for name, why in passed_over.items():
             log.info("not saved, since %s: %s", why, name)

@@ -20,8 +20,8 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.distributed.agree import on_all_ranks
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.attention import attend_by_document, attend_by_mask
 from automodel_ckpt.models.build import first_line
-from automodel_ckpt.models.documents import attend_by_document, attend_by_mask
 from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
 from automodel_ckpt.recipes.base import FinetuneRecipe, Rows
 

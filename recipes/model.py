@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from automodel_ckpt.checkpoint.trees import keep_whole
+from automodel_ckpt.checkpoint.module_tensors import keep_whole
 from automodel_ckpt.config.schema import ModelConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import (
     Materialise,
     Parallelism,
@@ -24,29 +25,28 @@ from automodel_ckpt.distributed.parallelize import (
     parallelize,
     reshard,
 )
-from automodel_ckpt.distributed.sizes import choose_strategy
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
 from automodel_ckpt.models.build import (
     base_directory,
+    check_attention,
     check_complete,
     check_trained_types,
     checkpoint_activations,
     freeze,
-    refuse_attention,
 )
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.loss_head import LossOf, install_loss_head
+from automodel_ckpt.models.pipeline_stage import check_stages
 from automodel_ckpt.models.probe import forward_parameters
 from automodel_ckpt.models.quantize import check_not_quantized
-from automodel_ckpt.models.routers import RouterSettings, check_router_loss, refuse_stages, router_settings
-from automodel_ckpt.models.stages import check_stages
+from automodel_ckpt.models.routers import RouterSettings, check_router_loss, check_stages_with_routers, router_settings
 from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
 from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
-from automodel_ckpt.recipes.context import cut_rows
-from automodel_ckpt.recipes.stages import FromTokens, Staged, cut, tell_idle_share
-from automodel_ckpt.recipes.starting import verify_base
+from automodel_ckpt.recipes.context_parallel import cut_rows
+from automodel_ckpt.recipes.init_from import verify_base
+from automodel_ckpt.recipes.pipeline import FromTokens, Staged, cut, log_idle_share
 from automodel_ckpt.recipes.steps import Steps
 from automodel_ckpt.recipes.trainable import Rows
 from automodel_ckpt.training.router_loss import RouterLoss
@@ -105,7 +105,7 @@ class ModelBuilding(Steps):
         if isinstance(section, ModelConfig) and not section.router_aux_loss:
             self.forward_options = {**self.forward_options, "output_router_logits": False}
             return None
-        refuse_stages(self.layout.sizes.pp)
+        check_stages_with_routers(self.layout.sizes.pp)
         return settings
 
     def build_router_loss(self, model: nn.Module, settings: RouterSettings) -> RouterLoss:
@@ -147,7 +147,7 @@ class ModelBuilding(Steps):
     def _shared_out(self, blueprint: Blueprint, router: RouterSettings | None) -> nn.Module:
         """The model with this rank's share of its values, and what a few tokens through it tell the steps."""
         model = blueprint.model
-        refuse_attention(model, self.layout.device)
+        check_attention(model, self.layout.device)
         shared = self.parallelize(model, blueprint.materialise)
         # These run the model on a few tokens, which all its ranks do together.
         if router is not None:
@@ -263,7 +263,7 @@ class ModelBuilding(Steps):
         shared = parallelize(model, self.layout, replace(how, tp_plan=made.tp_plan), materialise, made.mesh)
         self.staged = Staged(shared, self.layout, made, self.config.distributed.pp_schedule)
         steps = self.config.step_scheduler
-        tell_idle_share(steps.global_batch_size // (steps.local_batch_size * self.layout.dp_size), self.layout)
+        log_idle_share(steps.global_batch_size // (steps.local_batch_size * self.layout.dp_size), self.layout)
         return shared
 
     def compile(self, model: nn.Module) -> None:

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
-from automodel_ckpt.checkpoint.trees import name_in_files, unwrap
+from automodel_ckpt.checkpoint.module_tensors import name_in_files, unwrap
+from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.config.schema import OptimizerConfig, OptimizerGroup, OptimizerTarget, OptionsGroup, TargetGroup
 from automodel_ckpt.config.targets import build, callable_of
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import did_you_mean
 from automodel_ckpt.models.vision import PARTS, parameters_of
-from automodel_ckpt.training.combined import CombinedOptimizer
-from automodel_ckpt.training.optim import adamw, refuse_unsteppable
+from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
+from automodel_ckpt.training.optim import adamw, check_optimizer
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -124,7 +124,7 @@ def build_optimizer(
     optimizers, labels = [], list[str]()
     for own, members in _by_optimizer(section, groups):
         optimizer = _build_one(own, members)
-        refuse_unsteppable(optimizer, takes_own_steps)
+        check_optimizer(optimizer, takes_own_steps)
         _check_options(optimizer, members)
         optimizers.append(optimizer)
         labels += [group.label for group in members]

@@ -19,7 +19,7 @@ from automodel_ckpt.recipes.records import Control, StepResult, Validation
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.step_scheduler import StepScheduler
-from automodel_ckpt.training.tracking import Tracking
+from automodel_ckpt.training.tracker_process import Tracking
 
 
 class RunLog:
@@ -37,7 +37,7 @@ class RunLog:
     def __init__(self, settings: LoggingConfig, layout: RankLayout) -> None:
         """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
         self._settings, self._layout = settings, layout
-        self.progress = Progress(every_seconds=settings.log_every_seconds, enabled=layout.is_leader)
+        self.progress = Progress(every_seconds=settings.log_every_seconds, enabled=layout.is_rank0)
         self.training = None
         self.validation = None
         self._tracking: Tracking | None = None
@@ -50,7 +50,7 @@ class RunLog:
         *check_lease* is called before each change of a file; it raises :class:`LeaseLost` if another run took over
         the directory.
         """
-        if self._layout.is_leader:
+        if self._layout.is_rank0:
             self.training = JsonlLog(directory / TRAINING_LOG, before_writing=check_lease)
             self.validation = JsonlLog(directory / VALIDATION_LOG, before_writing=check_lease)
 
@@ -90,7 +90,7 @@ class RunLog:
         self, scheduler: StepScheduler, sample_ids: Sequence[int], control: Control, result: StepResult, seconds: float
     ) -> None:
         """Log a step that took *seconds*, whose global batch had the samples *sample_ids*."""
-        if not self._layout.is_leader:
+        if not self._layout.is_rank0:
             return
         record: dict[str, Any] = {
             "step": scheduler.step,

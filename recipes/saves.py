@@ -11,13 +11,13 @@ from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
-from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.training.progress import SavingView
 from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -196,7 +196,7 @@ class Saves:
         """
         if self.checkpointer is None:
             return
-        self.checkpointer.check_lease_together()
+        self.checkpointer.check_lease_on_all_ranks()
         try:
             if self.checkpointer.settle():
                 self.failure = None

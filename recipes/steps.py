@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.checkpoint.trees import unwrap
+from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import ContextParallel
@@ -22,15 +22,15 @@ from automodel_ckpt.distributed.stop import StoppedWaiting
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.loss_head import LossOf
-from automodel_ckpt.models.vocabulary import num_embeddings, refuse_unknown_ids
+from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.lifecycle import Lifecycle
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.pipeline import Staged
 from automodel_ckpt.recipes.records import AUX_LOSS, Control, LossSum, StepResult, Validation
-from automodel_ckpt.recipes.stages import Staged
 from automodel_ckpt.recipes.trainable import Rows, Trainable
 from automodel_ckpt.training.loss import LossFn
 from automodel_ckpt.training.lr import current_rate
-from automodel_ckpt.training.optim import refuse_unsharded
+from automodel_ckpt.training.optim import check_sharding_support
 from automodel_ckpt.training.router_loss import RouterLoss
 from automodel_ckpt.training.step_scheduler import Due, planned_end
 
@@ -118,9 +118,9 @@ class Steps(Lifecycle):
 
         torch says only that an index is out of range, on a GPU not even that. Looked for afterwards, so at no cost.
         """
-        refuse_unsharded(self.optimizer, error)
+        check_sharding_support(self.optimizer, error)
         where = f"the global batch of samples {batch.sample_ids[:16]}"
-        refuse_unknown_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
+        check_token_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
         """The batches of *source*; a last None when this rank is asked to stop while it waits for one."""
@@ -287,7 +287,7 @@ class Steps(Lifecycle):
         The clock is the leader's, so that all ranks save and end at the same step with the same state. A signal is
         looked for here too: the next look is after what is due, which may be an export.
         """
-        scheduler, leads = self.step_scheduler, self.layout.is_leader
+        scheduler, leads = self.step_scheduler, self.layout.is_rank0
         total, aux_loss, elapsed, save, end, stop = sum_over_ranks(
             self.layout.gloo_group,
             loss_sum if self.layout.reports_loss else 0.0,

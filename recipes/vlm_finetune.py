@@ -31,12 +31,12 @@ class VLMFinetune(FinetuneRecipe):
 
     def build(self) -> None:
         """The processor, the data, the model, and what updates it."""
-        self.refuse_sections_for_text()
+        self.check_sections_for_text()
         self.processor = self.preprocessor = self.build_processor()
         self.build_training()
         self._checked_gradients = False
 
-    def refuse_sections_for_text(self) -> None:
+    def check_sections_for_text(self) -> None:
         """:class:`RecipeError` for what acts in a recipe for text alone."""
         config = self.config
         tokenizer = config.tokenizer

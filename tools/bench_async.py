@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self, nbytes: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.dp_rank, self.dp_size, self.is_leader = self.rank, self.world_size, self.rank == 0
+        self.dp_rank, self.dp_size, self.is_rank0 = self.rank, self.world_size, self.rank == 0
         self.model = model_of(nbytes * self.world_size * 2 // BYTES_PER_WEIGHT)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world_size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from tools.bench_rounds import (
     ROOT,
     Group,
@@ -37,7 +37,7 @@ from tools.bench_rounds import (
 from tools.bench_sources import write_source
 
 _TORCH = "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files"
-_OURS = "from automodel_ckpt.checkpoint.consolidate import consolidate"
+_OURS = "from automodel_ckpt.checkpoint.export.consolidate import consolidate"
 
 
 def sources(root: Path, size: int) -> dict[str, Path]:

@@ -25,12 +25,14 @@ from typing import Any, Literal
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.run.choosing import Chooser
+from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.selection import Chooser
 from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
@@ -54,14 +56,11 @@ from automodel_ckpt.checkpoint.state.model_config import (
     model_changes,
     require_same_function,
 )
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.checkpoint.state.optimizer_state import places
-from automodel_ckpt.checkpoint.state.optimizer_tree import Owners
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
-from automodel_ckpt.checkpoint.together import failing_together
-from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.checkpoint.verify import Level
-from automodel_ckpt.checkpoint.wording import size_text
-from automodel_ckpt.checkpoint.writing import sealing
+from automodel_ckpt.checkpoint.writing import finalize
 from automodel_ckpt.checkpoint.writing.jobs import run_all
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
@@ -72,6 +71,7 @@ from automodel_ckpt.errors import (
     RecipeError,
     SaveFailed,
 )
+from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -162,7 +162,7 @@ class Checkpointer:
         return self._planner.run
 
     @property
-    def is_leader(self) -> bool:
+    def is_rank0(self) -> bool:
         return self._ranks.rank == 0
 
     @property
@@ -178,12 +178,12 @@ class Checkpointer:
         Raises :class:`RecipeError` on all ranks where the directory cannot be written, another run uses it, or the
         ranks do not share it.
         """
-        with self._failing_together("opening checkpoint.checkpoint_dir", RecipeError):
-            if self.is_leader:
+        with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
+            if self.is_rank0:
                 self._run.hold()
                 if (warning := overlay_warning(self.directory)) is not None:
                     log.warning("%s", warning)
-        with self._failing_together("checking for shared storage", RecipeError):
+        with self._raise_on_all_ranks("checking for shared storage", RecipeError):
             check_shared_storage(self._run.root, self._ranks.rank, self._group)
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -213,11 +213,11 @@ class Checkpointer:
         """
         self._run.check_lease()
 
-    def check_lease_together(self) -> None:
+    def check_lease_on_all_ranks(self) -> None:
         """Raise :class:`LeaseLost` on all ranks where another run took over the directory. Collective."""
         doing = "checking which run holds the run directory"
         # Where that cannot be determined now (OSError), the next write fails instead.
-        with self._failing_together(doing), contextlib.suppress(OSError):
+        with self._raise_on_all_ranks(doing), contextlib.suppress(OSError):
             self.check_lease()
 
     @property
@@ -238,8 +238,8 @@ class Checkpointer:
         :class:`RecipeError` where its manifest would be too large to be read back.
         """
         forecast = None
-        with self._failing_together("estimating the size of a checkpoint"):
-            if self.is_leader:
+        with self._raise_on_all_ranks("estimating the size of a checkpoint"):
+            if self.is_rank0:
                 forecast = self.forecast(state)
                 check_manifest_size(self._planner.forecast_manifest_bytes(classify(state)))
                 self._planner.check_fits(forecast)
@@ -271,7 +271,7 @@ class Checkpointer:
         if reasons:
             self._is_async = False
             self._end_async()
-            if self.is_leader:
+            if self.is_rank0:
                 log.warning(
                     "saves will be synchronous: a rank does not support asynchronous checkpointing: %s", reasons[0]
                 )
@@ -308,7 +308,7 @@ class Checkpointer:
         started = time.monotonic()
         self.prepare(state)
         name = layout.CheckpointName(step=step, epoch=epoch)
-        if self.is_leader:
+        if self.is_rank0:
             log.info("Saving checkpoint to %s", self.directory / str(name))
         make = partial(
             Save, name, config_yaml=config_yaml, losses=dict(losses), progress=dict(progress), validated=validated,
@@ -322,7 +322,7 @@ class Checkpointer:
     def _plan_and_save(
         self, state: Mapping[str, Any], name: layout.CheckpointName, make: Callable[..., Save], staging: Staging
     ) -> SaveReport:
-        with self._failing_together(f"saving {name}"):
+        with self._raise_on_all_ranks(f"saving {name}"):
             snapshot = self._planner.snapshot(state)
             proposal = self._planner.propose(snapshot, name, staging)
         proposals = agree.gather_objects(self._group, proposal)
@@ -335,7 +335,7 @@ class Checkpointer:
         """Log at the first save what is saved and how. *digests* has the digests of small state by name, for each
         rank.
         """
-        if self._items_are_logged or not self.is_leader:
+        if self._items_are_logged or not self.is_rank0:
             return
         self._items_are_logged = True
         for item in items:
@@ -348,31 +348,31 @@ class Checkpointer:
     def _save_now(self, save: Save, proposals: list[Proposal]) -> SaveReport:
         report, name, planner = None, save.name, self._planner
         try:
-            with self._failing_together(f"saving {name}"):
+            with self._raise_on_all_ranks(f"saving {name}"):
                 part, jobs, objects = planner.plan(save, proposals)
                 self._writing = name.step, METER.nbytes, sum(job.size for job in (*jobs, *objects))
                 run_all([*jobs, *objects], save.staging.path, part)
-                if self.is_leader:
+                if self.is_rank0:
                     planner.write_common(save, part)
                 commit.write_file(save.staging.path / layout.part_file(self._ranks.rank), part.to_bytes())
-            with self._failing_together(f"publishing {name}"):
-                if self.is_leader:
+            with self._raise_on_all_ranks(f"publishing {name}"):
+                if self.is_rank0:
                     report = self._publish(save)
         finally:
             self._writing = None
         report = planner.report(save) if report is None else report
         report = self._with_export(report, save) if planner.exports(save.last) else report
-        if save.on_saved is not None and self.is_leader:
+        if save.on_saved is not None and self.is_rank0:
             save.on_saved(report)
         return report
 
     def _publish(self, save: Save) -> SaveReport:
         """Merge the rank manifests and publish the checkpoint. Called by rank 0 after all ranks have written."""
-        parts = sealing.parts_in(save.staging.path, self._ranks.world_size)
+        parts = finalize.parts_in(save.staging.path, self._ranks.world_size)
         parts[0].files.update(self._planner.write_metadata(save, lambda: parts))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = sealing.seal(save.staging.path, self._planner.draft(save), parts)
+        nbytes = finalize.seal(save.staging.path, self._planner.partial_manifest(save), parts)
         return self._planner.publish(save, nbytes)
 
     # ---------------------------------------------------------------- what is under way
@@ -409,7 +409,7 @@ class Checkpointer:
 
     def note_validation(self, resumed: Resumed, losses: Mapping[str, Any]) -> None:
         """Record the losses of a validation that ran after its checkpoint was published, so that it can be ranked."""
-        if not self.is_leader or resumed.path.parent != self._run.root:
+        if not self.is_rank0 or resumed.path.parent != self._run.root:
             return
         with contextlib.suppress(LeaseLost):  # raised on all ranks before the next step
             self._run.note_validation(resumed.path.name, resumed.manifest.digest, plain(losses))
@@ -444,8 +444,8 @@ class Checkpointer:
         Raises :class:`ExportFailed` on all ranks. In the layouts hf and adapter nothing is written: the checkpoint's
         model files are the export.
         """
-        name = self._run.best() if self.is_leader else None
-        if self.is_leader and name is None:
+        name = self._run.best() if self.is_rank0 else None
+        if self.is_rank0 and name is None:
             log.warning("export_best: no checkpoint was validated, so there is no best one")
         if self._planner.model_files_are_the_export:
             if name is not None:
@@ -468,10 +468,10 @@ class Checkpointer:
 
     def _export(self, name: layout.CheckpointName) -> Path | None:
         """Export a published checkpoint from its files, on rank 0. Returns the directory there, None elsewhere."""
-        from automodel_ckpt.checkpoint.consolidate import consolidate
+        from automodel_ckpt.checkpoint.export.consolidate import consolidate
 
         def export() -> Path | None:
-            if not self.is_leader:
+            if not self.is_rank0:
                 return None
             self.check_lease()
             output = None
@@ -480,7 +480,7 @@ class Checkpointer:
                 output = consolidate(directory, log=log.info, before_publishing=self.check_lease).output
             return output
 
-        with self._failing_together(f"exporting {name} (the checkpoint itself is safe)", ExportFailed):
+        with self._raise_on_all_ranks(f"exporting {name} (the checkpoint itself is safe)", ExportFailed):
             return agree.while_working(self._group, export)
 
     def _with_export(self, report: SaveReport, save: Save) -> SaveReport:
@@ -491,7 +491,7 @@ class Checkpointer:
         """
         name, snapshot = save.name, save.snapshot
         together: Callable[..., AbstractContextManager[None]] = partial(
-            self._failing_together, f"exporting {name} (the checkpoint itself is safe)", kind=ExportFailed
+            self._raise_on_all_ranks, f"exporting {name} (the checkpoint itself is safe)", kind=ExportFailed
         )
         try:
             with together():
@@ -537,14 +537,14 @@ class Checkpointer:
         if found is None:
             return None
         path, manifest = found
-        if self.is_leader:
+        if self.is_rank0:
             log.info("Loading checkpoint from %s", self._run.display_path(path))
-        with self._failing_together(f"loading {path.name}", CheckpointUnusable):
-            if before_loading is not None and self.is_leader:
+        with self._raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
+            if before_loading is not None and self.is_rank0:
                 before_loading(path, manifest)
             self._check_base(path)
             items, loader = classify(state), self._loader(path, manifest)
-            if manifest.left_out and not self._planner.save_optimizer and self.is_leader:
+            if manifest.left_out and not self._planner.save_optimizer and self.is_rank0:
                 message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
                 log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
             if not loader.incompatibilities(items):  # else loading names the tensors that do not fit
@@ -566,7 +566,7 @@ class Checkpointer:
         """The differences for which the run continues in a sibling directory; empty where it does not."""
         if self._on_incompatible != "sibling" or self._planner.restore_from is not None:
             return []
-        with self._failing_together(f"comparing with {path.name}", CheckpointUnusable):
+        with self._raise_on_all_ranks(f"comparing with {path.name}", CheckpointUnusable):
             loader = self._loader(path, manifest)
             lines = loader.incompatibilities(classify(state))
             return lines or ([] if self._allow_changed_model else list(self._model_changes(path).function))
@@ -575,15 +575,15 @@ class Checkpointer:
         """Continue in the next sibling directory (``checkpoints.sibling-1``, -2, ...); the current one is unchanged."""
         before = self._run
         self._planner.run = before.sibling()
-        if self.is_leader:
+        if self.is_rank0:
             message = (
                 "THE CHECKPOINTS IN %s BELONG TO A DIFFERENT MODEL and are not changed: continuing in %s. "
                 "Differences from %s:%s"
             )
             log.warning(message, before.path, self.directory, path.name, first_lines(lines))
-        with self._failing_together("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
+        with self._raise_on_all_ranks("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
             before.release()
-            if self.is_leader:
+            if self.is_rank0:
                 self._run.hold()
 
     def _check_base(self, path: Path) -> None:
@@ -602,13 +602,13 @@ class Checkpointer:
     def _check_same_model(self, path: Path) -> None:
         """Raise :class:`CheckpointUnusable` where the checkpoint's weights would compute something else here."""
         changes = self._model_changes(path)
-        if self.is_leader and changes.training:
+        if self.is_rank0 and changes.training:
             log.warning(
                 "the model's config changed since %s was saved:%s", path.name, first_lines(list(changes.training))
             )
         if not self._allow_changed_model:
             require_same_function(path, changes)
-        elif self.is_leader and changes.function:
+        elif self.is_rank0 and changes.function:
             message = (
                 "checkpoint.allow_changed_model: the model computes a different function than the one saved in %s:%s"
             )
@@ -628,5 +628,5 @@ class Checkpointer:
         self._end_async()
         self._run.release()
 
-    def _failing_together(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> AbstractContextManager[None]:
-        return failing_together(self._group, doing, self.directory, kind)
+    def _raise_on_all_ranks(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self._group, doing, self.directory, kind)

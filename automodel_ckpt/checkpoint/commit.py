@@ -3,7 +3,7 @@
 The steps, in order (``Atomicity: staged directory, manifest last, one rename``):
 
 1. :func:`reserve` a staging directory beside the final one, on the same file system, under a unique name.
-2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable.DurableFile`: created
+2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable_file.DurableFile`: created
    exclusively, digested while written, flushed and fsynced, the close checked. A failed fsync is never retried:
    the kernel may have dropped the data.
 3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
@@ -30,9 +30,9 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.files.durable import DurableFile
-from automodel_ckpt.checkpoint.files.inside import read_inside
-from automodel_ckpt.on_disk import fsync_directory, replace_file
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.durable_io import fsync_directory, replace_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -187,7 +187,7 @@ def pointer_text(root: Path, pointer: str) -> str | None:
         name = os.readlink(link).rstrip("/")
     else:
         with contextlib.suppress(OSError):
-            name = read_inside(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
+            name = read_safely(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
     if name is None or not layout.is_checkpoint(name):
         return None
     return name

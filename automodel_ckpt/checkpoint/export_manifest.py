@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.durable import part_digests
-from automodel_ckpt.checkpoint.files.inside import is_sparse, read_inside
+from automodel_ckpt.checkpoint.files.durable_file import part_digests
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, row_major_boxes
 from automodel_ckpt.checkpoint.verify import Level, size_problem
@@ -86,7 +86,7 @@ class ExportManifest:
         path = directory / layout.EXPORT_MANIFEST
         try:
             real = Path(os.path.realpath(path)) if follow_links else path
-            text = read_inside(real.parent, real.name, limit=_most_bytes(directory))
+            text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
             files = {name: ListedFile.parse(entry) for name, entry in json.loads(text)["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointUnusable(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.errors import AutomodelError, ExportFailed, RecipeError, SaveFailed, limit_error, os_problem
-from automodel_ckpt.own_code import place_in_own_code
+from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -29,7 +29,7 @@ def as_failure(error: Exception, doing: str, where: Path, kind: type[AutomodelEr
     if (limit := limit_error(error)) is not None:
         (problem,) = limit.problems
         return kind.all_of([replace(problem, what=f"{doing} failed: {problem.what}")])
-    place = place_in_own_code(error)
+    place = location_in_user_code(error)
     if place is not None:
         said, remedy = f"{type(error).__name__}: {error}", "fix that code, then run the same command"
         return kind(f"{doing} failed in user code that the recipe names", where=place, value=said, remedy=remedy)

@@ -41,7 +41,7 @@ def tensor_specs(model: Any) -> dict[str, TensorSpec]:
     """The tensors that a checkpoint holds of a model, shared out already or not."""
     from torch import Tensor
 
-    from automodel_ckpt.checkpoint.trees import whole_state
+    from automodel_ckpt.checkpoint.module_tensors import whole_state
 
     return {
         fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
@@ -82,7 +82,7 @@ class HFAssets:
         cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None, declared: Iterable[str] = ()
     ) -> HFAssets:
         """The assets of a transformers model, shared out or not; *base_dir* None: not from a local directory."""
-        from automodel_ckpt.checkpoint.trees import unwrap, whole_state
+        from automodel_ckpt.checkpoint.module_tensors import unwrap, whole_state
 
         inner: Any = unwrap(model)
         _, tied = whole_state(inner)

@@ -20,7 +20,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.inside import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, in_one_piece, interleaving_fault, nbytes_of, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -112,7 +112,7 @@ class Summary:
         The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
         """
         path = checkpoint / layout.MANIFEST
-        with _refusing_other_forms(path):
+        with _reject_other_forms(path):
             raw = _checked_json(_read_sealed(path), path)
             return cls(
                 step=_integer(raw["step"]),
@@ -156,7 +156,7 @@ class Manifest:
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
         """The manifest in *data*; *path* is for the messages."""
-        with _refusing_other_forms(path):
+        with _reject_other_forms(path):
             manifest = _from_json(_checked_json(data, path))
         if fault := manifest.fault():
             raise _unusable("the manifest is inconsistent", path, fault)
@@ -263,7 +263,7 @@ class Manifest:
 
 
 @contextlib.contextmanager
-def _refusing_other_forms(path: Path) -> Iterator[None]:
+def _reject_other_forms(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.composed import Held, damaged, head_fits, held_by_file, is_composed
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.durable import file_record
-from automodel_ckpt.checkpoint.files.inside import is_sparse, link_on_the_way, open_inside
+from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
+from automodel_ckpt.checkpoint.merkle import Held, damaged, has_merkle_digest, head_fits, held_by_file
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 
@@ -62,7 +62,7 @@ def _tasks(manifest: Manifest) -> Iterator[_Task]:
     held_by = held_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
     for path, record in manifest.files.items():
         held = held_by.get(path, [])
-        if not is_composed(record):
+        if not has_merkle_digest(record):
             yield _Task(path, record.size)
             continue
         first, nbytes = 0, 0
@@ -155,7 +155,7 @@ def _named(part: Slice | Blob) -> str:
 @contextlib.contextmanager
 def mapped(root: Path, path: str) -> Iterator[memoryview]:
     """The content of a regular file below *root* as memory, without reading it into any."""
-    descriptor = open_inside(root, path)
+    descriptor = open_safely(root, path)
     try:
         size = os.fstat(descriptor).st_size
         content = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
@@ -181,7 +181,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
             if wrong := _disagreeing(checkpoint, manifest, path, parts.get(path, ())):
                 value = ", ".join(wrong)
                 problems.append(Problem("the manifest's digests disagree", str(checkpoint / path), value, _REMEDY))
-    for path in foreign_files(checkpoint, manifest):
+    for path in unlisted_files(checkpoint, manifest):
         remedy = "remove it if it is not yours; nothing reads it"
         problems.append(Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy))
     return problems
@@ -190,13 +190,13 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterable[Slice | Blob]) -> list[str]:
     """Of a file that is whole by its own digest: what is damaged by its slices' digests."""
     record = manifest.files[path]
-    if is_composed(record):
+    if has_merkle_digest(record):
         return []  # its own digest is of its slices'
     with mapped(checkpoint, path) as data:
         return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
 
 
-def foreign_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
+def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
     """Files in the checkpoint that the manifest does not list; relative, sorted. The manifest itself, exports, and what
     killed exports left are not among them."""
     known = {*manifest.files, layout.MANIFEST}

@@ -10,18 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli import (
-    completion,
-    difference,
-    export,
-    importing,
-    listing,
-    plot,
-    show,
-    track,
-    upkeep,
-)
-from automodel_ckpt.cli.places import WHERE, find_checkpoint
+from automodel_ckpt.cli.commands import completion, diff, export, import_, ls, maintenance, plot, show, track
+from automodel_ckpt.cli.paths import WHERE, find_checkpoint
 from automodel_ckpt.cli.terminal import leave_reader, occupy_standard_streams, print_error, problem_json
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -64,11 +54,11 @@ def parser() -> argparse.ArgumentParser:
     consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
     consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)")
     own = (
-        listing.add_parser(commands), show.add_parser(commands), consolidate,
-        export.add_parser(commands), importing.add_parser(commands), difference.add_parser(commands),
+        ls.add_parser(commands), show.add_parser(commands), consolidate,
+        export.add_parser(commands), import_.add_parser(commands), diff.add_parser(commands),
     )  # fmt: skip
     curves = (plot.add_parser(commands), track.add_parser(commands))
-    for command in (*own, *upkeep.add_parsers(commands), *curves):
+    for command in (*own, *maintenance.add_parsers(commands), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
     completion.add_parser(commands)
     return result
@@ -113,7 +103,7 @@ def _failed(error: BaseException, arguments: argparse.Namespace) -> int:
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
-    from automodel_ckpt.consolidate import export as run
+    from automodel_ckpt.cli.commands.consolidate import export as run
 
     report = run(
         find_checkpoint(Path(arguments.path)), arguments.output, arguments.cast_dtype, arguments.nproc,
@@ -126,16 +116,16 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 _WRITING = frozenset({"consolidate", "export", "import", "prune", "pin", "unpin", "plot", "track"})
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "ls": listing.ls,
+    "ls": ls.ls,
     "show": show.show,
     "consolidate": _consolidate,
-    "diff": difference.diff,
+    "diff": diff.diff,
     "export": export.export,
-    "import": importing.import_,
-    "verify": upkeep.verify,
-    "prune": upkeep.prune,
-    "pin": upkeep.pin,
-    "unpin": upkeep.pin,
+    "import": import_.import_,
+    "verify": maintenance.verify,
+    "prune": maintenance.prune,
+    "pin": maintenance.pin,
+    "unpin": maintenance.pin,
     "track": track.track,
     "plot": plot.plot,
     "completion": lambda arguments: completion.completion(arguments.shell, parser()),

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, cast
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.units import size_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem

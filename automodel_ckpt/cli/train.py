@@ -11,18 +11,18 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 import automodel_ckpt
-from automodel_ckpt.cli.limits import raise_file_limit
-from automodel_ckpt.cli.selftest import check_selftest_options, selftest
+from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
+from automodel_ckpt.cli.launch.limits import raise_file_limit
+from automodel_ckpt.cli.launch.topology import num_joined
 from automodel_ckpt.cli.terminal import coloured, leave_reader, occupy_standard_streams, print_error, table
-from automodel_ckpt.cli.topology import num_joined
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
-from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.overrides import CommandLine, parse
-from automodel_ckpt.distributed.sizes import Sizes, choose_strategy, share_out
+from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
-from automodel_ckpt.own_code import reporting_user_failures
+from automodel_ckpt.user_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
@@ -46,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_local_rank_0():
             print_error(message)
     except Exception as error:  # raised by user code, or a defect
-        from automodel_ckpt.cli.failure import record_of, text_of
+        from automodel_ckpt.cli.launch.failures import record_of, text_of
 
         record = record_of(error, 0)
         code = record.code
         print_error(text_of(record, several_ranks=False))
     if argv is None and "torch" in sys.modules:
-        from automodel_ckpt.cli.launch import leave
+        from automodel_ckpt.cli.launch.launcher import leave
 
         leave(code)
     return code
@@ -98,14 +98,14 @@ def _run_recipe(line: CommandLine) -> int:
 
     trust = targets.Trust(line.flags.trust)
     if "dry_run" in line.modes:
-        from automodel_ckpt.cli.dry_run import report
+        from automodel_ckpt.cli.checks.dry_run import report
 
         recipe = targets.prepare(loaded, trust)
         with reporting_user_failures(RecipeError):
             told = report(loaded, recipe, line.flags, grid(loaded, ranks) if ranks else None)
         print(told, end="")
         return EXIT_DONE
-    from automodel_ckpt.cli.launch import launch
+    from automodel_ckpt.cli.launch.launcher import launch
 
     return launch(loaded, line.flags, lambda: targets.prepare(loaded, trust))
 
@@ -114,7 +114,7 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
     """Return a check of trusted names and data files that needs no torch."""
 
     def check(root: Node) -> list[Problem]:
-        from automodel_ckpt.cli.data_files import missing_data_files
+        from automodel_ckpt.cli.checks.data_files import missing_data_files
         from automodel_ckpt.config.targets import Trust, untrusted_names
 
         return [*untrusted_names(root, Trust(line.flags.trust)), *missing_data_files(root)]
@@ -138,7 +138,7 @@ def _check_working_directory() -> None:
 def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None) -> type:
     from automodel_ckpt.config import targets
     from automodel_ckpt.recipes.base import FinetuneRecipe
-    from automodel_ckpt.recipes.observed import observed
+    from automodel_ckpt.recipes.selftest_probe import observed
 
     recipe = targets.prepare(loaded, targets.Trust(line.flags.trust))
     if not issubclass(recipe, FinetuneRecipe):

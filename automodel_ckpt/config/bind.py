@@ -22,9 +22,9 @@ from automodel_ckpt.config.convert import (
     typed,
     untyped,
 )
-from automodel_ckpt.config.nodes import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.config.references import ReferenceFailed, is_reference, resolve
 from automodel_ckpt.config.schema import MISSING, Condition, Relation, Target
+from automodel_ckpt.config.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.errors import Problem
 
 _LISTS = (list, tuple, set, Sequence, Iterable)
@@ -361,8 +361,8 @@ def unused_without_checkpoints(recipe: Any) -> list[str]:
     """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
     if recipe.checkpoint.enabled:
         return []
-    say_when = [f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")]
-    of_checkpoints = ("checkpoint.", *say_when, "step_scheduler.mtbf_hours", "logging.sample_ids")
+    describe_when = [f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")]
+    of_checkpoints = ("checkpoint.", *describe_when, "step_scheduler.mtbf_hours", "logging.sample_ids")
     return [key for key in _changed_keys(recipe) if key.startswith(of_checkpoints) and key != "checkpoint.enabled"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.config.nodes import leaves, read_file, read_text
+from automodel_ckpt.config.yaml_tree import leaves, read_file, read_text
 from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from automodel_ckpt.config.nodes import NULL_WORDS
 from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.yaml_tree import NULL_WORDS
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "0"})

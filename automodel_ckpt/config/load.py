@@ -11,12 +11,12 @@ from typing import Any
 
 from automodel_ckpt.config.bind import Binder, closest, join
 from automodel_ckpt.config.builders import builder_problems, needs_import
-from automodel_ckpt.config.nodes import Node, is_stream, lines, read_file
+from automodel_ckpt.config.canonical_yaml import settle
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.settled import settle
+from automodel_ckpt.config.yaml_tree import Node, is_stream, lines, read_file
 from automodel_ckpt.errors import Problem, RecipeError
 
 

@@ -24,15 +24,15 @@ from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.allowlist import CUSTOM
 from automodel_ckpt.config.bind import INVALID, REMOTE_CODE, Binder, closest, join
 from automodel_ckpt.config.builders import missing_argument, unknown_argument
+from automodel_ckpt.config.canonical_yaml import settle
 from automodel_ckpt.config.load import LoadedRecipe, distinct, load_recipe
-from automodel_ckpt.config.nodes import Node
 from automodel_ckpt.config.references import ReferenceFailed, is_reference
 from automodel_ckpt.config.references import resolve as resolve_reference
 from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import OptionsGroup, RecipeConfig, Target, own_keys
-from automodel_ckpt.config.settled import settle
+from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.own_code import place_in_own_code, register_user_code
+from automodel_ckpt.user_code import location_in_user_code, register_user_code
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 LIBRARIES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft")
@@ -50,7 +50,7 @@ _FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 _checked: dict[str, Callable[..., Any]] = {}  # what check_targets resolved, for build() in this process and its forks
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A name may not be used, or leads nowhere."""
 
     def __init__(self, what: str, remedy: str) -> None:
@@ -80,7 +80,7 @@ def _within(name: str, packages: Sequence[str] | frozenset[str]) -> bool:
 
 
 def resolve(name: str, trust: Trust, purpose: str = CUSTOM) -> Callable[..., Any]:
-    """The callable of a dotted name. Raises :class:`Refused` where trust or the callable is missing."""
+    """The callable of a dotted name. Raises :class:`Rejected` where trust or the callable is missing."""
     return _resolve(name, trust, purpose)[0]
 
 
@@ -89,7 +89,7 @@ def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any],
     check_name(name, trust, purpose)
     found = _find(name, trust)
     if not callable(found):
-        raise Refused(f"{name} is not a class or function", "use the name of a callable")
+        raise Rejected(f"{name} is not a class or function", "use the name of a callable")
     if not trust.covers(name):
         entry = allowlist.entry_of(purpose, name, found)
         if entry is None:
@@ -98,7 +98,7 @@ def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any],
     inner = _innermost(found)
     module = getattr(inner, "__module__", None)
     if not isinstance(module, str) or not (trust.covers(module) or allowlist.is_listed(purpose, inner)):
-        raise Refused(f"{name} is defined in {module or 'no module'}, which is not trusted", _remedy(module))
+        raise Rejected(f"{name} is defined in {module or 'no module'}, which is not trusted", _remedy(module))
     return typing.cast(Callable[..., Any], found), None
 
 
@@ -110,10 +110,10 @@ def _innermost(function: Any) -> Any:
 
 
 def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
-    """Check a dotted name before anything is imported. Raises :class:`Refused`."""
+    """Check a dotted name before anything is imported. Raises :class:`Rejected`."""
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise Refused(f"{name!r} is not a dotted name", "use the form package.module.callable")
+        raise Rejected(f"{name!r} is not a dotted name", "use the form package.module.callable")
     if trust.covers(name):
         if parts[0] not in _OWN_PACKAGES:
             register_user_code(parts[0])
@@ -121,11 +121,11 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
         raise _not_listed(name, purpose)
 
 
-def _not_listed(name: str, purpose: str) -> Refused:
+def _not_listed(name: str, purpose: str) -> Rejected:
     allowed = allowlist.suggestion(purpose, name)
     section = {"": "an argument", CUSTOM: "a recipe"}.get(purpose, purpose)
     what = f"{name} is not trusted, and not on the allowlist for {section}"
-    return Refused(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_remedy(name)}")
+    return Rejected(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_remedy(name)}")
 
 
 def _remedy(module: str | None) -> str:
@@ -141,7 +141,7 @@ def _find(name: str, trust: Trust) -> Any:
         sys.path.append(os.getcwd())  # last, so that nothing installed is shadowed
     path, found = root, _import(root)
     if found is None:
-        raise Refused(f"package {root} not found", "install it, or run ckpt-train in the directory that contains it")
+        raise Rejected(f"package {root} not found", "install it, or run ckpt-train in the directory that contains it")
     for part in rest:
         parent, found = found, _attribute(found, part)
         is_package = getattr(parent, "__name__", None) == path and hasattr(parent, "__path__")
@@ -150,7 +150,7 @@ def _find(name: str, trust: Trust) -> Any:
             found = _import(path)
         if found is None:
             meant = closest(part, dir(parent))
-            raise Refused(f"{path} not found", f"did you mean {meant}?" if meant else "correct the name")
+            raise Rejected(f"{path} not found", f"did you mean {meant}?" if meant else "correct the name")
     return found
 
 
@@ -172,9 +172,9 @@ def _attribute(parent: Any, name: str) -> Any:
         raise _broken(name, error) from error
 
 
-def _broken(name: object, error: Exception) -> Refused:
-    place = place_in_own_code(error)
-    return Refused(
+def _broken(name: object, error: Exception) -> Rejected:
+    place = location_in_user_code(error)
+    return Rejected(
         f"{name} cannot be imported: {type(error).__name__}: {error}",
         f"install its dependencies, or fix the error{f' at {place}' if place is not None else ''}",
     )
@@ -193,7 +193,7 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> type[Any]:
     assert recipe is not None
     try:
         recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.directory)
-    except Refused as error:
+    except Rejected as error:
         raise RecipeError.all_of([_problem("recipe", error, recipe)]) from error
     complete = load_recipe(loaded.path, loaded.overrides, schema=getattr(recipe_class, "Config", RecipeConfig))
     loaded.config, loaded.tree = complete.config, complete.tree
@@ -207,7 +207,7 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> type[Any]:
 def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
     """The class of a registered name, of ``package.module.Class``, or of ``file.py:Class`` beside the recipe or here.
 
-    Raises :class:`Refused`.
+    Raises :class:`Rejected`.
     """
     if match := _FILE.fullmatch(name):
         found = _from_file(folder, match["path"], match["name"], trust)
@@ -215,11 +215,11 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
         found = resolve(registered().get(name, name).replace(":", "."), trust, "recipe")
     missing = [method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
-        raise Refused(
+        raise Rejected(
             f"{name} is not a recipe", "a recipe is a class with the methods setup, run and close; see recipes/base.py"
         )
     if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
-        raise Refused(f"{name}.Config is not a RecipeConfig", "subclass automodel_ckpt.config.schema.RecipeConfig")
+        raise Rejected(f"{name}.Config is not a RecipeConfig", "subclass automodel_ckpt.config.schema.RecipeConfig")
     return found
 
 
@@ -227,9 +227,9 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
     path = next((path for path in (folder / written, Path(written)) if path.is_file()), None)
     if path is None:
         places = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
-        raise Refused(f"file {written} not found", f"searched {' and '.join(places)}")
+        raise Rejected(f"file {written} not found", f"searched {' and '.join(places)}")
     if not trust.covers_file(path):
-        raise Refused(f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}")
+        raise Rejected(f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}")
     module_name = f"_recipe_{path.stem}"
     register_user_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -241,7 +241,7 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
     except Exception as error:
         raise _broken(path, error) from error
     if not hasattr(module, name):
-        raise Refused(f"{path} has no {name}", f"did you mean {closest(name, dir(module))}?")
+        raise Rejected(f"{path} has no {name}", f"did you mean {closest(name, dir(module))}?")
     return getattr(module, name)
 
 
@@ -275,7 +275,7 @@ def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
     for key, node, purpose in _names(tree, trust):
         try:
             check_name(resolve_reference(str(node.value)) or "", trust, purpose)
-        except Refused as error:
+        except Rejected as error:
             problems.append(_problem(key, error, node))
         except ReferenceFailed:  # the schema's check reports it
             continue
@@ -348,7 +348,7 @@ def _targets(
             yield from _targets(getattr(value, field.name), join(key, field.name), added)
 
 
-def _problem(key: str, error: Refused, node: Node | None) -> Problem:
+def _problem(key: str, error: Rejected, node: Node | None) -> Problem:
     assert node is not None
     if is_reference(str(node.value)):  # what is wrong with it would show what it resolved to
         return Problem(
@@ -371,7 +371,7 @@ class _Checker:
     def check(self, key: str, target: Target, supplied: tuple[str, ...], purpose: str) -> None:
         try:
             function, entry = _resolve(target._target_, self.trust, purpose)
-        except Refused as error:
+        except Rejected as error:
             self.problems.append(_problem(key, error, self.tree.at(join(key, "_target_"))))
             return
         _checked[target._target_] = function
@@ -503,7 +503,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
     """The callable of a plug-in that is no part of a checked recipe. Raises :class:`RecipeError`."""
     try:
         function, entry = _resolve(target._target_, Trust(()), CUSTOM)
-    except Refused as error:
+    except Rejected as error:
         raise RecipeError(str(error), where="_target_", value=target._target_, remedy=error.remedy) from error
     for name, value in target.kwargs.items():
         reason = allowlist.argument_problem(entry, name, value) if entry is not None else None

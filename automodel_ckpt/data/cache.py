@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from automodel_ckpt.durable_io import fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
-from automodel_ckpt.on_disk import fsync_file
 
 
 def cache_directory() -> Path:

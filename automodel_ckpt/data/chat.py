@@ -21,13 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data.encode import Truncation, needed, require_choice
-from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Rows, Source
-from automodel_ckpt.data.templates import bound_chat_templates
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.training_templates import model_of, select_template
-from automodel_ckpt.data.turns import (
+from automodel_ckpt.data.messages import (
     UnusableSample,
     as_rendered,
     calls_of,
@@ -37,6 +31,12 @@ from automodel_ckpt.data.turns import (
     turns_of,
     with_functions,
 )
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Rows, Source
+from automodel_ckpt.data.templates import bound_chat_templates
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.training_templates import model_of, select_template
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from torch.utils.data._utils import signal_handling
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.sampler import derive_seed
 from automodel_ckpt.errors import AutomodelError, RecipeError
-from automodel_ckpt.own_code import place_in_own_code
+from automodel_ckpt.user_code import location_in_user_code
 
 Batch = dict[str, torch.Tensor]
 WORKER_END_SECONDS = 1.0
@@ -114,7 +114,7 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return AutomodelError(
         f"{where} {what}",
-        where=place_in_own_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
+        where=location_in_user_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
         value=f"{type(error).__name__}: {error}",
         remedy="correct or remove this sample, or fix the data set's code",
     )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.encode import Encoder, Truncation
-from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample

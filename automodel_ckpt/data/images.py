@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.data.turns import UnusableSample
+from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
 _REMEDY = "give the path of an image file, absolute or relative to the data file, or remove this sample"

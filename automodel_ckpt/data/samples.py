@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.encode import Truncation, identity, prepared
-from automodel_ckpt.data.rowstream import Encode, RowStream, row_stream
+from automodel_ckpt.data.row_stream import Encode, RowStream, row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset
 

@@ -33,8 +33,8 @@ from automodel_ckpt.data.files import (
     kind_of,
     saved_table,
 )
-from automodel_ckpt.data.records import KINDS, RecordStream, RecordTable
-from automodel_ckpt.data.turns import without_nulls
+from automodel_ckpt.data.messages import without_nulls
+from automodel_ckpt.data.row_files import KINDS, RecordStream, RecordTable
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

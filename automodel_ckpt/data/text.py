@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.chat import ChatTemplate, conversations, template_of
 from automodel_ckpt.data.encode import Encoder, Truncation
 from automodel_ckpt.data.fields import names_in
-from automodel_ckpt.data.rowstream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.messages import prompt_and_completion
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Rows, Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.turns import prompt_and_completion
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

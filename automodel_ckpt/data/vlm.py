@@ -16,9 +16,9 @@ from automodel_ckpt.data.chat import CHOICES, ChatTemplate, read_template
 from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.limits import at_most
+from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.training_templates import select_template
-from automodel_ckpt.data.turns import UnusableSample, turns_of
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

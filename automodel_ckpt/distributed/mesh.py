@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from automodel_ckpt.distributed.sizes import Sizes, share_out
+from automodel_ckpt.distributed.mesh_sizes import Sizes, share_out
 from automodel_ckpt.errors import RecipeError
 
 CPU_BACKEND = "gloo"
@@ -73,7 +73,7 @@ class RankLayout:
         return self.sizes.tp if sequence_parallel else 1
 
     @property
-    def is_leader(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     @property
@@ -118,7 +118,7 @@ def init_distributed(
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
     timeout = timedelta(minutes=timeout_minutes)
-    _refuse_unknown(backend)
+    _check_known(backend)
     _init_process_group(backend, rank, world_size, timeout)
     # Its own group: a collective of a save must never pair up with one of the training step.
     group = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
@@ -157,7 +157,7 @@ def close_distributed() -> None:
         dist.destroy_process_group()
 
 
-def _refuse_unknown(backend: str) -> None:
+def _check_known(backend: str) -> None:
     known = dist.Backend.backend_list
     names = [part.rpartition(":")[2] for part in backend.split(",")]
     if not set(names) <= set(known):

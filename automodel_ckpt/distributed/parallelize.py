@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
-from automodel_ckpt.distributed.sizes import choose_strategy
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_for
 from automodel_ckpt.errors import RecipeError
 

@@ -34,7 +34,7 @@ class Compute(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class StageTensorSpec:
     """The hidden states between stages: their width and type."""
 
     width: int
@@ -53,7 +53,7 @@ class Pipeline:
     """This rank's stage. Ranks of one pipeline hold the same micro-batches and call everything together."""
 
     def __init__(
-        self, model: nn.Module, layout: RankLayout, group: dist.ProcessGroup, wire: Wire, kind: Kind = "1f1b"
+        self, model: nn.Module, layout: RankLayout, group: dist.ProcessGroup, wire: StageTensorSpec, kind: Kind = "1f1b"
     ) -> None:
         """*model* is the stage's, shared out; *group* has the ranks of its pipeline in the order of the stages."""
         self.stage, self.num_stages = layout.pp_rank, layout.sizes.pp
@@ -136,7 +136,7 @@ class Pipeline:
 class _Part(nn.Module):
     """The stage's module as torch's schedules call it."""
 
-    def __init__(self, model: nn.Module, wire: Wire) -> None:
+    def __init__(self, model: nn.Module, wire: StageTensorSpec) -> None:
         super().__init__()
         self.model, self.wire, self.room = model, wire, 0
         self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None

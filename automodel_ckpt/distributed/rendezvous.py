@@ -50,7 +50,7 @@ class Host(Protocol):
     def waiting(self) -> AbstractContextManager[None]:
         """Entered while the place to meet cannot be reached yet."""
 
-    def newcomers(self) -> None:
+    def joining_nodes(self) -> None:
         """Called when machines wait to join a run that goes on, before its ranks are stopped for them."""
 
 
@@ -119,7 +119,7 @@ class MasterRendezvous(RendezvousHandler):
 
 
 class HostedRendezvous(RendezvousHandler):
-    """Another one, of whose meetings and newcomers the launcher is told."""
+    """Another one, of whose meetings and joining nodes the launcher is told."""
 
     def __init__(self, inner: RendezvousHandler, host: Host) -> None:
         self._inner, self._host = inner, host
@@ -131,7 +131,7 @@ class HostedRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         waiting: int = self._inner.num_nodes_waiting()
         if waiting > 0:
-            self._host.newcomers()
+            self._host.joining_nodes()
         return waiting
 
     @property

@@ -29,10 +29,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.keys import Verdict
 from automodel_ckpt.models.probe import attention_of
 from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
+from automodel_ckpt.models.weight_matching import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _config_from_mapping(settings: dict[str, Any], tokenizer: Any, processor: An
     try:
         default = config_class()
         settings = _completed(settings, default, tokenizer, processor)
-        _refuse_unknown(settings, default)
+        _check_known(settings, default)
         return config_class(**copy.deepcopy(settings))
     except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise RecipeError(
@@ -160,7 +160,7 @@ def _settings_of(tokenizer: Any) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), **ids}
 
 
-def _refuse_unknown(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
+def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
     """transformers would keep a misspelt setting as an attribute and build the model without it."""
     known = {name for name in (*vars(default), *type(default).attribute_map) if not name.startswith("_")}
     unknown = [name for name in settings if not hasattr(default, name)]
@@ -178,7 +178,7 @@ def _refuse_unknown(settings: Mapping[str, Any], default: PreTrainedConfig) -> N
         )
 
 
-def refuse_other_task(config: PreTrainedConfig, auto_class: Any) -> None:
+def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     """:class:`RecipeError` for a model that *auto_class* of transformers, the recipe's, does not make."""
     made_by = getattr(auto_class, "_model_mapping", None)  # one class of models has none
     if made_by is None or type(config) in made_by or auto_class.__name__ in (getattr(config, "auto_map", None) or {}):
@@ -193,7 +193,7 @@ def refuse_other_task(config: PreTrainedConfig, auto_class: Any) -> None:
     )
 
 
-def refuse_attention(model: nn.Module, device: torch.device) -> None:
+def check_attention(model: nn.Module, device: torch.device) -> None:
     """:class:`RecipeError` where the model's attention cannot be trained on *device*."""
     if device.type == "cpu" and attention_of(model) == "flex_attention":
         raise RecipeError(

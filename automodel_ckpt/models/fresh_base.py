@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.models.build import build_model
-from automodel_ckpt.on_disk import fsync_directory, fsync_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -31,7 +31,7 @@ def make_base(
     """
     try:
         if directory.exists():
-            _refuse_other_model(directory, config)
+            _check_is_same_base(directory, config)
             return False
         partial = directory.with_name(f".{directory.name}.partial-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
@@ -60,7 +60,7 @@ def _fill(directory: Path, config: PreTrainedConfig, auto_class: Any, dtype: str
              f"{sum(p.numel() for p in model.parameters()):,}")  # fmt: skip
 
 
-def _refuse_other_model(directory: Path, config: PreTrainedConfig) -> None:
+def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
     """The settings of a base that stands there already must be those of the recipe."""
     path = directory / "config.json"
     stored = json.loads(path.read_bytes()) if path.is_file() else {}

@@ -67,7 +67,7 @@ def check_router_loss(
     )
 
 
-def refuse_stages(num_stages: int) -> None:
+def check_stages_with_routers(num_stages: int) -> None:
     """:class:`RecipeError` for pipeline stages: no stage sees the routers of all layers."""
     if num_stages > 1:
         raise RecipeError(

@@ -39,7 +39,7 @@ def num_embeddings(model: nn.Module) -> int | None:
     return None if weight is None else len(weight)
 
 
-def refuse_unknown_ids(batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str) -> None:
+def check_token_ids(batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str) -> None:
     """:class:`RecipeError` that names *where* for tokens or labels that a model of *size* embeddings has no row for."""
     for name, ignored in (("input_ids", 0), ("labels", -100)):
         for ids in (batch[name] for batch in batches if name in batch):
@@ -81,11 +81,11 @@ def resize_vocabulary(model: nn.Module, size: int, new_tokens: Literal["mean", "
         if new_tokens == "mean" and size > len(old):
             with torch.no_grad():
                 parameter[len(old) :] = old.double().mean(0).to(parameter.dtype)
-        tell_resized(name, old.shape, parameter.shape, new_tokens)
+        log_resized(name, old.shape, parameter.shape, new_tokens)
     return list(before)
 
 
-def tell_resized(name: str, old: Sequence[int], new: Sequence[int], new_tokens: Literal["mean", "init"]) -> None:
+def log_resized(name: str, old: Sequence[int], new: Sequence[int], new_tokens: Literal["mean", "init"]) -> None:
     """Log what became of the parameter *name*, of two shapes."""
     filled = "the mean of the others" if new_tokens == "mean" else "fresh"
     rows = f", new rows are {filled}" if new[0] > old[0] else ", the last rows are dropped"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import open_regular, read_inside
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
 from automodel_ckpt.report.trackers import TRACKERS, Tracker
 
 log = logging.getLogger("automodel_ckpt.trackers")
@@ -196,7 +196,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
     try:
-        memory = json.loads(read_inside(run, MEMORY, limit=_MEMORY_BYTES))
+        memory = json.loads(read_safely(run, MEMORY, limit=_MEMORY_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     good = isinstance(memory, dict) and all(_is_memory(entry) for entry in memory.values())

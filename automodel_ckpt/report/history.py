@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.files.inside import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable

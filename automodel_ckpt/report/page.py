@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from automodel_ckpt.checkpoint.wording import size_text
 from automodel_ckpt.report.charts import MAX_POINTS, Chart, Line, Mark, more_colours
 from automodel_ckpt.report.history import Checkpoint, History, Series
+from automodel_ckpt.units import size_text
 
 _SMOOTH_FROM = 200
 # Field, title, from zero, smoothed: a schedule is drawn as it is.

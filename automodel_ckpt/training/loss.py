@@ -104,7 +104,7 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
     )
 
 
-def refuse_unfit(loss_fn: LossFn) -> None:
+def check_labels(loss_fn: LossFn) -> None:
     """Raise :class:`RecipeError` where a loss of torch's cannot take what a :data:`LossFn` is given: it is tried on two
     positions. One's own code is not: it may be made for a certain vocabulary."""
     if not type(loss_fn).__module__.startswith("torch."):

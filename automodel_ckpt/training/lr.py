@@ -32,8 +32,8 @@ def build_schedule(
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
-    _refuse_unused(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio} if not warms_up else {})
-    _refuse_unused(name, {"decay_steps": decay_steps} if not decays and warmup_ratio is None else {})
+    _check_all_used(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio} if not warms_up else {})
+    _check_all_used(name, {"decay_steps": decay_steps} if not decays and warmup_ratio is None else {})
     _check_kwargs(name, kwargs or {}, {key: p for key, p in parameters.items() if key not in _FILLED})
     if length is None and (decays or warmup_ratio is not None):
         raise RecipeError(
@@ -88,7 +88,7 @@ def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
             schedule.step()
 
 
-def _refuse_unused(name: str, settings: Mapping[str, Any]) -> None:
+def _check_all_used(name: str, settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if value is not None:
             raise RecipeError(

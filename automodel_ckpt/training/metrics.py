@@ -17,9 +17,9 @@ from typing import IO, Any
 
 import torch
 
-from automodel_ckpt.checkpoint.files.inside import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import SaveFailed, os_problem
-from automodel_ckpt.on_disk import replace_file
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -24,7 +24,7 @@ def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
 
 
-def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
+def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
     """:class:`RecipeError` for what is no optimizer of torch's kind, or one (LBFGS) whose step has to be given a
     function that computes the loss anew, unless the recipe *takes_own_steps*."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -45,7 +45,7 @@ def refuse_unsteppable(optimizer: object, takes_own_steps: bool) -> None:
         )
 
 
-def refuse_unsharded(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+def check_sharding_support(optimizer: torch.optim.Optimizer, error: Exception) -> None:
     """:class:`RecipeError` where *error* came out of the optimizer's step and tells of an operation on sharded tensors
     that torch does not have."""
     inside = any(frame.f_locals.get("self") is optimizer for frame, _ in traceback.walk_tb(error.__traceback__))

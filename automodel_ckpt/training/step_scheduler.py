@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.interval import AutoInterval
+from automodel_ckpt.training.save_interval import AutoInterval
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _divides(every: int | None, count: int) -> bool:
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
 
-def _refuse_absurd(state: Mapping[str, Any]) -> None:
+def _check_plausible(state: Mapping[str, Any]) -> None:
     wrong = [name for name in _COUNTERS if type(state[name]) is not int or not 0 <= state[name] < 2**53]
     numbers = {"elapsed_seconds": state["elapsed_seconds"], "best": 0.0 if state["best"] is None else state["best"]}
     wrong += [name for name, number in numbers.items() if type(number) is not float or not math.isfinite(number)]
@@ -318,7 +318,7 @@ class StepScheduler:
 
         Raises :class:`CheckpointUnusable` for what no run counts up to.
         """
-        _refuse_absurd(state)
+        _check_plausible(state)
         self.planned_before = state["planned_steps"]
         self.step = state["step"]
         self.epoch = state["epoch"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from automodel_ckpt.checkpoint.trees import unwrap
+from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.config.schema import FRACTION, RecipeConfig, setting
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.consolidate import consolidate_script
+from automodel_ckpt.checkpoint.export.consolidate import consolidate_script
 from tests.support.shards import checkpoint_in
 
 ROOT = Path(__file__).resolve().parents[2]

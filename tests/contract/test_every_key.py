@@ -37,7 +37,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.cli.launch import _stop_signals
+from automodel_ckpt.cli.launch.launcher import _stop_signals
 from automodel_ckpt.cli.train import grid
 from automodel_ckpt.config.bind import hints_of, unused_without_checkpoints
 from automodel_ckpt.config.convert import find, members, section_type
@@ -46,12 +46,12 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.targets import Trust, check_targets, resolve_recipe
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.pipeline import Pipeline, Wire
-from automodel_ckpt.distributed.sizes import Sizes, choose_strategy
+from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
+from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.planning import _under_way
+from automodel_ckpt.recipes.memory_estimate import _under_way
 from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
@@ -427,7 +427,11 @@ def pipelined(it: Subject) -> Any:
     try:
         layout = dataclasses.replace(it.recipe.layout, sizes=two)
         stage = Pipeline(
-            nn.Linear(2, 2), layout, dist.group.WORLD, Wire(2, torch.float32), it.config.distributed.pp_schedule
+            nn.Linear(2, 2),
+            layout,
+            dist.group.WORLD,
+            StageTensorSpec(2, torch.float32),
+            it.config.distributed.pp_schedule,
         )  # type: ignore[arg-type]
         return type(stage._new_schedule(True, 4)).__name__, _under_way(it.recipe, two)
     finally:

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from automodel_ckpt.cli.failure import FailureRecord, text_of
-from automodel_ckpt.cli.worker import run_rank
+from automodel_ckpt.cli.launch.failures import FailureRecord, text_of
+from automodel_ckpt.cli.launch.worker import run_rank
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.targets import Trust, prepare

@@ -8,21 +8,21 @@ import pytest
 import torch.distributed as dist
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes import alike
+from automodel_ckpt.recipes import rank_consistency
 from tests.support import ranks
 
 RECIPE = "optimizer: {lr: 1.0e-2}\nmodel:\n  sizes: [1, 2]\n  name: ${oc.env:BASE}\n"
 
-VERSIONS = alike._versions()
+VERSIONS = rank_consistency._versions()
 
 
 def refusal(config_yaml: str, lengths: int | None = None, **versions: str) -> tuple[str, ...]:
     """What this rank is told; *versions* stand for those that it has installed."""
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(alike, "_versions", lambda: VERSIONS | versions)
-            alike.refuse_unlike(config_yaml, dist.group.WORLD)
-        alike.refuse_unlike_lengths("dataset", lengths, dist.group.WORLD)
+            patch.setattr(rank_consistency, "_versions", lambda: VERSIONS | versions)
+            rank_consistency.validate_equal_on_all_ranks(config_yaml, dist.group.WORLD)
+        rank_consistency.validate_equal_lengths("dataset", lengths, dist.group.WORLD)
     except RecipeError as error:
         return tuple(str(error).splitlines())
     return ()
@@ -65,5 +65,5 @@ def test_ranks_with_another_recipe_software_or_data_are_refused_on_all() -> None
 
 
 def test_one_rank_asks_nobody() -> None:
-    alike.refuse_unlike("no: [yaml", None)
-    alike.refuse_unlike_lengths("dataset", 3, None)
+    rank_consistency.validate_equal_on_all_ranks("no: [yaml", None)
+    rank_consistency.validate_equal_lengths("dataset", 3, None)

@@ -127,7 +127,7 @@ def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
     saver = tiny.checkpointer(directory, is_async=True)
     found = []
     for step in (1, 2, 3):
-        if step == 3 and saver.is_leader:
+        if step == 3 and saver.is_rank0:
             made.optimizer.param_groups[0]["note"] = "long" * 100
         kept = getattr(saver._async, "_kept", None)
         saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})

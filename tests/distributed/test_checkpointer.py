@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint import Manifest, discover
-from automodel_ckpt.checkpoint.files import durable
+from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import ranks, tiny
@@ -151,7 +151,7 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
     made = build("fsdp2")
     tiny.save(root, made, step=20)
     if dist.get_rank() == 1:
-        write, calls = durable.write_all, []
+        write, calls = durable_file.write_all, []
 
         def broken(descriptor: int, view: memoryview, start: int) -> None:
             calls.append(1)
@@ -159,11 +159,11 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
                 raise OSError(28, os.strerror(28))
             write(descriptor, view, start)
 
-        durable.write_all = broken
+        durable_file.write_all = broken
     started = time.monotonic()
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40)
-    durable.write_all = write if dist.get_rank() == 1 else durable.write_all
+    durable_file.write_all = write if dist.get_rank() == 1 else durable_file.write_all
     tiny.save(root, made, step=60)
     return str(caught.value), time.monotonic() - started
 

@@ -11,7 +11,7 @@ import torch
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models import documents
+from automodel_ckpt.models import attention
 from automodel_ckpt.models.compiling import compile_layers
 from tests.distributed.test_training import lines_of_steps, run
 from tests.support.training import Recipe
@@ -27,7 +27,7 @@ class Compiled(Recipe):
     """Fails unless graphs of the model were compiled, for rows of any documents."""
 
     def end(self) -> None:
-        assert not any(config is self.model.config for config in documents._asked.values())
+        assert not any(config is self.model.config for config in attention._asked.values())
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         super().end()
 

@@ -15,8 +15,8 @@ from automodel_ckpt.distributed.context_parallel import check_context_heads, che
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize, reshard
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.meta import on_meta
-from automodel_ckpt.recipes.context import cut_rows
+from automodel_ckpt.models.meta_init import on_meta
+from automodel_ckpt.recipes.context_parallel import cut_rows
 from automodel_ckpt.training.loss import WHOLE, next_token_loss
 from tests.distributed.test_training import failure, lines, lines_of_steps, run
 from tests.support import ranks

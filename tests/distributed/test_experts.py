@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.sources.weights import open_weights
-from automodel_ckpt.checkpoint.state.starting import Filling, fill_module
-from automodel_ckpt.checkpoint.trees import keep_whole, module_state
+from automodel_ckpt.checkpoint.module_tensors import keep_whole, module_state
+from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.names import names_in_files
+from automodel_ckpt.models.hf_names import names_in_files
 from tests.support import ranks, tiny
 
 SIZES: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_what_is_not_taken_apart_row_by_row_keeps_its_names(monkeypatch: pytest.
         lambda _, state: {name: value.mT if value.dim() == 3 else value for name, value in state.items()},
         lambda _, state: dict(list(state.items())[1:]),
     ):
-        monkeypatch.setattr("automodel_ckpt.models.names.revert_weight_conversion", revert)
+        monkeypatch.setattr("automodel_ckpt.models.hf_names.revert_weight_conversion", revert)
         assert names_in_files(model) == ({}, {})
 
 

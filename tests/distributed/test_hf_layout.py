@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint import verify as check
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.run import shared_storage
-from automodel_ckpt.checkpoint.sources.weights import open_weights
-from automodel_ckpt.checkpoint.state.starting import rows_of
-from automodel_ckpt.checkpoint.verify import foreign_files, verify, verify_deep
-from automodel_ckpt.checkpoint.writing import placed
+from automodel_ckpt.checkpoint.state.fill_modules import rows_of
+from automodel_ckpt.checkpoint.verify import unlisted_files, verify, verify_deep
+from automodel_ckpt.checkpoint.writing import shared_files
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.distributed.test_checkpointer import build, whole_state
 from tests.support import ranks, tiny
@@ -86,7 +86,7 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
     for strategy, state in expected.items():
         path = tmp_path / strategy / "LATEST"
         manifest = Manifest.read(path)
-        assert verify(path, manifest) == [] == verify_deep(path, manifest) and foreign_files(path, manifest) == []
+        assert verify(path, manifest) == [] == verify_deep(path, manifest) and unlisted_files(path, manifest) == []
         assert sorted(p.name for p in (path / "model").iterdir()) == [
             "consolidate.sh", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]  # fmt: skip
         found = load_file(path / "model/model-00001-of-00001.safetensors")
@@ -160,16 +160,16 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(tm
 
 def fails_on_rank_1(root: Path) -> str:
     made = build("fsdp2")
-    write = placed.write_all
+    write = shared_files.write_all
 
     def broken(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     if dist.get_rank() == 1:
-        placed.write_all = broken
+        shared_files.write_all = broken
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40, model_layout="hf")
-    placed.write_all = write
+    shared_files.write_all = write
     tiny.save(root, made, step=60, model_layout="hf")
     return str(caught.value)
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, layout
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
-from automodel_ckpt.checkpoint.writing import placed
+from automodel_ckpt.checkpoint.writing import shared_files
 from automodel_ckpt.cli.ckpt import main
 from tests.distributed.test_hf_layout import make_base
 from tests.support import ranks, tiny
@@ -100,14 +100,14 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(tmp_path: Pa
 def fails_on_rank_1(base: Path, root: Path) -> tuple[str, str]:
     model, assets = made_of(base)
     by_rows(model)
-    write = placed.write_all
+    write = shared_files.write_all
 
     def broken(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     messages = []
     for step, failing in ((20, 1), (40, 0), (60, None)):
-        placed.write_all = broken if dist.get_rank() == failing else write
+        shared_files.write_all = broken if dist.get_rank() == failing else write
         report = tiny.save(root, SimpleNamespace(model=model), step=step, save_consolidated="every", keep_last=2,
                            assets={"model": assets})  # fmt: skip
         messages.append(str(report.export_failure or ""))

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.cli.failure import Board
-from automodel_ckpt.cli.launch import STORE_SECONDS, _elastic, _stop_signals
-from automodel_ckpt.cli.topology import rendezvous
+from automodel_ckpt.cli.launch.failures import FailureDirectory
+from automodel_ckpt.cli.launch.launcher import STORE_SECONDS, _elastic, _stop_signals
+from automodel_ckpt.cli.launch.topology import rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import AutomodelError
 from tests.support.command_server import CommandServer
@@ -383,10 +383,10 @@ def test_a_system_that_lets_no_rank_start_is_told(tmp_path: Path, monkeypatch: p
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(api, "elastic_launch", lambda config, entry: no_process)
-    board = Board(tmp_path / "launch_1")
-    board.attempt = 0
+    failure_dir = FailureDirectory(tmp_path / "launch_1")
+    failure_dir.attempt = 0
     with pytest.raises(AutomodelError, match="the system did not let the ranks start"):
-        _elastic(SimpleNamespace(), SimpleNamespace, rendezvous(LaunchFlags(), {}), None, board)
+        _elastic(SimpleNamespace(), SimpleNamespace, rendezvous(LaunchFlags(), {}), None, failure_dir)
 
 
 def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:

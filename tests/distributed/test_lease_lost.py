@@ -36,7 +36,7 @@ class InAStep(training.Recipe):
     """It happens during the eighth step, after the save of step 5."""
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
-        if self.layout.is_leader and self.step_scheduler.step == 7:
+        if self.layout.is_rank0 and self.step_scheduler.step == 7:
             self.run_log.flush()
             another_run_takes_over(directory_of(self))
         return super().train_step(batch, control)
@@ -62,7 +62,7 @@ class InTheLastStep(training.Recipe):
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         due = super().step(batch, control)
-        if self.layout.is_leader and due.last:
+        if self.layout.is_rank0 and due.last:
             self.run_log.flush()
             another_run_takes_over(directory_of(self))
         return due

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.failure import Board, lost_machine
-from automodel_ckpt.cli.meeting import Meetings, StoppedMeeting
-from automodel_ckpt.cli.topology import Rendezvous
+from automodel_ckpt.cli.launch.failures import FailureDirectory, lost_node
+from automodel_ckpt.cli.launch.nodes import LauncherRendezvous, StoppedRendezvous
+from automodel_ckpt.cli.launch.topology import Rendezvous
 from automodel_ckpt.distributed.network import (
     address_towards,
     bound_silence,
@@ -133,19 +133,19 @@ def lines_held(host: str) -> bool:
 def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    meetings = Meetings(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
+    meetings = LauncherRendezvous(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
     meetings.tell()
     assert capfd.readouterr().err == (
         "waiting for other nodes at nowhere.invalid:29400 (run x): 2 to 3 nodes are required; "
         "the host name nowhere.invalid cannot be resolved\n"
     )
-    meetings.board = Board(tmp_path / "launch_1")
-    meetings.board.write(0, lost_machine(1, 20))
+    meetings.failure_dir = FailureDirectory(tmp_path / "launch_1")
+    meetings.failure_dir.write(0, lost_node(1, 20))
     meetings.tell()
     assert capfd.readouterr().err.startswith("error: the machine of rank 1 does not answer\n")
-    with pytest.raises(StoppedMeeting), meetings.waiting():
+    with pytest.raises(StoppedRendezvous), meetings.waiting():
         meetings.stop(15)
-    with pytest.raises(StoppedMeeting), meetings.meeting():
+    with pytest.raises(StoppedRendezvous), meetings.meeting():
         pytest.fail("a later meeting does not begin")
 
 

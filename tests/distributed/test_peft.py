@@ -53,7 +53,7 @@ class WithLogits(Recipe):
         self.model.eval()
         with torch.no_grad():
             logits = self.model(input_ids=TOKENS).logits
-        if self.layout.is_leader:
+        if self.layout.is_rank0:
             torch.save(logits, Path(self.config.checkpoint.checkpoint_dir) / "logits.pt")
 
 

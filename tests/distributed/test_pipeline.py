@@ -13,8 +13,8 @@ from automodel_ckpt.distributed.pipeline import idle_share
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.pipeline import train_stages
 from automodel_ckpt.recipes.records import LossSum
-from automodel_ckpt.recipes.stages import train_together
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
 from tests.support.parallel import layout_here
@@ -83,7 +83,7 @@ def other_groups() -> str:
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layout.rank + 1)))
     optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=0.1)
     with pytest.raises(RecipeError) as caught:
-        train_together(optimizer, model, layout)
+        train_stages(optimizer, model, layout)
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.trees import unwrap
+from automodel_ckpt.checkpoint.module_tensors import unwrap
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
 from tests.support.training import build, write_recipe

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.cli.selftest import selftest
+from automodel_ckpt.cli.checks.selftest import selftest
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.observed import observed
+from automodel_ckpt.recipes.selftest_probe import observed
 from tests.support.training import Recipe, build, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"

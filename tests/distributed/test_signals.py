@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.cli import failure, worker
+from automodel_ckpt.cli.launch.launcher import failures, worker
 from automodel_ckpt.distributed.mesh import init_distributed
 from automodel_ckpt.distributed.stop import PeerStop
 from tests.support import ranks
@@ -128,12 +128,12 @@ def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_
 def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
-        while not failure.is_stopped(peer.pid):
+        while not failures.is_stopped(peer.pid):
             time.sleep(0.01)
         processes, seen = {0: os.getpid(), 1: peer.pid, 2: os.getpid()}, [Counter[int](), Counter[int]()]
         for _ in range(worker.STOPPED_POLLS + 2):
             for rank, mine in zip((0, 2), seen, strict=True):
-                worker._tell_of_stopped(processes, rank, mine)
+                worker._log_stopped(processes, rank, mine)
         peer.kill()
     assert capfd.readouterr().err.count(f"warning: rank 1 (process {peer.pid}) is stopped") == 1
 

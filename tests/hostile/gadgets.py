@@ -20,7 +20,7 @@ import yaml
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import Refused, Trust, _parameters, build, check_targets, resolve
+from automodel_ckpt.config.targets import Rejected, Trust, _parameters, build, check_targets, resolve
 from automodel_ckpt.errors import RecipeError
 
 PACKAGES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft", "automodel_ckpt")
@@ -84,7 +84,7 @@ def purposes_of(name: str) -> list[str]:
     """The purposes for which a recipe may name it without trust."""
     found = []
     for purpose in allowlist.ALLOWED:
-        with suppress(Refused):
+        with suppress(Rejected):
             resolve(name, Trust(), purpose)
             found.append(purpose)
     return found

@@ -17,7 +17,7 @@ import pytest
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config import allowlist
-from automodel_ckpt.config.targets import Refused, Trust, check_name
+from automodel_ckpt.config.targets import Rejected, Trust, check_name
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import EXIT_USAGE
 
@@ -31,7 +31,7 @@ KNOWN = (
     "peft.utils.save_and_load.torch_load",
     "datasets.load.import_main_class",
     "datasets.Dataset.from_generator",
-    "automodel_ckpt.on_disk.remove",
+    "automodel_ckpt.durable_io.remove",
     "os.system",
 )
 SAMPLE = (
@@ -85,7 +85,7 @@ def test_a_name_that_is_not_on_the_list_is_rejected_for_every_purpose_without_an
     loaded = set(sys.modules)
     others = sorted(names - listed) + list(KNOWN)
     for name in others[::40]:
-        with pytest.raises(Refused):
+        with pytest.raises(Rejected):
             check_name(name, Trust())
     assert len(others) > (20_000 if bombs.EVERY else 5_000) and len(listed) > 100
     assert set(sys.modules) == loaded

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import tensor_specs
+from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.trees import module_state
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from tests.support import tiny
 from tests.support.llamas import llama_checkpoint

@@ -189,8 +189,8 @@ class _Forked(subprocess.Popen[str]):
 
 OUR_COMMANDS = {"ckpt": "automodel_ckpt.cli.ckpt", "ckpt-train": "automodel_ckpt.cli.train"}
 NEEDED = (
-    *OUR_COMMANDS.values(), "automodel_ckpt.checkpoint.export.merge", "automodel_ckpt.cli.launch",
-    "automodel_ckpt.cli.worker", "automodel_ckpt.data.python_docs", "automodel_ckpt.data.text",
+    *OUR_COMMANDS.values(), "automodel_ckpt.convert.merge", "automodel_ckpt.cli.launch.launcher",
+    "automodel_ckpt.cli.launch.worker", "automodel_ckpt.data.python_docs", "automodel_ckpt.data.text",
     "automodel_ckpt.recipes.llm_finetune",
     "automodel_ckpt.recipes.vlm_finetune", "datasets", "peft", "torch.distributed.launcher.api",
     "transformers.models.llama.modeling_llama", "transformers.optimization",

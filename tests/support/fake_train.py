@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from automodel_ckpt.cli.launch import launch, leave
+from automodel_ckpt.cli.launch.launcher import launch, leave
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.schema import StepSchedulerConfig
 from automodel_ckpt.distributed.stop import stop_request
@@ -194,11 +194,11 @@ def main() -> int:
     parser.add_argument("--silence", type=int, help="seconds after which a machine that does not answer is lost")
     given = vars(parser.parse_args())
     if (seconds := given.pop("silence")) is not None:
-        lifeline = importlib.import_module("automodel_ckpt.distributed.lifeline")
-        lifeline.IDLE_SECONDS, lifeline.PROBE_SECONDS, lifeline.NUM_PROBES = 1, 1, seconds - 1
+        keepalive = importlib.import_module("automodel_ckpt.distributed.keepalive")
+        keepalive.IDLE_SECONDS, keepalive.PROBE_SECONDS, keepalive.NUM_PROBES = 1, 1, seconds - 1
         importlib.import_module("automodel_ckpt.distributed.rendezvous").SILENT_SECONDS = seconds
     if (seconds := given.pop("peer_grace")) is not None:
-        importlib.import_module("automodel_ckpt.cli.worker").PEER_GRACE_SECONDS = seconds
+        importlib.import_module("automodel_ckpt.cli.launch.worker").PEER_GRACE_SECONDS = seconds
     if (seconds := given.pop("last_call")) is not None:
         dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)

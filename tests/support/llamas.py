@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.trees import module_state
+from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.data.python_docs import train_tokenizer
 from tests.support.shards import cut, write_assets, write_checkpoint
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh_sizes import share_out
 from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, gradient_sync, parallelize
 from automodel_ckpt.distributed.pipeline import Kind
-from automodel_ckpt.distributed.sizes import share_out
-from automodel_ckpt.recipes.stages import Staged, cut, train_together
+from automodel_ckpt.recipes.pipeline import Staged, cut, train_stages
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -62,7 +62,7 @@ def train_steps_in_stages(
     shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
     staged = Staged(shared, layout, made, kind)
     optimizer = torch.optim.AdamW([p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    train_together(optimizer, shared, layout)
+    train_stages(optimizer, shared, layout)
 
     def outcome(rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:
         tokens = rows["labels"]

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.models.meta import put
-from automodel_ckpt.recipes.stages import cut, train_together
+from automodel_ckpt.models.meta_init import put
+from automodel_ckpt.recipes.pipeline import cut, train_stages
 from tests.support.parallel import layout_here, model_of
 
 LR = 0.123
@@ -91,7 +91,7 @@ class Shared:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.layout.sizes.pp > 1:
-            train_together(self.optimizer, self.model, self.layout)
+            train_stages(self.optimizer, self.model, self.layout)
 
     def _shared(self, built: nn.Module) -> nn.Module:
         if self.layout.sizes.pp == 1:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.consolidate import consolidate_script
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.export.consolidate import consolidate_script
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.saving.side_files import Assets
@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.sources.shard_header import shard_header
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A box of a tensor, for the shard number *rank* (from 0)."""
 
     fqn: str
@@ -38,17 +38,17 @@ def whole(tensor: torch.Tensor) -> Box:
     return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 
-def cut(fqn: str, tensor: torch.Tensor, num_ranks: int, dim: int = 0) -> list[Piece]:
+def cut(fqn: str, tensor: torch.Tensor, num_ranks: int, dim: int = 0) -> list[Chunk]:
     """The tensor cut along a dimension as torch.chunk does; what is 0-dim or too small is kept whole by rank 0."""
     if tensor.ndim <= dim:
-        return [Piece(fqn, whole(tensor), 0)]
+        return [Chunk(fqn, whole(tensor), 0)]
     step = max(1, -(-tensor.shape[dim] // num_ranks))
     pieces = []
     for rank, start in enumerate(range(0, tensor.shape[dim], step)):
         offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
         offsets[dim], sizes[dim] = start, min(step, tensor.shape[dim] - start)
-        pieces.append(Piece(fqn, Box(tuple(offsets), tuple(sizes)), rank))
-    return pieces or [Piece(fqn, whole(tensor), 0)]
+        pieces.append(Chunk(fqn, Box(tuple(offsets), tuple(sizes)), rank))
+    return pieces or [Chunk(fqn, whole(tensor), 0)]
 
 
 def raw_bytes(tensor: torch.Tensor, box: Box) -> bytes:
@@ -57,12 +57,12 @@ def raw_bytes(tensor: torch.Tensor, box: Box) -> bytes:
 
 
 def write_shards(
-    directory: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece], *, global_shape: bool = True
+    directory: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Chunk], *, global_shape: bool = True
 ) -> dict[str, list[Slice]]:
     """Write ``shard-0000r-model-00001-of-00001.safetensors`` files; returns the slices of each tensor."""
     directory.mkdir(parents=True, exist_ok=True)
     slices: dict[str, list[Slice]] = {fqn: [] for fqn in tensors}
-    by_rank: dict[int, list[Piece]] = {}
+    by_rank: dict[int, list[Chunk]] = {}
     for piece in pieces:
         by_rank.setdefault(piece.rank, []).append(piece)
     for rank, mine in by_rank.items():
@@ -91,7 +91,7 @@ def write_shards(
 def write_checkpoint(
     checkpoint: Path,
     tensors: Mapping[str, torch.Tensor],
-    pieces: Iterable[Piece],
+    pieces: Iterable[Chunk],
     *,
     tied: Mapping[str, str] | None = None,
     step: int = 20,

@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,21 +16,21 @@ import datasets
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.files import plain
+from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.cli.launch import _refuse_started_cuda, _validate_no_autograd_threads
+from automodel_ckpt.cli.launch.launcher import _check_cuda_not_started
 from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.convert import _boolean, typed
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.targets import Refused, Trust, prepare, resolve
+from automodel_ckpt.config.targets import Rejected, Trust, prepare, resolve
 from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.records import _unique
+from automodel_ckpt.data.row_files import _unique
 from automodel_ckpt.data.sampler import accumulation_steps
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.distributed import rendezvous
@@ -40,7 +39,7 @@ from automodel_ckpt.distributed.tensor_parallel import _tie
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.models.build import checkpoint_activations
 from automodel_ckpt.training.metrics import JsonlLog
-from automodel_ckpt.training.tracking import require_trackers
+from automodel_ckpt.training.tracker_process import require_trackers
 from tests.support import tiny
 from tests.support.shards import checkpoint_in
 
@@ -108,20 +107,7 @@ def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:
 
 def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    refused(lambda: _refuse_started_cuda(torch), "uses a GPU while it is imported")
-
-
-def test_a_backward_pass_that_is_run_before_the_ranks_are_forked() -> None:
-    ended = threading.Event()
-    # The thread that autograd starts for a GPU, by its name: this machine may have no GPU.
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    try:
-        Path(f"/proc/self/task/{thread.native_id}/comm").write_text("pt_autograd_0")
-        refused(_validate_no_autograd_threads, "has already run a backward pass")
-    finally:
-        ended.set()
-        thread.join()
+    refused(lambda: _check_cuda_not_started(torch), "uses a GPU while it is imported")
 
 
 @pytest.mark.parametrize(
@@ -210,9 +196,9 @@ def test_code_of_a_recipe_that_is_none(tmp_path: Path, code: str, name: str, sai
 
 def test_what_a_plain_file_may_not_ask_for_is_refused() -> None:
     for make, said in (
-        (lambda: plain._encode("x", "rot13"), "encodes text as 'rot13'"),
-        (lambda: plain._with_attributes(print, int, (), {}), "a tensor in an unknown way"),
-        (lambda: plain._check_finite([[1]], 1), "contain each other in a cycle"),
+        (lambda: pickle_reader._encode("x", "rot13"), "encodes text as 'rot13'"),
+        (lambda: pickle_reader._with_attributes(print, int, (), {}), "a tensor in an unknown way"),
+        (lambda: pickle_reader._check_finite([[1]], 1), "contain each other in a cycle"),
     ):
         with pytest.raises(Fault, match=said):
             make()
@@ -222,9 +208,9 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "lazy_parts.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     trust = Trust(["nowhere_at_all", "lazy_parts"])
-    with pytest.raises(Refused, match="package nowhere_at_all not found"):
+    with pytest.raises(Rejected, match="package nowhere_at_all not found"):
         resolve("nowhere_at_all.thing", trust)
-    with pytest.raises(Refused, match="Thing cannot be imported: RuntimeError"):
+    with pytest.raises(Rejected, match="Thing cannot be imported: RuntimeError"):
         resolve("lazy_parts.Thing", trust)
 
 

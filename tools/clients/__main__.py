@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from tools.clients.environments import TORCH, Environment, own_variables, python_of
 
 ROOT = Path(__file__).resolve().parents[2]

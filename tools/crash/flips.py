@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import Manifest, layout
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.slices import runs_in_file
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, Problem

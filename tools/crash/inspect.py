@@ -10,7 +10,7 @@ import xxhash
 from automodel_ckpt.checkpoint import Manifest, layout
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.run.late_validations import recall
-from automodel_ckpt.checkpoint.verify import foreign_files, verify
+from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.errors import CheckpointUnusable
 
 
@@ -55,7 +55,7 @@ def damage(root: Path) -> list[str]:
             found.append(f"{name} has its name but no manifest: {error.problems[0].value}")
             continue
         found += [f"{name}: {p.what} ({p.where}: {p.value})" for p in verify(path, manifest)]
-        strangers = foreign_files(path, manifest)
+        strangers = unlisted_files(path, manifest)
         found += [f"{name}: {file} is not in the manifest" for file in strangers]
     return found
 

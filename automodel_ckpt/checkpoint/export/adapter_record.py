@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT_VERSION = 1
@@ -25,15 +25,15 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
     places.append(f"{directory}/{layout.HF_METADATA}/{layout.AUTOMODEL_PEFT_CONFIG}")
     for place in places:
         try:
-            record = json.loads(read_inside(checkpoint, place, limit=_MAX_BYTES))
+            record = json.loads(read_safely(checkpoint, place, limit=_MAX_BYTES))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, RecursionError) as error:
-            _refuse_record(checkpoint / place, repr(error)[:200])
+            _invalid_record(checkpoint / place, repr(error)[:200])
         if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("base", "adapter")):
-            _refuse_record(checkpoint / place, "it lacks base or adapter")
+            _invalid_record(checkpoint / place, "it lacks base or adapter")
         if fault := _fault(record):
-            _refuse_record(checkpoint / place, fault)
+            _invalid_record(checkpoint / place, fault)
         return record
     raise CheckpointUnusable(
         "this checkpoint holds no adapters",
@@ -59,7 +59,7 @@ def _is_path(value: object) -> bool:
         return False
 
 
-def _refuse_record(path: Path, value: str) -> NoReturn:
+def _invalid_record(path: Path, value: str) -> NoReturn:
     raise CheckpointUnusable(
         "the description of the adapters cannot be read", where=str(path), value=value,
         remedy="restore the file from another copy, or use another checkpoint",

@@ -22,7 +22,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.durable import file_record
+from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.errors import RecipeError, os_problem
 
 _INDEXES = (layout.HF_INDEX, "pytorch_model.bin.index.json")

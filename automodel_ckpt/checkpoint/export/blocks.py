@@ -1,4 +1,4 @@
-"""Which source bytes fill which stretch of an output file: pure, no file is touched.
+"""Which source bytes fill which byte range of an output file: pure, no file is touched.
 
 An output file is filled in blocks of fixed size, from front to back. A tensor's elements come in row-major order, and
 every slice of it holds its elements in that order too: hence the elements of a slice that fall into a block stand in
@@ -61,7 +61,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ByteRange:
     """Consecutive tensors of an output file, each with the byte where it begins."""
 
     file: str
@@ -77,7 +77,7 @@ class Stretch:
         return start + tensor.nbytes
 
 
-def shares(files: Sequence[OutputFile], count: int) -> list[list[Stretch]]:
+def shares(files: Sequence[OutputFile], count: int) -> list[list[ByteRange]]:
     """All tensors in at most *count* consecutive shares of about equal bytes; no tensor is divided."""
     total = sum(tensor.nbytes for file in files for tensor in file.tensors) or 1
     found: list[dict[str, list[tuple[ExportTensor, int]]]] = [{} for _ in range(count)]
@@ -87,25 +87,25 @@ def shares(files: Sequence[OutputFile], count: int) -> list[list[Stretch]]:
             share = found[min(count - 1, (done + tensor.nbytes // 2) * count // total)]
             share.setdefault(file.name, []).append((tensor, start))
             done += tensor.nbytes
-    return [[Stretch(name, tuple(placed)) for name, placed in share.items()] for share in found if share]
+    return [[ByteRange(name, tuple(placed)) for name, placed in share.items()] for share in found if share]
 
 
-def blocks(stretches: Iterable[Stretch]) -> Iterator[Block]:
+def blocks(byte_ranges: Iterable[ByteRange]) -> Iterator[Block]:
     """The blocks of a process in the order of their bytes, each with what it is read from."""
     number = 0
-    for stretch in stretches:
-        tensors = iter([_Elements(tensor, start) for tensor, start in stretch.tensors if tensor.nbytes])
+    for byte_range in byte_ranges:
+        tensors = iter([_Elements(tensor, start) for tensor, start in byte_range.tensors if tensor.nbytes])
         current = next(tensors, None)
-        start = stretch.start
-        while start < stretch.stop:
-            stop = min((start // BLOCK_BYTES + 1) * BLOCK_BYTES, stretch.stop)
+        start = byte_range.start
+        while start < byte_range.stop:
+            stop = min((start // BLOCK_BYTES + 1) * BLOCK_BYTES, byte_range.stop)
             segments = []
             while current is not None and current.start < stop:
                 segments.append(current.segment(max(start, current.start), min(stop, current.stop)))
                 if current.stop > stop:
                     break
                 current = next(tensors, None)
-            yield Block(number, stretch.file, start, stop, tuple(segments))
+            yield Block(number, byte_range.file, start, stop, tuple(segments))
             number, start = number + 1, stop
 
 

@@ -21,7 +21,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.blocks import BLOCK_BYTES, Block, Read, Segment, Stretch, blocks
+from automodel_ckpt.checkpoint.export.blocks import BLOCK_BYTES, Block, ByteRange, Read, Segment, blocks
 from automodel_ckpt.checkpoint.export.input import Inputs
 from automodel_ckpt.checkpoint.export.output import Clonable, Output
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
@@ -40,7 +40,7 @@ class Workers:
     num_threads: int = 5
 
     def run(
-        self, function: Callable[[Sequence[Stretch], int], Written], shares: Sequence[Sequence[Stretch]]
+        self, function: Callable[[Sequence[ByteRange], int], Written], shares: Sequence[Sequence[ByteRange]]
     ) -> list[Written]:
         """Call *function* on every share, each in a process of its own; the first exception is raised.
 
@@ -93,7 +93,9 @@ class Written:
     damaged: list[Slice] = field(default_factory=list)
 
 
-def copy(root: Path, staging: Path, clones: Mapping[str, bool], share: Sequence[Stretch], num_threads: int) -> Written:
+def copy(
+    root: Path, staging: Path, clones: Mapping[str, bool], share: Sequence[ByteRange], num_threads: int
+) -> Written:
     """Fill a process's share of the output files under *staging* from the slices under *root*.
 
     *clones* says of each file whether blocks can be cloned into it. Stops at the first slice whose digest differs.
@@ -101,11 +103,11 @@ def copy(root: Path, staging: Path, clones: Mapping[str, bool], share: Sequence[
     """
     with contextlib.ExitStack() as stack:
         outputs = {}
-        for stretch in share:
-            outputs[stretch.file] = output = Output(staging / stretch.file, clones=clones[stretch.file])
+        for byte_range in share:
+            outputs[byte_range.file] = output = Output(staging / byte_range.file, clones=clones[byte_range.file])
             stack.callback(output.close)
         run = _Run(root, outputs, blocks(share))
-        total = sum(stretch.stop - stretch.start for stretch in share)
+        total = sum(byte_range.stop - byte_range.start for byte_range in share)
         run.by_threads(max(1, min(num_threads, total // BLOCK_BYTES)))
     return run.written
 

@@ -16,8 +16,8 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
-from automodel_ckpt.checkpoint.files.durable import file_record
-from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
@@ -41,7 +41,7 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         ]
     try:
         names = _side_names(source, directory)
-        files = {name: read_inside(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
+        files = {name: read_safely(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
     except OSError as error:
         problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
         raise CheckpointUnusable.all_of([problem]) from None

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, begins_at_a_sector, block_of, bypass_page_cache
-from automodel_ckpt.checkpoint.files.inside import open_inside
+from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Less than this is not worth asking where it is.
@@ -60,7 +60,7 @@ class Inputs:
         if file not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
-            self._open[file] = _Input(open_inside(self._root, file), open_inside(self._root, file))
+            self._open[file] = _Input(open_safely(self._root, file), open_safely(self._root, file))
         self._open.move_to_end(file)
         return self._open[file]
 

@@ -161,7 +161,7 @@ def export_names(
             missing.append(fqn)
     extra = [fqn for fqn in tensors if not maps.names & {fqn, *groups.get(fqn, ())}]
     if missing or extra:
-        _refuse_names(missing, extra, where)
+        _check_tensor_names(missing, extra, where)
     for fqn, shape in (maps.shape or {}).items():
         if result[fqn].shape != shape:
             _refuse(f"the tensor {fqn!r} has another shape than it should", where, f"{result[fqn].shape}, not {shape}")
@@ -176,7 +176,7 @@ def _tie_groups(tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in members.values() for name in group}
 
 
-def _refuse_names(missing: Sequence[str], extra: Sequence[str], where: str) -> NoReturn:
+def _check_tensor_names(missing: Sequence[str], extra: Sequence[str], where: str) -> NoReturn:
     parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("not in the base", extra)) if names]
     _refuse("the tensors are not those that the base model has", where, "; ".join(parts))
 

@@ -16,8 +16,8 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
+from automodel_ckpt.durable_io import fsync_directory
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
-from automodel_ckpt.on_disk import fsync_directory
 
 Check = Callable[[], None]
 
@@ -29,12 +29,12 @@ def check_target(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        _refuse_target(target, "not a directory")
+        _check_replaceable(target, "not a directory")
     if strangers := sorted(_files(target) - _exported_files(target)):
-        _refuse_target(target, ", ".join(map(repr, strangers[:5])))
+        _check_replaceable(target, ", ".join(map(repr, strangers[:5])))
 
 
-def _refuse_target(target: Path, value: str) -> None:
+def _check_replaceable(target: Path, value: str) -> None:
     raise SaveFailed(
         "the output directory holds files that no export made",
         where=str(target),

@@ -15,7 +15,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from automodel_ckpt.on_disk import write_all
+from automodel_ckpt.durable_io import write_all
 
 BLOCK_BYTES = 4 << 20
 SECTOR_BYTES = 4096

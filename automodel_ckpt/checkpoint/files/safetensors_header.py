@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.inside import open_inside
+from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.slices import nbytes_of, shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -70,9 +70,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             raise _unusable(path, fault) from None
 
 
-def header_inside(directory: Path, name: str) -> Header:
+def read_header_safely(directory: Path, name: str) -> Header:
     """The header of a regular file in *directory*; no link is followed. Raises as :func:`read_header`."""
-    os.close(open_inside(directory, name))
+    os.close(open_safely(directory, name))
     return read_header(directory / name)
 
 

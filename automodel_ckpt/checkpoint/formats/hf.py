@@ -18,8 +18,8 @@ from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import FINISHED
 from automodel_ckpt.checkpoint.writing.jobs import Job
-from automodel_ckpt.checkpoint.writing.placed import PlacedJob, PlacedPiece
 from automodel_ckpt.checkpoint.writing.placement import Placement, place
+from automodel_ckpt.checkpoint.writing.shared_files import SharedFileChunk, SharedFileJob
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 NAME = FINISHED
@@ -62,24 +62,24 @@ def placement_of(plan: TreePlan, directory: str, naming: Naming) -> Placement:
 
 def plan_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Job]:
     """The jobs of *rank* for a tree with a fixed placement; rank 0 creates the files."""
-    yield from placed_jobs(plan, rank, placement)
+    yield from shared_file_jobs(plan, rank, placement)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
 
 
-def placed_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[PlacedJob]:
+def shared_file_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[SharedFileJob]:
     """The jobs of *rank* for the tensors of a tree. A tensor's data is fetched once, however many positions it has."""
-    pieces: dict[str, list[PlacedPiece]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
+    pieces: dict[str, list[SharedFileChunk]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
     for share in plan.tensors():
         tensor = Tensor(share.fqn, share.dtype, share.shape, ())
         box = Box(share.offsets, share.sizes)
         data = plan.fetching(share)
         for where in placement.places.get(share.fqn, ()):
             entry = placement.entry(tensor, box, where)
-            pieces[where.file].append(PlacedPiece(entry, data, share.dtype, where.copy))
+            pieces[where.file].append(SharedFileChunk(entry, data, share.dtype, where.copy))
     for file in placement.files:
         path = f"{placement.directory}/{file.name}"
         # Rank 0 writes every header, also of a file in which it has no slice.
         header = file.header if rank == 0 else None
         if pieces[path] or header is not None:
             ordered = sorted(pieces[path], key=lambda piece: piece.entry.slices[0].start)
-            yield PlacedJob(path, file.nbytes, ordered, plan.name, header)
+            yield SharedFileJob(path, file.nbytes, ordered, plan.name, header)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import raw_bytes
 from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
-from automodel_ckpt.checkpoint.files.plain_writing import saved
+from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}

@@ -1,7 +1,7 @@
 """Read a tree: PyTorch DCP plans which parts of which slices a rank needs, and they are read in place.
 
 Used for all formats, because the manifest has the position of every slice's raw bytes. Pickles are read only for
-values that are not tensors, by a reader of plain data (``files/plain.py``).
+values that are not tensors, by a reader of plain data (``files/pickle_reader.py``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from automodel_ckpt.checkpoint.files import plain
-from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
+from automodel_ckpt.checkpoint.files import pickle_reader
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, nbytes_of, overlap
@@ -41,7 +41,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
-        self.original_state_dict[fqn] = plain.load(value.getvalue(), fqn)
+        self.original_state_dict[fqn] = pickle_reader.load(value.getvalue(), fqn)
 
 
 def read_value(checkpoint: Path, file: str) -> Any:
@@ -49,13 +49,13 @@ def read_value(checkpoint: Path, file: str) -> Any:
 
     Raises :class:`CheckpointUnusable` for any other content, OSError where it is not a regular file of the checkpoint.
     """
-    return plain.load(read_inside(checkpoint, file), str(checkpoint / file))
+    return pickle_reader.load(read_safely(checkpoint, file), str(checkpoint / file))
 
 
 def read_object(checkpoint: Path, tree: Tree, name: str) -> Any:
     """The plain value that a tree has under *name*. Raises :class:`CheckpointUnusable` naming the file."""
     with _Files(checkpoint) as files:
-        return plain.load(files.read_blob(tree.objects[name]), name)
+        return pickle_reader.load(files.read_blob(tree.objects[name]), name)
 
 
 def metadata_of(tree: Tree) -> Metadata:
@@ -149,7 +149,7 @@ class _Files:
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
-            self._open[file] = open_inside(self._checkpoint, file)
+            self._open[file] = open_safely(self._checkpoint, file)
         return self._open[file]
 
 

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.planning import TensorShare, TreePlan, file_index
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.sources.shard_header import shard_header
-from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 
 NAME = "safetensors"
 
@@ -39,10 +39,10 @@ def _shard_job(plan: TreePlan, shares: Sequence[TensorShare], file: str) -> File
     # Wider dtypes first: readers view a tensor's bytes in place, at offsets that must be multiples of its item size.
     ordered = sorted(shares, key=lambda share: -DTYPE_BITS[share.dtype])
     header, starts = shard_header([(s.fqn, s.dtype, s.offsets, s.sizes, s.shape) for s in ordered])
-    pieces = [Piece(0, header)]
+    pieces = [Chunk(0, header)]
     for share in ordered:
         start = starts[share.fqn]
-        pieces.append(Piece(start, plan.fetching(share), share.stored(file, start)))
+        pieces.append(Chunk(start, plan.fetching(share), share.stored(file, start)))
     return FileJob(file, pieces, plan.name, len(header) + sum(share.nbytes for share in ordered))
 
 
@@ -50,7 +50,7 @@ def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
     """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
     pieces, start = [], 0
     for fqn, data in plan.values():
-        pieces.append(Piece(start, data, Blob(fqn, file, start, len(data), "")))
+        pieces.append(Chunk(start, data, Blob(fqn, file, start, len(data), "")))
         start += len(data)
     if pieces:
         yield FileJob(file, pieces, plan.name)

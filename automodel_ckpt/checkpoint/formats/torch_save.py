@@ -19,8 +19,8 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece
-from automodel_ckpt.checkpoint.writing.parts import DcpItem, Part
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.writing.rank_manifest import DcpItem, Part
 
 NAME = "torch_save"
 _VERSION = "1.0.0"
@@ -29,11 +29,11 @@ _VERSION = "1.0.0"
 def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
     """The job of *rank* for a tree, and where torch's reader finds each item of it."""
     file = layout.distcp_file(plan.directory, rank)
-    pieces: list[Piece] = []
+    pieces: list[Chunk] = []
     items: list[DcpItem] = []
     at = 0
     for fqn, data in plan.values():
-        pieces.append(Piece(at, data, Blob(fqn, file, at, len(data), "")))
+        pieces.append(Chunk(at, data, Blob(fqn, file, at, len(data), "")))
         items.append(DcpItem(fqn, None, file, at, len(data)))
         at += len(data)
     for share in plan.tensors():
@@ -41,9 +41,9 @@ def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
         nbytes = len(archive.head) + share.nbytes + len(archive.tail)
         start = at + len(archive.head)
         pieces += [
-            Piece(at, archive.head),
-            Piece(start, plan.fetching(share), share.stored(file, start)),
-            Piece(start + share.nbytes, archive.tail, crc_at=archive.crc_at),
+            Chunk(at, archive.head),
+            Chunk(start, plan.fetching(share), share.stored(file, start)),
+            Chunk(start + share.nbytes, archive.tail, crc_at=archive.crc_at),
         ]
         items.append(DcpItem(share.fqn, share.offsets, file, at, nbytes))
         at += nbytes

@@ -109,7 +109,7 @@ class RunDirectory:
             for entry in sorted(os.scandir(self.root), key=lambda entry: entry.name):
                 if layout.is_checkpoint(entry.name) and entry.is_dir(follow_symlinks=False):
                     clear_checkpoint(self.root / entry.name, log.info)
-            links.mend(self.root)
+            links.repair_links(self.root)
             self._repair_pointers()
         return resume.candidates(self.root, restore_from)
 

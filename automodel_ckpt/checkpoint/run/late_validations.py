@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import read_inside
-from automodel_ckpt.on_disk import replace_file
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.durable_io import replace_file
 
 _MAX_BYTES = 1 << 22
 _MAX_TEXT = 100
@@ -47,7 +47,7 @@ def _is_loss(value: object) -> bool:
 
 def _read(run: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(read_inside(run, layout.LATE_VALIDATIONS, limit=_MAX_BYTES))
+        raw = json.loads(read_safely(run, layout.LATE_VALIDATIONS, limit=_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}

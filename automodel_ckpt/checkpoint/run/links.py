@@ -2,7 +2,7 @@
 
 A link protects the checkpoint that it leads to, and stays with it: when a checkpoint is set aside under another name,
 the links are changed to the new name first. A run that is killed in between leaves links to a name that does not exist
-yet; they still protect the checkpoint under its old name, and :func:`mend` changes them back.
+yet; they still protect the checkpoint under its old name, and :func:`repair_links` changes them back.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.durable_io import fsync_directory
 from automodel_ckpt.errors import os_problem
-from automodel_ckpt.on_disk import fsync_directory
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -72,7 +72,7 @@ def set_aside(root: Path, name: str) -> str:
     return aside
 
 
-def mend(root: Path) -> None:
+def repair_links(root: Path) -> None:
     """Change back the links of a checkpoint that a killed run was about to set aside; remove half-made ones.
 
     Raises OSError.

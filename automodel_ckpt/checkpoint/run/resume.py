@@ -21,7 +21,7 @@ Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejected:
     """A checkpoint that was skipped, and why."""
 
     path: Path
@@ -210,7 +210,7 @@ def pointed_path(path: Path) -> Path | None:
     return path
 
 
-def refusal_table(refused: list[Refused]) -> str:
+def rejection_table(refused: list[Rejected]) -> str:
     """A text table of the skipped checkpoints, one line each."""
     rows = [("path", "step", "complete", "compatible", "reason")]
     for each in refused:

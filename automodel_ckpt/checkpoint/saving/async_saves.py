@@ -19,21 +19,21 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.background import Background, Cancelled
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.files.plain_writing import saved
+from automodel_ckpt.checkpoint.files.pickle_values import saved
+from automodel_ckpt.checkpoint.saving.background import Background, Cancelled
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport, Snapshot
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.state.live_state import LiveState, look
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
-from automodel_ckpt.checkpoint.together import failing_together
+from automodel_ckpt.checkpoint.writing.finalize import part_files, parts_in
 from automodel_ckpt.checkpoint.writing.jobs import Job
-from automodel_ckpt.checkpoint.writing.parts import Part
-from automodel_ckpt.checkpoint.writing.sealing import part_files, parts_in
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
@@ -91,7 +91,7 @@ class AsyncSaves:
         self._background.reserve(nbytes)
 
     @property
-    def _is_leader(self) -> bool:
+    def _is_rank0(self) -> bool:
         return self._planner.ranks.rank == 0
 
     # ---------------------------------------------------------------- a new plan
@@ -102,7 +102,7 @@ class AsyncSaves:
         Raises :class:`SaveFailed` on all ranks.
         """
         try:
-            with failing_together(self._group, f"saving {save.name}", self._planner.run.path):
+            with raise_on_all_ranks(self._group, f"saving {save.name}", self._planner.run.path):
                 part, jobs, objects = self._planner.plan(save, proposals)
                 live = self._live(save.snapshot)
                 trees = lay_out(jobs)
@@ -130,7 +130,7 @@ class AsyncSaves:
             [trees, lay_out(list(objects), trees.end)], at_once=_buffers(save.snapshot.items)
         )
         # From here on the state may change.
-        then = partial(self._complete, save) if self._is_leader else None
+        then = partial(self._complete, save) if self._is_rank0 else None
         self._background.start(save.staging.path, part, staged, then=then, doing=f"saving {save.name}")
 
     def _live(self, snapshot: Snapshot) -> LiveState | None:
@@ -183,7 +183,7 @@ class AsyncSaves:
         Returns this rank's answer, and the failure on rank 0 or None.
         """
         digests = self._fitting(kept, live, save.snapshot)
-        if digests is None or not self._is_leader:
+        if digests is None or not self._is_rank0:
             return _Again(digests), None
         try:
             forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
@@ -228,7 +228,7 @@ class AsyncSaves:
         common.files.update(planner.write_metadata(save, lambda: parts_in(save.staging.path, num_ranks)))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = self._background.seal(save.staging.path, planner.draft(save), common)
+        nbytes = self._background.seal(save.staging.path, planner.partial_manifest(save), common)
         report = planner.publish(save, nbytes)
         save.is_published = True
         if save.on_saved is not None:

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.manifest import MAX_BYTES
-from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
-from automodel_ckpt.checkpoint.trees import module_state, whole_of
-from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.checkpoint.module_tensors import module_state, whole_of
+from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import size_text
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}

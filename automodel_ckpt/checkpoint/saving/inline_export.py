@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write
 from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.durable import range_digest
+from automodel_ckpt.checkpoint.files.durable_file import range_digest
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import Tree
@@ -29,8 +29,8 @@ from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.parts import Part, merge_tree
 from automodel_ckpt.checkpoint.writing.placement import Placement
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_tree
 from automodel_ckpt.distributed import agree
 
 Together = Callable[[], contextlib.AbstractContextManager[object]]
@@ -68,7 +68,7 @@ def export_from_memory(
         with together():
             placement = hf.placement_of(plan, name, naming)
         with together():
-            jobs = hf.placed_jobs(plan, rank, placement)
+            jobs = hf.shared_file_jobs(plan, rank, placement)
             agree.while_working(group, partial(run_all, jobs, directory, part))
         parts = agree.gather_objects(group, part)
 
@@ -91,7 +91,7 @@ def _complete(directory: Path, placement: Placement, tree: Tree, parts: list[Par
         log(text)
     staging = directory / placement.directory
     write_side_files(files, staging)
-    write_manifest(plan, source, staging, [*_heads(placement, parts), *_stretches(directory, tree.stored)])
+    write_manifest(plan, source, staging, [*_heads(placement, parts), *_byte_ranges(directory, tree.stored)])
 
 
 def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:
@@ -100,7 +100,7 @@ def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:
         yield Digested(Path(path).name, 0, lengths[path], head.digest)
 
 
-def _stretches(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
+def _byte_ranges(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
     """The digest of each byte range that one rank wrote. Tensors with interleaved slices are read again."""
     for piece in (piece for tensor in tensors for piece in in_one_piece(tensor) if piece.nbytes):
         digest = piece.digest or range_digest(directory / piece.file, piece.start, piece.nbytes)

@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord
+from automodel_ckpt.checkpoint.module_tensors import module_state, whole_of
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
@@ -36,16 +37,15 @@ from automodel_ckpt.checkpoint.saving.side_files import Assets, write_finished, 
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own
-from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
-from automodel_ckpt.checkpoint.trees import module_state, whole_of
-from automodel_ckpt.checkpoint.wording import size_text
+from automodel_ckpt.checkpoint.writing.finalize import PartialManifest
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
-from automodel_ckpt.checkpoint.writing.parts import Part, TreePart
 from automodel_ckpt.checkpoint.writing.placement import Placement
-from automodel_ckpt.checkpoint.writing.sealing import Draft
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart
 from automodel_ckpt.errors import AutomodelError, SaveFailed
+from automodel_ckpt.units import size_text
 
 ModelFormat = Literal["safetensors", "torch_save"]
 ModelLayout = Literal["shards", "hf", "adapter"]
@@ -315,7 +315,7 @@ class Planner:
                 written[file] = commit.write_file(save.staging.path / file, known[name])
         return written
 
-    def draft(self, save: Save) -> Draft:
+    def partial_manifest(self, save: Save) -> PartialManifest:
         """The manifest without what the ranks wrote."""
         manifest = Manifest(
             step=save.name.step, epoch=save.name.epoch, created=0.0,
@@ -323,7 +323,7 @@ class Planner:
             progress=save.progress, losses=plain(save.losses), validated=save.validated,
             environment=environment(), lineage=self._lineage(), state=save.records, trees={}, files={},
         )  # fmt: skip
-        return Draft(manifest, self._formats(save), save.snapshot.tied)
+        return PartialManifest(manifest, self._formats(save), save.snapshot.tied)
 
     def _formats(self, save: Save) -> dict[str, str]:
         """The format of each tree, by its name."""

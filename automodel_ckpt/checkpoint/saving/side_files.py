@@ -12,8 +12,8 @@ from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import Plan
 from automodel_ckpt.checkpoint.export.script import consolidate_script, no_need_script
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
-from automodel_ckpt.checkpoint.writing.parts import Part
 from automodel_ckpt.checkpoint.writing.placement import Placement
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part
 
 _CONFIG = "config.json"
 

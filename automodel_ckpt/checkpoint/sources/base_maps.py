@@ -10,7 +10,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import dtype_code
-from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import counts
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 
@@ -67,7 +67,7 @@ def read_maps(directory: Path | None) -> BaseMaps:
 def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     path = directory / name
     try:
-        value = json.loads(read_inside(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES))
+        value = json.loads(read_safely(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

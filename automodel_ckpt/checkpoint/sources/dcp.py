@@ -10,8 +10,8 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.sources.dcp_directory import DcpContent, read_content, read_tensors
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.wording import left_out, others_text, values_text
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import left_out, others_text, values_text
 
 # Under which of these a nested state dict keeps the model's own.
 _MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict")

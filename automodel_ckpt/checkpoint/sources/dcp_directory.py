@@ -1,8 +1,8 @@
-"""What another program's PyTorch DCP directory holds: ``.metadata`` and the archives in the ``.distcp`` files.
+"""The contents of a PyTorch DCP directory of another program: ``.metadata`` and the archives in the ``.distcp`` files.
 
-Our own checkpoints say all of this in their manifest, and their ``.metadata`` is not looked at. Of a directory without
-one it is all there is to know, and it is a pickle: it is read as a description (``files/records.py``), by which nothing
-is imported, called or executed. Nothing here is checked against digests, since there are none. Imports no torch.
+Checkpoints of this program describe themselves in their manifest, and their ``.metadata`` is not read. Without a
+manifest, ``.metadata`` is the only description. It is a pickle, so it is read as plain records
+(``files/pickle_records.py``): nothing is imported, called or executed. There are no digests to check. Imports no torch.
 
 Layout (source: torch.distributed.checkpoint.metadata and .filesystem, torch 2.13): ``.metadata`` pickles a ``Metadata``
 with, per name, the tensor's dtype, shape and chunks; per chunk the file, offset and length of an item; and the path in
@@ -20,8 +20,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
-from automodel_ckpt.checkpoint.files.inside import open_inside, read_inside
-from automodel_ckpt.checkpoint.files.records import RECORD, Names, Record, read_records
+from automodel_ckpt.checkpoint.files.pickle_records import RECORD, Names, Record, read_records
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, counts, nbytes_of, tiling_fault
 from automodel_ckpt.errors import CheckpointUnusable
@@ -130,7 +130,7 @@ def read_content(directory: Path) -> DcpContent:
     form, or contradicts itself."""
     path = directory / layout.DCP_METADATA
     try:
-        program = read_inside(directory, layout.DCP_METADATA, limit=_most_bytes(directory))
+        program = read_safely(directory, layout.DCP_METADATA, limit=_most_bytes(directory))
         value = read_records(program, _METADATA_NAMES)
         return _content(value, len(program))
     except FileNotFoundError as error:
@@ -255,7 +255,7 @@ class _Mapped:
 
     def content(self, file: str) -> mmap.mmap:
         if file not in self._maps:
-            descriptor = open_inside(self._directory, file)
+            descriptor = open_safely(self._directory, file)
             try:
                 self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             finally:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import is_sparse
-from automodel_ckpt.checkpoint.files.safetensors_header import Header, header_inside, read_header
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse
+from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header, read_header_safely
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault, whole_tensor
 from automodel_ckpt.checkpoint.sources.dcp import open_dcp
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.checkpoint.wording import left_out, values_text
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import left_out, values_text
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 MODEL = "model"
@@ -66,8 +66,8 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
             value=layout.ADAPTER_MODEL,
             remedy="load the directory with peft as it is",
         )
-    _refuse_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
-    _refuse_foreign_files(directory, {path.removeprefix(prefix) for path in manifest.files})
+    _check_no_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
+    _check_no_unlisted_files(directory, {path.removeprefix(prefix) for path in manifest.files})
     if tree.format == FINISHED:
         return _finished(checkpoint, directory, manifest, tree)
     used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
@@ -83,7 +83,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
     tensors: dict[str, Tensor] = {}
     for path in sorted({piece.file for tensor in tree.stored for piece in tensor.slices}):
         try:
-            entries = header_inside(checkpoint, path).tensors
+            entries = read_header_safely(checkpoint, path).tensors
         except OSError as error:
             raise unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
         tensors |= {key: whole_tensor(key, e.dtype, e.shape, path, e.start) for key, e in entries.items()}
@@ -91,13 +91,13 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
     return Source(checkpoint, directory, tensors, {}, restricted, finished=True)
 
 
-def _refuse_links(root: Path, paths: Iterable[str]) -> None:
+def _check_no_links(root: Path, paths: Iterable[str]) -> None:
     for path in paths:
         if (root / path).is_symlink():
             raise unusable("a checkpoint contains a symbolic link", root / path, os.readlink(root / path))
 
 
-def _refuse_foreign_files(directory: Path, known: set[str]) -> None:
+def _check_no_unlisted_files(directory: Path, known: set[str]) -> None:
     """What the manifest does not name must not get into an export: shards, and side files."""
     side = directory / layout.HF_METADATA
     names = _shards(directory)
@@ -120,8 +120,8 @@ def _from_headers(directory: Path) -> Source:
         return _from_dcp(directory, names)
     if not names:
         raise unusable("there are no shards here", directory, "no *.safetensors file")
-    _refuse_links(directory, (*names, layout.HF_METADATA))
-    _refuse_odd(directory, names)
+    _check_no_links(directory, (*names, layout.HF_METADATA))
+    _check_regular_files(directory, names)
     pieces: dict[str, list[Slice]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -140,12 +140,12 @@ def _from_headers(directory: Path) -> Source:
 
 
 def _from_dcp(directory: Path, names: Iterable[str]) -> Source:
-    _refuse_links(directory, names)
-    _refuse_odd(directory, names)
+    _check_no_links(directory, names)
+    _check_regular_files(directory, names)
     return open_dcp(directory)
 
 
-def _refuse_odd(directory: Path, names: Iterable[str]) -> None:
+def _check_regular_files(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         status = os.lstat(directory / name)
         if not stat.S_ISREG(status.st_mode):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.inside import open_inside
+from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Slice
@@ -46,7 +46,7 @@ def _is_sealed(root: Path, path: str, held: Iterable[tuple[Slice, Entry]], file_
     ordered = sorted(held, key=lambda item: (item[0].start, item[0].nbytes))
     try:
         header, starts = shard_header([entry for _, entry in ordered])
-        descriptor = open_inside(root, path)
+        descriptor = open_safely(root, path)
     except (ValueError, OSError):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The model that an export reads: its slices, and where they stand."""
+"""Descriptions of stored tensors: of one module, and of the model that an export reads. No tensor is read here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The stored tensors of one module: slices in files relative to *root*, and {tied name: stored name}."""
+
+    root: Path
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

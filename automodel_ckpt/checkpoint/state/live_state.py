@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.state.optimizer_tree import trained_by_all
-from automodel_ckpt.checkpoint.trees import stored_names, stored_values, unwrap
+from automodel_ckpt.checkpoint.module_tensors import stored_names, stored_values, unwrap
+from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 
 _SCALARS = (type(None), bool, int, float, complex, str)
 

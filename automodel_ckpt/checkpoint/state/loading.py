@@ -14,6 +14,8 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.module_tensors import module_state, set_module_state, whole_state
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
     FORMS,
     Forms,
@@ -23,11 +25,9 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
     load_read_state,
     places,
 )
-from automodel_ckpt.checkpoint.state.optimizer_tree import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
-from automodel_ckpt.checkpoint.trees import module_state, set_module_state, whole_state
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
-from automodel_ckpt.own_code import place_in_own_code
+from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -205,7 +205,7 @@ class Loader:
             log.debug("unexpected", exc_info=True)
             self._raise_unusable(
                 f"{item.name!r} could not load the state that was saved",
-                [repr(error), *([f"in {place}"] if (place := place_in_own_code(error)) else [])],
+                [repr(error), *([f"in {place}"] if (place := location_in_user_code(error)) else [])],
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
             )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.inside import read_inside
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "config.json"
@@ -54,7 +54,7 @@ def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
     """
     for name in (f"{directory}/{layout.HF_METADATA}/{CONFIG}", f"{directory}/{CONFIG}"):
         try:
-            config = json.loads(read_inside(checkpoint, name, limit=_MAX_BYTES))
+            config = json.loads(read_safely(checkpoint, name, limit=_MAX_BYTES))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, RecursionError) as error:

@@ -10,9 +10,9 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.files.plain_writing import saved
+from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.manifest import StateRecord
-from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 
 
 class ObjectPlanner:
@@ -39,7 +39,7 @@ class ObjectPlanner:
             ranks = [rank for _, rank in writers]
             mine = files[ranks.index(self._ranks.rank)] if self._ranks.rank in ranks else None
         if mine is not None:
-            self.jobs.append(FileJob(mine, [Piece(0, partial(saved, state))]))
+            self.jobs.append(FileJob(mine, [Chunk(0, partial(saved, state))]))
         return StateRecord(item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases)
 
     def _all_ranks(self) -> list[tuple[int, int]]:

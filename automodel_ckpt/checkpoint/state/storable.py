@@ -16,7 +16,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import raw_bytes
-from automodel_ckpt.checkpoint.files.plain_writing import has_counterpart, is_saved
+from automodel_ckpt.checkpoint.files.pickle_values import has_counterpart, is_saved
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.errors import Problem, RecipeError
 

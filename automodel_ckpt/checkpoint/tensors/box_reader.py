@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.inside import open_inside
+from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, intersection
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class BoxReader:
     def _mapped(self, root: Path, piece: Slice) -> Array:
         import numpy as np
 
-        with os.fdopen(open_inside(root, piece.file), "rb") as file:
+        with os.fdopen(open_safely(root, piece.file), "rb") as file:
             array: Array = np.memmap(file, self._dtype, "r", piece.start, piece.sizes or (1,))
         return array.reshape(piece.sizes)
 

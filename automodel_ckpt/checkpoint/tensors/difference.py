@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
-from automodel_ckpt.checkpoint.tensors.intact import damage_problem
+from automodel_ckpt.checkpoint.tensors.integrity import damage_problem
 from automodel_ckpt.errors import Problem
 
 if TYPE_CHECKING:

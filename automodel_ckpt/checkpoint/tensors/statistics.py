@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
-from automodel_ckpt.checkpoint.tensors.intact import require_intact
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:

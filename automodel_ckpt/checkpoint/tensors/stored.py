@@ -10,7 +10,7 @@ import numpy as np
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
-from automodel_ckpt.checkpoint.tensors.intact import require_intact
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 
 
 def whole_checked(root: Path, tensor: Tensor) -> Array:

@@ -1,9 +1,9 @@
-"""Write jobs: what a rank writes, as plain data; planned in the trainer, run there or in the writer process.
+"""Write jobs: what a rank writes, as plain data; planned in the trainer, executed there or in the writer process.
 
-A format only plans :class:`FileJob` objects: which files, which bytes in which order, and which entry of the rank's
-manifest (:class:`~automodel_ckpt.checkpoint.writing.parts.Part`) each byte range is. Running a job needs no torch: it
-writes, digests and fsyncs, and completes the rank manifest. The bytes come from the live state (synchronous saves) or
-from shared memory that they were copied into (asynchronous saves).
+A format only plans :class:`FileJob` objects: which files, which bytes in which order, and which entry of the rank
+manifest (:class:`~automodel_ckpt.checkpoint.writing.rank_manifest.Part`) each byte range gets. Executing a job needs no
+torch: it writes, computes digests, calls fsync, and completes the rank manifest. The bytes come from the live state
+(synchronous saves) or from shared memory that they were copied into (asynchronous saves).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.files.durable import DurableFile
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.parts import Part, TreePart
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart
 
 CRC_BYTES = 4
 
@@ -37,7 +37,7 @@ the bytes may be a copy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """A chunk: consecutive bytes of a file, from byte *start*.
 
     *entry* is its manifest entry, still without digest. *crc_at* lists offsets in the chunk (which is bytes then)
@@ -59,7 +59,7 @@ class FileJob:
     """
 
     file: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[Chunk]
     tree: str | None = None
     nbytes: int = 0
 
@@ -121,7 +121,7 @@ def _length(data: Data) -> int:
     return len(data) if isinstance(data, bytes) else int(getattr(data, "nbytes", 0))
 
 
-def _whole(pieces: Sequence[Piece]) -> Span | None:
+def _whole(pieces: Sequence[Chunk]) -> Span | None:
     """One span for all chunks, where they are consecutive in memory, so that they can be written in one call."""
     first = pieces[0].data if pieces else None
     if not isinstance(first, Span):
@@ -134,7 +134,7 @@ def _whole(pieces: Sequence[Piece]) -> Span | None:
     return Span(first.start, end - first.start)
 
 
-def with_bytes(pieces: Iterable[Piece], memory: memoryview) -> Iterator[tuple[Piece, bytes | memoryview]]:
+def with_bytes(pieces: Iterable[Chunk], memory: memoryview) -> Iterator[tuple[Chunk, bytes | memoryview]]:
     """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
     before: bytes | memoryview = b""
     for piece in pieces:
@@ -145,7 +145,7 @@ def with_bytes(pieces: Iterable[Piece], memory: memoryview) -> Iterator[tuple[Pi
         yield piece, data
 
 
-def enter(tree: TreePart, piece: Piece, data: bytes | memoryview) -> None:
+def enter(tree: TreePart, piece: Chunk, data: bytes | memoryview) -> None:
     """Add the entry of a chunk, with the digest of *data*, to what this rank wrote of a tree."""
     if isinstance(piece.entry, Blob):
         tree.objects.append(replace(piece.entry, digest=digest_of(data)))

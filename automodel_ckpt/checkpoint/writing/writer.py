@@ -26,9 +26,9 @@ from typing import IO, Any
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.run.lease import check_token
+from automodel_ckpt.checkpoint.writing.finalize import PartialManifest, parts_in, seal
 from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.parts import Part
-from automodel_ckpt.checkpoint.writing.sealing import Draft, parts_in, seal
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 NICENESS = 10
@@ -70,7 +70,7 @@ class Export:
     lease: tuple[Path, str] | None = None
 
     def run(self, memory: SharedMemory) -> tuple[str, list[str]]:
-        from automodel_ckpt.checkpoint.consolidate import consolidate
+        from automodel_ckpt.checkpoint.export.consolidate import consolidate
 
         log_lines: list[str] = []
         output = ""
@@ -92,14 +92,14 @@ class Seal:
     """
 
     staging: str
-    draft: Draft
+    partial_manifest: PartialManifest
     common: Part
 
     def run(self, memory: SharedMemory) -> int:
         staging = Path(self.staging)
-        parts = parts_in(staging, self.draft.manifest.world_size)
+        parts = parts_in(staging, self.partial_manifest.manifest.world_size)
         parts[self.common.rank].files.update(self.common.files)
-        return seal(staging, self.draft, parts)
+        return seal(staging, self.partial_manifest, parts)
 
 
 Command = Write | Seal | Export

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, Resumed, SaveReport, background, commit, discover, layout
+from automodel_ckpt.checkpoint import Manifest, Resumed, SaveReport, commit, discover, layout
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.checkpoint.saving import host_memory
+from automodel_ckpt.checkpoint.saving import background, host_memory
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.checkpoint.writing import writer
-from automodel_ckpt.checkpoint.writing.parts import Part
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part
 from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks, tiny
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.files import durable
-from automodel_ckpt.checkpoint.run import late_validations, verified
+from automodel_ckpt.checkpoint.files import durable_file
+from automodel_ckpt.checkpoint.run import late_validations, verification_results
 from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
-from automodel_ckpt.checkpoint.verify import foreign_files, verify
+from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.listing import rows_of
+from automodel_ckpt.cli.commands.ls import rows_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support import tiny
 
@@ -91,7 +91,7 @@ def test_a_shard_is_known_by_its_header_and_its_slices(tmp_path: Path) -> None:
 def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:
     path = tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter())).path
     manifest = Manifest.read(path)
-    assert foreign_files(path, manifest) == [] and verify(path, manifest) == []
+    assert unlisted_files(path, manifest) == [] and verify(path, manifest) == []
     assert manifest.files.keys() | {"MANIFEST.json"} == set(tree(path))
     assert manifest.trees["model"].tied == {"head": "embed"}
     assert manifest.progress == {"consumed_samples": 20}
@@ -265,7 +265,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
         resumed = tiny.load(tmp_path, tiny.recipe())
     assert resumed is not None and resumed.step == 20
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
-    assert not verified.recall(tmp_path)[path.name].ok  # which `ckpt ls` shows
+    assert not verification_results.recall(tmp_path)[path.name].ok  # which `ckpt ls` shows
 
 
 def test_of_a_file_that_is_all_wrong_a_few_tensors_are_named(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_failed_save_leaves_the_one_before_and_no_trace(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(durable, "write_all", full)
+    monkeypatch.setattr(durable_file, "write_all", full)
     with pytest.raises(SaveFailed, match=r"ENOSPC") as caught:
         tiny.save(tmp_path, tiny.recipe(), step=40)
     assert caught.value.exit_code == 4 and "epoch_0_step_40" in str(caught.value)
@@ -640,15 +640,15 @@ def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path:
 def test_a_write_that_fails_inside_torch_save_is_reported_with_its_file_and_errno(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = durable.write_all
+    real = durable_file.write_all
 
     def full_for_the_optimizer(descriptor: int, view: memoryview, start: int) -> None:
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith("__0_0.distcp"):
             raise OSError(28, os.strerror(28))
         real(descriptor, view, start)
 
-    monkeypatch.setattr(durable, "write_all", full_for_the_optimizer)
-    monkeypatch.setattr(durable, "_SMALL_BYTES", 1)
+    monkeypatch.setattr(durable_file, "write_all", full_for_the_optimizer)
+    monkeypatch.setattr(durable_file, "_SMALL_BYTES", 1)
     with pytest.raises(SaveFailed, match=r"__0_0\.distcp[\s\S]*ENOSPC"):
         tiny.save(tmp_path, tiny.recipe())
     assert tree(tmp_path) == []
@@ -694,7 +694,7 @@ def test_a_file_whose_space_cannot_be_reserved_leaves_no_open_descriptor(
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"No space.*file"):
-        durable.DurableFile(tmp_path / "file", nbytes=1)
+        durable_file.DurableFile(tmp_path / "file", nbytes=1)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.files import direct, durable
+from automodel_ckpt.checkpoint.files import direct, durable_file
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(tmp_path: Path, calls: list[Any]) -> None:
     data = os.urandom(3 * direct.BLOCK_BYTES + 17)
-    with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+    with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
         for start in range(0, len(data), 5_000_011):
             file.write(memoryview(data)[start : start + 5_000_011])
     record = file.close()
@@ -55,7 +55,7 @@ SIZES = [8 << 20, (8 << 20) + 1, (8 << 20) - 1, (12 << 20) + 4096, (12 << 20) + 
 @pytest.mark.parametrize("hint", [0, 8 << 20, 64 << 20])
 def test_a_file_of_any_size_holds_what_was_written_whichever_way_it_took(tmp_path: Path, size: int, hint: int) -> None:
     data = os.urandom(size)
-    with durable.DurableFile(tmp_path / "file", nbytes=hint) as file:
+    with durable_file.DurableFile(tmp_path / "file", nbytes=hint) as file:
         assert (file._stream is not None) == (hint >= direct.DIRECT_FROM_BYTES)
         at, pieces = 0, [1, 100, 4095, 4097, 5_000_000]
         while at < size:
@@ -77,7 +77,7 @@ def test_a_file_system_that_takes_o_direct_and_refuses_the_write_is_written_thro
 
     monkeypatch.setattr(os, "pwrite", picky)
     data = os.urandom((8 << 20) + 77)
-    with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+    with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
         file.write(data)
     assert refused == [0] and (tmp_path / "file").read_bytes() == data
 
@@ -92,7 +92,7 @@ def test_a_write_that_fails_behind_the_callers_back_is_raised_with_the_files_nam
     monkeypatch.setattr(os, "pwrite", full)
     with (
         pytest.raises(OSError, match=r"No space.*the-file"),
-        durable.DurableFile(tmp_path / "the-file", nbytes=32 << 20) as file,
+        durable_file.DurableFile(tmp_path / "the-file", nbytes=32 << 20) as file,
     ):
         file.write(bytes(1 << 20 if at_close else 12 << 20))
 
@@ -109,7 +109,7 @@ def test_where_o_direct_does_not_exist_files_are_written_all_the_same(
 
     monkeypatch.setattr(os, "open", without)
     data = os.urandom(9 << 20)
-    with durable.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+    with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
         file.write(data)
     assert (tmp_path / "file").read_bytes() == data
 
@@ -117,12 +117,12 @@ def test_where_o_direct_does_not_exist_files_are_written_all_the_same(
 def test_a_file_that_exists_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     with pytest.raises(FileExistsError):
-        durable.DurableFile(tmp_path / "file")
+        durable_file.DurableFile(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_space_reserved_too_much_is_given_back(tmp_path: Path) -> None:
-    with durable.DurableFile(tmp_path / "file", nbytes=1 << 20) as file:
+    with durable_file.DurableFile(tmp_path / "file", nbytes=1 << 20) as file:
         file.write(b"short")
     assert file.close().size == (tmp_path / "file").stat().st_size == 5
 

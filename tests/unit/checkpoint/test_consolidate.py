@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export import blocks as export_blocks
 from automodel_ckpt.checkpoint.export import copy_engine
@@ -28,6 +27,7 @@ from automodel_ckpt.checkpoint.export import input as export_input
 from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
@@ -35,7 +35,7 @@ from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 from automodel_ckpt.checkpoint.writing.writer import Export, SharedMemory
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
-from tests.support.shards import Piece, bits, cut, raw_bytes, record_of, whole, write_checkpoint, write_shards
+from tests.support.shards import Chunk, bits, cut, raw_bytes, record_of, whole, write_checkpoint, write_shards
 from tools.crash.power import Disk, unsupported
 
 Tensors = dict[str, torch.Tensor]
@@ -59,7 +59,7 @@ def zoo() -> Tensors:
     }
 
 
-def pieces_of(tensors: Tensors, num_ranks: int = 3, dim: int = 0) -> list[Piece]:
+def pieces_of(tensors: Tensors, num_ranks: int = 3, dim: int = 0) -> list[Chunk]:
     return [piece for fqn, tensor in tensors.items() for piece in cut(fqn, tensor, num_ranks, dim)]
 
 
@@ -107,7 +107,7 @@ def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(6, 8, 4).bfloat16()}
     boxes = [Box((i, j, k), (2, 4, 2)) for i, j, k in itertools.product((0, 2, 4), (0, 4), (0, 2))]
     # A safetensors file holds a name once: each slice stands in a shard of its own.
-    pieces = [Piece("w", box, rank) for rank, box in enumerate(boxes)]
+    pieces = [Chunk("w", box, rank) for rank, box in enumerate(boxes)]
     write_checkpoint(tmp_path / "c", tensors, pieces)
     assert_same(consolidate(tmp_path / "c").output, tensors)
 
@@ -555,7 +555,7 @@ def test_a_slice_that_changes_under_the_copy_is_named_and_nothing_is_published(
     tensors = {"w": torch.randn(1_000_000)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
     monkeypatch.setattr(os, "preadv", flips)
-    monkeypatch.setattr("automodel_ckpt.checkpoint.consolidate.verify", lambda *_, **__: [])
+    monkeypatch.setattr("automodel_ckpt.checkpoint.export.consolidate.verify", lambda *_, **__: [])
     with pytest.raises(CheckpointUnusable, match="changed while it was read"):
         consolidate(tmp_path / "c", num_threads=num_threads)
     assert [path.name for path in (tmp_path / "c/model").iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
@@ -569,14 +569,14 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> 
 
 def test_a_worker_process_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, sys, automodel_ckpt.checkpoint.consolidate as c\n"
+        "import os, sys, automodel_ckpt.checkpoint.export.consolidate as c\n"
         "from automodel_ckpt.checkpoint.export import copy_engine\n"
         "copy_engine.Output.write = lambda *_: os._exit(9)\n"
         "try: c.consolidate(sys.argv[1], num_procs=2)\n"
         "except BaseException as error: print(type(error).__name__)\n"
     )
     tensors = {name: torch.randn(4096) for name in "ab"}
-    write_checkpoint(tmp_path / "c", tensors, [Piece(n, whole(t), i) for i, (n, t) in enumerate(tensors.items())])
+    write_checkpoint(tmp_path / "c", tensors, [Chunk(n, whole(t), i) for i, (n, t) in enumerate(tensors.items())])
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "SaveFailed", done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "c/model").iterdir()) == [
@@ -614,7 +614,7 @@ def test_casting_and_gathering_take_no_memory_that_grows_with_the_model(tmp_path
     tensors = {"w": torch.zeros(4096, 8192), "v": torch.zeros(4096, 8192)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2, dim=1))
     code = (
-        "import re, sys, threading, time; from automodel_ckpt.checkpoint.consolidate import consolidate\n"
+        "import re, sys, threading, time; from automodel_ckpt.checkpoint.export.consolidate import consolidate\n"
         "import numpy\n"
         "rss = lambda: int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "start, peak, done = rss(), [0], threading.Event()\n"

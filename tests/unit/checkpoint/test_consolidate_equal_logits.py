@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.trees import module_state
+from automodel_ckpt.checkpoint.module_tensors import module_state
 from tests.support.command_server import CommandServer
 from tests.support.shards import cut, write_assets, write_checkpoint
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
 from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.slices import Box
-from tests.support.shards import Piece, bits, write_checkpoint
+from tests.support.shards import Chunk, bits, write_checkpoint
 
 ORDINARY = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
@@ -73,7 +73,7 @@ def test_every_tensor_gets_its_dtype_and_keeps_its_values(tmp_path: Path, seed: 
     originals = {fqn: chance.choice([*ORDINARY, "I32", "U8", "F8_E4M3"]) for fqn in tensors}
     known = originals if chance.random() < 0.7 else {}
     pieces = [
-        Piece(fqn, box, rank)
+        Chunk(fqn, box, rank)
         for fqn, tensor in tensors.items()
         for rank, box in enumerate(grid(tuple(tensor.shape), chance))
     ]

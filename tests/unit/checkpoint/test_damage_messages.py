@@ -15,20 +15,20 @@ import torch
 from automodel_ckpt.checkpoint import layout, verify
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.export_manifest import export_problems
-from automodel_ckpt.checkpoint.files.inside import SPARSE_FROM_BYTES
+from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.saving import importing
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.opening import open_source
-from automodel_ckpt.checkpoint.sources.weights import open_weights
 from automodel_ckpt.checkpoint.writing.placement import place
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
+from automodel_ckpt.convert import import_checkpoint
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 from tests.support import ranks, tiny
 from tests.support.shards import checkpoint_in
@@ -197,7 +197,7 @@ def hollow(path: Path) -> Path:
     [
         (
             hollow,
-            lambda path: importing.prepare(path, path.parent / "run"),
+            lambda path: import_checkpoint.prepare(path, path.parent / "run"),
             "this file is sparse: nearly all of it is unallocated",
         ),
         (hollow, lambda path: verify_weights(path), "nearly all of them unallocated"),
@@ -222,7 +222,7 @@ def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) ->
 
 
 def verify_weights(path: Path) -> object:
-    from automodel_ckpt.checkpoint.sources.hugging_face import tensors_in
+    from automodel_ckpt.convert.sources.hugging_face import tensors_in
 
     open_weights(path)
     return tensors_in(path, "model.safetensors")

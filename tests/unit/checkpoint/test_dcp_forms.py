@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint.metadata as meta
 
-from automodel_ckpt.checkpoint.files.records import Record
+from automodel_ckpt.checkpoint.files.pickle_records import Record
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.dcp_directory import _content
 

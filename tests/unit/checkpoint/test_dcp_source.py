@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from automodel_ckpt.checkpoint.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.sources.dcp_directory import read_content
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import ranks, tiny

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.merge import _base_tensors
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.layout import RankLayout
-from automodel_ckpt.checkpoint.sources.hugging_face import open_hf
-from automodel_ckpt.checkpoint.sources.weights import open_weights
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.merge import _base_tensors
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.sources.hugging_face import open_hf
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.recipes.starting import verify_base, verify_side_files
+from automodel_ckpt.recipes.init_from import verify_base, verify_side_files
 from tests.support.shards import bits, cut, raw_bytes, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]

@@ -17,8 +17,8 @@ from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.writing.jobs import FileJob, Piece, Span, run_all
-from automodel_ckpt.checkpoint.writing.parts import Part
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Span, run_all
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part
 
 CHUNK = 64 << 10  # not gathered with others by a buffer
 
@@ -47,10 +47,10 @@ def test_a_job_writes_its_pieces_and_completes_the_part(tmp_path: Path) -> None:
     memory = memoryview(bytearray(b"..weights.."))
     tensor = Tensor("w", "U8", (7,), (Slice("w", "U8", (0,), (7,), "model/a", 2, 7),))
     pieces = [
-        Piece(0, b"h:"),
-        Piece(2, Span(2, 7), tensor),
-        Piece(9, b"<0000>", crc_at=(1,)),
-        Piece(15, lambda: memoryview(b"value"), Blob("v", "model/a", 15, 5, "")),
+        Chunk(0, b"h:"),
+        Chunk(2, Span(2, 7), tensor),
+        Chunk(9, b"<0000>", crc_at=(1,)),
+        Chunk(15, lambda: memoryview(b"value"), Blob("v", "model/a", 15, 5, "")),
     ]
     part = Part(0)
     run_all([FileJob("model/a", pieces, "model", 20)], tmp_path, part, memory)
@@ -70,7 +70,7 @@ def test_chunks_that_are_consecutive_in_memory_are_written_in_one_call(tmp_path:
         return int(counters["syscw"])
 
     def calls_for(name: str, starts: range) -> int:
-        pieces = [Piece(CHUNK * number, Span(start, CHUNK)) for number, start in enumerate(starts)]
+        pieces = [Chunk(CHUNK * number, Span(start, CHUNK)) for number, start in enumerate(starts)]
         before = write_calls()
         run_all([FileJob(name, pieces)], tmp_path, Part(0), memory)
         taken = write_calls() - before

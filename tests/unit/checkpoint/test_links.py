@@ -11,7 +11,7 @@ import pytest
 
 from automodel_ckpt.checkpoint import Manifest, commit, layout
 from automodel_ckpt.checkpoint.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run import links, resume, upkeep
+from automodel_ckpt.checkpoint.run import links, maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.cli.ckpt import main
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
         (root / f"epoch_0_step_{step}" / "model").mkdir(parents=True)
         (root / f"epoch_0_step_{step}" / layout.MANIFEST).write_text(str(step))
     commit.point(root, layout.LATEST, NAME)
-    upkeep.pin(root, NAME)
+    maintenance.pin(root, NAME)
     (root / "paper" / "figures").mkdir(parents=True)
     (root / "mine").symlink_to(NAME)
     (root / "paper" / "figures" / "best").symlink_to(f"../../{NAME}/model")
@@ -74,7 +74,7 @@ def test_where_pins_are_text_files_they_follow_too(run: Path, monkeypatch: pytes
 
     (run / f"pin-{NAME}").unlink()
     monkeypatch.setattr(os, "symlink", unsupported)
-    upkeep.pin(run, NAME)
+    maintenance.pin(run, NAME)
     links.set_aside(run, NAME)
     assert (run / f"pin-{ASIDE}.txt").read_text() == f"{ASIDE}\n" and not (run / f"pin-{NAME}.txt").exists()
     assert links.pinned_names(run) == {ASIDE}
@@ -112,7 +112,7 @@ def test_a_run_killed_while_it_sets_a_checkpoint_aside_leaves_it_protected(
             return
     assert {NAME, ASIDE} & links.protected_names(run) and (run / NAME).exists()
     commit.recover(run)
-    links.mend(run)
+    links.repair_links(run)
     assert texts(run) == followed(run, NAME)
 
 
@@ -121,16 +121,16 @@ def test_a_checkpoint_that_is_pinned_while_prune_waits_or_works_stays(
 ) -> None:
     for link in ("mine", "absolute", f"pin-{NAME}", "LATEST", "paper/figures/best"):
         (run / link).unlink()
-    assert upkeep.remove(run, [NAME], check_lease=lambda: upkeep.pin(run, NAME)) == []
-    upkeep.unpin(run, NAME)
+    assert maintenance.remove(run, [NAME], check_lease=lambda: maintenance.pin(run, NAME)) == []
+    maintenance.unpin(run, NAME)
     real = commit.withdraw
 
     def withdraw(path: Path) -> Path:
-        upkeep.pin(run, NAME)  # at the last moment
+        maintenance.pin(run, NAME)  # at the last moment
         return real(path)
 
     monkeypatch.setattr(commit, "withdraw", withdraw)
-    assert upkeep.remove(run, [NAME], check_lease=lambda: None) == []
+    assert maintenance.remove(run, [NAME], check_lease=lambda: None) == []
     assert (run / NAME / layout.MANIFEST).read_text() == "20" and links.pinned_names(run) == {NAME}
 
 
@@ -142,7 +142,7 @@ def test_prune_decides_when_it_has_the_lease(tmp_path: Path) -> None:
     (tmp_path / layout.LOCK_FILE).rename(tmp_path / "lock")
     content = (tmp_path / "lock").read_text().replace(f'"device": {os.stat(tmp_path).st_dev}', '"device": 1')
     (tmp_path / layout.LOCK_FILE).write_text(content.replace(f'"pid": {os.getpid()}', '"pid": 1'))
-    pinned = threading.Timer(0.3, upkeep.pin, (tmp_path, "epoch_0_step_10"))
+    pinned = threading.Timer(0.3, maintenance.pin, (tmp_path, "epoch_0_step_10"))
     pinned.start()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("automodel_ckpt.checkpoint.run.lease.WATCH_SECONDS", 0.6)
@@ -157,7 +157,7 @@ def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> Non
         raise LeaseLost("another run has taken over", where="", value="", remedy="")
 
     with pytest.raises(LeaseLost):
-        upkeep.remove(run, ["epoch_0_step_10"], check_lease=lost)
+        maintenance.remove(run, ["epoch_0_step_10"], check_lease=lost)
     assert (run / "epoch_0_step_10").is_dir()
 
 
@@ -165,7 +165,7 @@ def test_the_pin_of_a_checkpoint_that_is_gone_can_be_removed(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
-        upkeep.pin(run, f"epoch_0_step_{step}")
+        maintenance.pin(run, f"epoch_0_step_{step}")
     monkeypatch.chdir(run)
     assert main(["unpin", "epoch_0_step_1"]) == 0
     assert main(["unpin", str(run / "pin-epoch_0_step_2")]) == 0

@@ -22,8 +22,8 @@ from automodel_ckpt.checkpoint.manifest import (
     parsed_bytes,
 )
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.writing.parts import Part, TreePart, merge_tree
-from automodel_ckpt.checkpoint.writing.sealing import Draft, seal
+from automodel_ckpt.checkpoint.writing.finalize import PartialManifest, seal
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart, merge_tree
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 WHERE = Path("MANIFEST.json")
@@ -153,9 +153,9 @@ def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Pa
     staging = reserve(tmp_path, "epoch_0_step_20")
     tensors = list(of_tensors(["a\ud800b"]).trees["model"].tensors.values())
     part = Part(0, {"model/a": FileRecord(8, digest_of(b""))}, {"model": TreePart(tensors)})
-    draft = Draft(replace(example(), state={}, trees={}, files={}), {"model": "safetensors"}, {})
+    partial_manifest = PartialManifest(replace(example(), state={}, trees={}, files={}), {"model": "safetensors"}, {})
     with pytest.raises(SaveFailed, match="not valid Unicode"):
-        seal(staging, draft, [part])
+        seal(staging, partial_manifest, [part])
     assert not (staging / "MANIFEST.json").exists()
 
 

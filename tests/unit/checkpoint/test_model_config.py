@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.state.model_config import config_changes, saved_config
-from automodel_ckpt.cli import dry_run
+from automodel_ckpt.cli.checks import dry_run
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
 

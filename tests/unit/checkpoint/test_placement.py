@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.composed import damaged, head_fits, held_by_file
 from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.merkle import damaged, head_fits, held_by_file
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, runs_in_file
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.writing import placed
+from automodel_ckpt.checkpoint.writing import shared_files
 from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.parts import Part, merge_tree, placed_files
-from automodel_ckpt.checkpoint.writing.placed import PlacedJob, PlacedPiece
 from automodel_ckpt.checkpoint.writing.placement import Placement, place
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_tree, written_shared_files
+from automodel_ckpt.checkpoint.writing.shared_files import SharedFileChunk, SharedFileJob
 from tests.support.shards import bits, raw_bytes
 
 DTYPES = {
@@ -129,17 +129,19 @@ def random_values(tensor: Tensor, seed: int) -> torch.Tensor:
 
 def jobs_of(rng: random.Random, tensors: Layout, placement: Placement, values: dict[str, torch.Tensor], size: int):  # type: ignore[no-untyped-def]
     """Each of *size* ranks' jobs, its slices drawn by lot; rank 0 makes the files."""
-    shares: list[dict[str, list[PlacedPiece]]] = [{f"model/{f.name}": [] for f in placement.files} for _ in range(size)]
+    shares: list[dict[str, list[SharedFileChunk]]] = [
+        {f"model/{f.name}": [] for f in placement.files} for _ in range(size)
+    ]
     for fqn, tensor in tensors.items():
         for piece in tensor.slices:
             mine = rng.choice(shares)
             for where in placement.places[fqn]:
                 entry = placement.entry(tensor, piece.box, where)
                 data = raw_bytes(values[fqn], piece.box)
-                mine[where.file].append(PlacedPiece(entry, data, tensor.dtype, where.copy))
+                mine[where.file].append(SharedFileChunk(entry, data, tensor.dtype, where.copy))
     return [
         [
-            PlacedJob(name, file.nbytes, share[name], "model", None if rank else file.header)
+            SharedFileJob(name, file.nbytes, share[name], "model", None if rank else file.header)
             for file in placement.files if (name := f"model/{file.name}")
         ]
         for rank, share in enumerate(shares)
@@ -151,10 +153,10 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int | None
 ) -> None:
     if block is not None:
-        for module in (placed, direct):
+        for module in (shared_files, direct):
             monkeypatch.setattr(module, "BLOCK_BYTES", block)
-        monkeypatch.setattr(placed, "_STREAM_FROM_BYTES", 1)
-        monkeypatch.setattr(placed, "DIRECT_FROM_BYTES", 1)
+        monkeypatch.setattr(shared_files, "_STREAM_FROM_BYTES", 1)
+        monkeypatch.setattr(shared_files, "DIRECT_FROM_BYTES", 1)
     rng = random.Random(2)
     for turn in range(25):
         tensors = random_layout(rng, dtypes=list(DTYPES))
@@ -176,14 +178,14 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
         assert found.keys() == by_key.keys()
         assert all((bits(found[key]) == bits(value)).all() for key, value in by_key.items())
         merged = merge_tree("model", "hf", parts, tied)
-        records = placed_files(parts, merged.stored)
+        records = written_shared_files(parts, merged.stored)
         for path, record in records.items():
             held = held_by_file(merged.stored).get(path, [])
             assert head_fits(staging, path, record, held) and damaged(staging, path, held) == []
 
 
 def big(rng: random.Random) -> Tensor:
-    """Cut unevenly, so that the ends of stretches fall in the middle of sectors."""
+    """Cut unevenly, so that the ends of byte ranges fall in the middle of sectors."""
     boxes = random_boxes(rng, (rng.randint(3, 40), 1000))
     return Tensor("big", "BF16", (boxes[-1].offsets[0] + boxes[-1].sizes[0], 1000), tuple(
         Slice("big", "BF16", b.offsets, b.sizes, "", 0, nbytes_of("BF16", b.sizes)) for b in boxes))  # fmt: skip
@@ -211,7 +213,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
     path, part, placement = one_file(tmp_path, tensors)
     merged = merge_tree("model", "hf", [part], {})
     held = held_by_file(merged.stored)[f"model/{path.name}"]
-    (record,) = placed_files([part], merged.stored).values()
+    (record,) = written_shared_files([part], merged.stored).values()
     data = path.read_bytes()
     end = len(placement.files[0].header)
     for index in [*range(0, end, 97), *range(end, len(data))]:
@@ -229,7 +231,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
 def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str
 ) -> None:
-    monkeypatch.setattr(placed, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(shared_files, "BLOCK_BYTES", 256)
     tensors = {"a": grid("a", source, (8, 30), (2, 1)), "b": grid("b", source, (8, 30), (1, 3))}
     path, *_ = one_file(tmp_path, tensors, dict.fromkeys(tensors, target))
     for fqn, found in load_file(path).items():
@@ -242,7 +244,7 @@ def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
 def test_without_fallocate_a_file_gets_its_size_and_what_others_wrote_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placed.ctypes, "CDLL", lambda *_args, **_options: object())
+    monkeypatch.setattr(shared_files.ctypes, "CDLL", lambda *_args, **_options: object())
     tensors = {"a": grid("a", "F32", (64, 64), (2, 2))}
     placement = place(tensors, "model")
     (tmp_path / "model").mkdir()
@@ -254,15 +256,15 @@ def test_without_fallocate_a_file_gets_its_size_and_what_others_wrote_stays(
 
 
 def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed, "DIRECT_FROM_BYTES", 1)
-    monkeypatch.setattr(placed, "_STREAM_FROM_BYTES", 1)
+    monkeypatch.setattr(shared_files, "DIRECT_FROM_BYTES", 1)
+    monkeypatch.setattr(shared_files, "_STREAM_FROM_BYTES", 1)
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     for broken in ("pwrite", "fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(placed.os, broken, full)
+            patch.setattr(shared_files.os, broken, full)
             with pytest.raises(OSError, match="No space") as caught:
                 one_file(tmp_path / broken, {"a": grid("a", "F32", (64, 64), (1, 1))})
         assert caught.value.filename.endswith(".safetensors")

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import commit, layout, trees
+from automodel_ckpt.checkpoint import commit, layout, module_tensors
 from automodel_ckpt.checkpoint.export import files as export_files
-from automodel_ckpt.checkpoint.export import gguf, gguf_llama
-from automodel_ckpt.checkpoint.files import plain
+from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
-from automodel_ckpt.checkpoint.saving import importing
-from automodel_ckpt.checkpoint.sources import base_maps, dcp_directory, hugging_face
+from automodel_ckpt.checkpoint.sources import base_maps, dcp_directory
 from automodel_ckpt.checkpoint.sources import dcp as dcp_source
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.writing import placed
+from automodel_ckpt.checkpoint.writing import shared_files
 from automodel_ckpt.consolidate import main as consolidate
+from automodel_ckpt.convert import gguf, gguf_llama, import_checkpoint
+from automodel_ckpt.convert.sources import hugging_face
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support.llamas import llama_checkpoint
@@ -103,7 +103,7 @@ def reference() -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (saved(nested(plain.MAX_TUPLES + 2)), "nested more than"),
+        (saved(nested(pickle_reader.MAX_TUPLES + 2)), "nested more than"),
         (saved(torch.ones(1).expand(30_000_000)), "has few bytes of its own"),
         (reference(), "it refers to a 'module'"),
         (archive_of(program_of(saved({})), byteorder=b"big"), "a machine of the other byte order"),
@@ -111,7 +111,7 @@ def reference() -> bytes:
 )
 def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> None:
     with pytest.raises(CheckpointUnusable, match=said):
-        plain.load(data, "here")
+        pickle_reader.load(data, "here")
 
 
 def stored(shape: tuple[int, ...] = (2,), numel: int = 2) -> dcp_directory._Stored:
@@ -189,7 +189,7 @@ def full(directory: Path) -> object:
         (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),
         (lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)), "no usable value"),
-        (lambda d: importing.prepare(d / ("x" * 300), d), "a file to import cannot be read"),
+        (lambda d: import_checkpoint.prepare(d / ("x" * 300), d), "a file to import cannot be read"),
         (full, "ENOSPC"),
     ],
 )
@@ -223,7 +223,7 @@ def test_system_calls_that_fail_are_not_taken_for_missing_ones(tmp_path: Path) -
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        placed._reserve(descriptor, 1)
+        shared_files._reserve(descriptor, 1)
     os.close(descriptor)
 
 
@@ -231,9 +231,9 @@ def test_experts_that_a_plan_cuts_are_refused(monkeypatch: Patch) -> None:
     class Cut(torch.Tensor):
         placements = (torch.distributed.tensor.Shard(1),)
 
-    monkeypatch.setattr(trees, "DTensor", Cut)
+    monkeypatch.setattr(module_tensors, "DTensor", Cut)
     with pytest.raises(AutomodelError, match="experts are sharded across ranks") as caught:
-        list(trees._rows_here("experts.up", torch.ones(2, 2).as_subclass(Cut), {}))
+        list(module_tensors._rows_here("experts.up", torch.ones(2, 2).as_subclass(Cut), {}))
     assert "experts.up" in caught.value.problems[0].value
 
 

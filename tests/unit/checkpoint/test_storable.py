@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt import own_code
+from automodel_ckpt import user_code
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.files import plain
-from automodel_ckpt.checkpoint.files.plain_writing import saved
+from automodel_ckpt.checkpoint.files import pickle_reader
+from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.state import storable
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
@@ -78,7 +78,7 @@ def test_containers_that_hold_each_other_without_end_are_refused(monkeypatch: py
 )  # fmt: skip
 def test_what_is_not_refused_comes_back_as_it_was(value: Any) -> None:
     check_safe("tracker", value)
-    read = plain.load(bytes(saved(value)), "here")
+    read = pickle_reader.load(bytes(saved(value)), "here")
     assert read == value and type(read) is type(value)
     assert getattr(read, "__dict__", None) == getattr(value, "__dict__", None)
 
@@ -93,7 +93,7 @@ ARRAYS = [
 def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(value: Any, tmp_path: Path) -> None:
     check_safe("tracker", {"value": value})
     (tmp_path / "file").write_bytes(saved({"value": value}))
-    read = plain.load((tmp_path / "file").read_bytes(), "here")["value"]
+    read = pickle_reader.load((tmp_path / "file").read_bytes(), "here")["value"]
     assert (type(read), read.dtype, read.shape, read.tobytes()) == (
         type(value), value.dtype, value.shape, value.tobytes(),
     )  # fmt: skip
@@ -104,7 +104,7 @@ def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(value: Any, tm
 def test_numpys_generators_and_keys_come_back() -> None:
     state = {"generator": np.random.RandomState(3).get_state(), np.int64(3): 1}
     check_safe("tracker", state)
-    read = plain.load(bytes(saved(state)), "here")
+    read = pickle_reader.load(bytes(saved(state)), "here")
     assert read[np.int64(3)] == 1 and [type(key) for key in read] == [str, np.int64]
     again = np.random.RandomState(0)
     again.set_state(read["generator"])
@@ -339,7 +339,7 @@ class Own(tiny.Counter):
 
 
 def test_a_mistake_in_the_recipes_own_code_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_code, "_own_modules", {__name__})
+    monkeypatch.setattr(user_code, "_user_modules", {__name__})
     with pytest.raises(
         SaveFailed, match=r"in user code that the recipe names(.|\n)*test_storable.py:\d+ in state_dict"
     ):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.completion import SHELLS
+from automodel_ckpt.cli.commands.completion import SHELLS
 
 
 def completed(script: str, function: str, *words: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.launch import known_fields
+from automodel_ckpt.cli.launch.launcher import known_fields
 
 
 @dataclass
@@ -33,23 +33,23 @@ def test_a_setting_that_this_torch_lacks_is_left_out() -> None:
 ENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from automodel_ckpt.cli.failure import Board, FailureRecord
-from automodel_ckpt.cli.launch import _Forwarder
-from automodel_ckpt.cli.meeting import Meetings
-from automodel_ckpt.cli.topology import rendezvous
+from automodel_ckpt.cli.launch.failures import FailureDirectory, FailureRecord
+from automodel_ckpt.cli.launch.launcher import _Forwarder
+from automodel_ckpt.cli.launch.nodes import LauncherRendezvous
+from automodel_ckpt.cli.launch.topology import rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
-board = Board(Path(sys.argv[1]))
+failure_dir = FailureDirectory(Path(sys.argv[1]))
 codes = [int(code) for code in sys.argv[2:]]
 for rank, code in enumerate(codes):
     if (child := os.fork()) == 0:
-        board.sign_in(0, rank)
+        failure_dir.sign_in(0, rank)
         if code:
-            board.write(0, FailureRecord(1.0, rank, code, f"ended with {code}"))
+            failure_dir.write(0, FailureRecord(1.0, rank, code, f"ended with {code}"))
         if code < 128:
-            board.note_done(0, rank)
+            failure_dir.note_done(0, rank)
         os._exit(0)
     os.waitpid(child, 0)
-with _Forwarder(board, Meetings(rendezvous(LaunchFlags(), {}))):
+with _Forwarder(failure_dir, LauncherRendezvous(rendezvous(LaunchFlags(), {}))):
     for pause in (1.1, 0):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(pause)

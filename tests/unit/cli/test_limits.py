@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.cli.failure import record_of
+from automodel_ckpt.cli.launch.failures import record_of
 from automodel_ckpt.distributed.agree import _portable
 from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
 from tests.support.shards import checkpoint_in

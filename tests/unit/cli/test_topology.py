@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.topology import (
+from automodel_ckpt.cli.launch.topology import (
     LOCAL,
     count_ranks,
     first_host,

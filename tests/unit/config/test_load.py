@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from automodel_ckpt import errors
-from automodel_ckpt.cli.failure import record_of
+from automodel_ckpt.cli.launch.failures import record_of
 from automodel_ckpt.config.bind import hints_of
+from automodel_ckpt.config.canonical_yaml import settle
 from automodel_ckpt.config.convert import members, section_type, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
-from automodel_ckpt.config.nodes import node_of
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import OptimizerTarget, RecipeConfig, Target, parse_duration
-from automodel_ckpt.config.settled import settle
+from automodel_ckpt.config.yaml_tree import node_of
 from automodel_ckpt.errors import RecipeError
 
 BASE = """\

@@ -13,7 +13,7 @@ from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import Refused, Trust, _check_names, build, check_targets, prepare, resolve
+from automodel_ckpt.config.targets import Rejected, Trust, _check_names, build, check_targets, prepare, resolve
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -142,7 +142,7 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "transformers.testing_utils.run_command",
         "automodel_ckpt.config.targets.resolve_recipe",
         "automodel_ckpt.config.load.Path.unlink",
-        "automodel_ckpt.on_disk.remove",
+        "automodel_ckpt.durable_io.remove",
         "transformers.exporters.utils.import_dotted_path",
         "transformers.modeling_utils.load_state_dict",
         "transformers.utils.import_utils.direct_transformers_import",
@@ -169,7 +169,7 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
 )
 @pytest.mark.parametrize("trust", [(), ("os", "builtins", "subprocess", "posix", "functools", "importlib", "pathlib")])
 def test_what_could_run_anything_never_resolves(name: str, trust: tuple[str, ...]) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(Rejected):
         resolve(name, Trust(trust))
 
 
@@ -228,7 +228,7 @@ GADGETS = {
     "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.targets.resolve, name: x}}",
     "optimizer": "{_target_: datasets.load.import_main_class, module_path: evil}",
     "model": "{_target_: transformers.utils.import_utils.direct_transformers_import, path: .}",
-    "dataloader.collate_fn": "{_target_: automodel_ckpt.on_disk.remove}",
+    "dataloader.collate_fn": "{_target_: automodel_ckpt.durable_io.remove}",
     "distributed.tp_plan": "{_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: x}",
     "lr_scheduler.kwargs.num_cycles": "{_target_: torch.optim.AdamW}",
 }
@@ -344,7 +344,7 @@ def test_trust_in_a_library_opens_all_of_it(recipe: Path) -> None:
     words = ["--dataset={_target_: datasets.load_dataset, path: json, cache_dir: x}"]
     checked(recipe, *words, trust=("datasets",))
     assert callable(resolve("transformers.modeling_utils.load_state_dict", Trust(["transformers"])))
-    with pytest.raises(Refused):
+    with pytest.raises(Rejected):
         resolve("transformers.utils.import_utils.importlib.import_module", Trust(["transformers"]))
 
 

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from automodel_ckpt.data.encode import Truncation
-from automodel_ckpt.data.rowstream import row_stream
+from automodel_ckpt.data.row_stream import row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.errors import RecipeError
 

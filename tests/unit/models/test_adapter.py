@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint.trees import adapter_keys
+from automodel_ckpt.checkpoint.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters, find_modules, peft_targets
 from automodel_ckpt.models.quantize import quantized_loading

@@ -16,7 +16,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.report import follow
 from automodel_ckpt.report.follow import Follower, values_of
-from automodel_ckpt.training.tracking import Tracking, require_trackers
+from automodel_ckpt.training.tracker_process import Tracking, require_trackers
 from tests.support.history import write_run
 
 
@@ -196,7 +196,7 @@ def test_training_is_followed_by_a_process_that_ends_with_it(tmp_path: Path) -> 
 def test_no_tracker_outlives_a_killed_trainer(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=2)
     code = (
-        "import sys, time, pathlib; from automodel_ckpt.training.tracking import Tracking\n"
+        "import sys, time, pathlib; from automodel_ckpt.training.tracker_process import Tracking\n"
         "t = Tracking(pathlib.Path(sys.argv[1]), {}, 0); print(t._process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as trainer:

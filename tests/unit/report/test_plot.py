@@ -167,7 +167,7 @@ def test_small_curves_fit_the_terminal_and_its_encoding(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["plot", str(run)]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines()[1:])) <= 60
-    monkeypatch.setattr("automodel_ckpt.cli.plot.can_print", lambda text, stream: False)
+    monkeypatch.setattr("automodel_ckpt.cli.commands.plot.can_print", lambda text, stream: False)
     assert main(["plot", str(run)]) == 0
     assert capsys.readouterr().out.isascii()
 

@@ -14,7 +14,7 @@ from transformers.trainer import Trainer
 from automodel_ckpt.config.schema import OptimizerConfig, OptimizerGroup, OptimizerTarget, OptionsGroup, TargetGroup
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.optimizers import build_optimizer, trained_parameters
-from automodel_ckpt.training.combined import CombinedOptimizer
+from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.optim import FusedAdamW
 
 SIZES = {

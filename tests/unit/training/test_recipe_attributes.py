@@ -13,8 +13,8 @@ from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import CheckpointConfig, OptimizerConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.kept import RecipeOptions
 from automodel_ckpt.recipes.lifecycle import Lifecycle
+from automodel_ckpt.recipes.resume_overrides import RecipeOptions
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.cli import dry_run
+from automodel_ckpt.cli.checks import dry_run
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError

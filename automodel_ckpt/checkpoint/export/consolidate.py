@@ -1,0 +1,185 @@
+"""From the shards of a checkpoint to the files that Hugging Face's loaders read: checked, cast, staged, published.
+
+    report = consolidate("checkpoints/epoch_0_step_20")        # or its model/, or a bare directory of shards
+    report.output                                              # .../model/consolidated
+
+The order is: open the source, check all of it but the tensors, plan (pure), write everything beside the target and
+check the tensors on the way, make it durable, give it its name. Until the last step nothing that was there is touched.
+Imports no torch, and numpy only for casts and interleaved slices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.export.blocks import shares
+from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
+from automodel_ckpt.checkpoint.export.output import create_output
+from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
+from automodel_ckpt.checkpoint.export.script import consolidate_script
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
+
+__all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
+
+log_default = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class ConsolidationReport:
+    """An export that was published: where, how many files and bytes of weights, and how many tensors were cast by
+    (from, to) dtype. *checked* says whether the source's digests were known, and so compared."""
+
+    output: Path
+    num_files: int
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    casts: Mapping[tuple[str, str], int]
+    warnings: tuple[str, ...]
+
+
+def consolidate(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    cast_dtype: str | None = None,
+    num_threads: int = 5,
+    num_procs: int = 1,
+    log: Log = log_default.info,
+    before_publishing: Check = lambda: None,
+) -> ConsolidationReport:
+    """Export the model in *source* (checkpoint, its ``model/``, or a bare directory of shards) as Hugging Face files.
+
+    *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
+    checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
+    for a process without threads of its own. *log* gets a line for each warning and each kind of cast;
+    what *before_publishing* raises ends the export.
+
+    Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
+    :class:`SaveFailed` where the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
+    nothing was written, and an earlier export stands as it was.
+    """
+    started = time.monotonic()
+    workers = _workers(num_procs, num_threads)
+    cast_code = parse_cast_dtype(cast_dtype)
+    opened = open_source(Path(source))
+    if opened.finished and output is None and cast_code is None:
+        return _no_need(opened, workers, log)
+    target = Path(os.path.realpath(output if output is not None else opened.model_directory / layout.CONSOLIDATED))
+    check_target(target)
+    _check_source(opened, workers)
+    maps = maps_of(opened)
+    plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory))
+    beside, its_warnings = side_files(opened, plan, maps)
+    warnings = (*opened.notes, *plan.warnings, *its_warnings)
+    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan)]:
+        log(text)
+    with staged(target, log, before_publishing=before_publishing) as staging:
+        parts = _write(plan, opened, staging, workers)
+        write_side_files(beside, staging)
+        write_manifest(plan, opened, staging, parts)
+    return ConsolidationReport(
+        target, len(plan.files), sum(len(file.tensors) for file in plan.files), plan.nbytes,
+        time.monotonic() - started, opened.manifest is not None, plan.casts, warnings,
+    )  # fmt: skip
+
+
+def _workers(num_procs: int, num_threads: int) -> Workers:
+    for name, value in (("--nproc (NPROC_PER_NODE)", num_procs), ("--num-threads (NUM_THREADS)", num_threads)):
+        if value < 1:
+            raise RecipeError("not a number of workers", where=name, value=value, remedy="give 1 or more")
+    return Workers(num_procs, num_threads)
+
+
+def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
+    """For a model that was saved as Hugging Face files: checked, nothing written."""
+    started = time.monotonic()
+    if problems := _problems(source, workers, "digest"):
+        raise CheckpointUnusable.all_of(problems)
+    log(f"nothing to do: the files in {source.model_directory} are already in Hugging Face format")
+    files = {tensor.slices[0].file for tensor in source.tensors.values()}
+    nbytes = sum(tensor.nbytes for tensor in source.tensors.values())
+    return ConsolidationReport(
+        source.model_directory, len(files), len(source.tensors), nbytes, time.monotonic() - started, True, {}, ()
+    )
+
+
+def _check_source(source: Source, workers: Workers) -> None:
+    """Every file that the export reads is the one that was saved, but for the bytes of its slices: those are checked
+    while they are copied. All that is wrong is named."""
+    if source.manifest is None:
+        return
+    if problems := _problems(source, workers, "size"):
+        raise CheckpointUnusable.all_of(problems)
+    if _problems(source, workers, "digest", sealed_by_slices(source.root, source.manifest)):
+        raise CheckpointUnusable.all_of(_problems(source, workers, "digest"))
+
+
+def _problems(source: Source, workers: Workers, level: Level, without: Set[str] = frozenset()) -> list[Problem]:
+    assert source.manifest is not None
+    files = {path: record for path, record in source.manifest.files.items() if path not in without}
+    manifest = dataclasses.replace(source.manifest, files=files)
+    return verify(source.root, manifest, level, num_threads=workers.num_procs * workers.num_threads)
+
+
+def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[Digested]:
+    """Write the weights; returns the digest of every byte of them. Nothing damaged comes past it."""
+    with contextlib.ExitStack() as stack:
+        descriptors, clones = [], {}
+        for file in plan.files:
+            descriptor, clones[file.name] = create_output(
+                staging / file.name, file.header, file.nbytes, _donor(source, file, stack)
+            )
+            stack.callback(os.close, descriptor)
+            descriptors.append(descriptor)
+        written = workers.run(partial(copy, source.root, staging, clones), shares(plan.files, workers.num_procs))
+        if damaged := [piece for part in written for piece in part.damaged]:
+            raise _damaged(source, damaged, workers)
+        # Through descriptors open since before the first write: a failed write-back is reported here in any case.
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    headers = [Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files]
+    return [*headers, *(part for result in written for part in result.parts)]
+
+
+def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int | None:
+    """A file that the output takes blocks from, opened to try whether it can."""
+    piece = next((piece for tensor in file.tensors for piece in tensor.stored.slices), None)
+    if piece is None:
+        return None
+    descriptor = open_safely(source.root, piece.file)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _damaged(source: Source, damaged: Sequence[Slice], workers: Workers) -> AutomodelError:
+    """What stopped the copy; all other damage is named with it."""
+    if problems := _problems(source, workers, "digest"):
+        return CheckpointUnusable.all_of(problems)
+    return CheckpointUnusable(
+        "a slice changed while it was read",
+        where=str(source.root / damaged[0].file),
+        value=f"tensor {damaged[0].fqn} (slice at {list(damaged[0].offsets)})",
+        remedy="check for another program that writes there or for faulty memory, then export again",
+    )

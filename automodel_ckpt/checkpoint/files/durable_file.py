@@ -1,0 +1,195 @@
+"""A new file that is durable when it is closed, with its size and digest."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_from
+from automodel_ckpt.checkpoint.files.direct import (
+    BLOCK_BYTES,
+    DIRECT_FROM_BYTES,
+    METER,
+    DirectStream,
+)
+from automodel_ckpt.durable_io import naming, write_all
+
+_READ_BYTES = 8 << 20
+_SMALL_BYTES = 64 << 10
+
+
+class DurableFile:
+    """A new file: written sequentially, digested while written, flushed and fsynced on close.
+
+    As a context manager it is closed unless an exception passes. *nbytes* (may be approximate) reserves disk space
+    first, so that a full disk is found before data is written. A file of 8 MiB or more bypasses the page cache where
+    the file system supports it, which leaves host memory to others. A failed write or fsync is never retried. Raises
+    :class:`OSError` naming the file.
+    """
+
+    def __init__(self, path: Path, *, nbytes: int = 0) -> None:
+        self.path = path
+        self.record: FileRecord | None = None
+        self._hash = xxhash.xxh3_128()
+        self._small = bytearray()
+        self._written, self._passed_on = 0, 0
+        self._failure: OSError | None = None
+        self._stream: DirectStream | None = None
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with self._named():
+                preallocate(self._descriptor, nbytes)
+                if nbytes >= DIRECT_FROM_BYTES:
+                    self._stream = DirectStream(self._descriptor, path)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write and digest all of *data*; returns its length in bytes."""
+        view = memoryview(data).cast("B")
+        self._written += len(view)
+        if len(view) < _SMALL_BYTES:
+            # torch.save writes in pieces of a few bytes: one system call for many of them.
+            self._small += view
+            if len(self._small) >= _SMALL_BYTES:
+                self._put_small()
+        else:
+            self._put_small()
+            self._put(view)
+        return len(view)
+
+    def _put_small(self) -> None:
+        pieces, self._small = self._small, bytearray()
+        self._put(memoryview(pieces))
+
+    def _put(self, view: memoryview) -> None:
+        with self._named():
+            for start in range(0, len(view), BLOCK_BYTES):
+                block = view[start : start + BLOCK_BYTES]
+                self._hash.update(block)
+                if self._stream is not None:
+                    self._stream.write(block, self._passed_on)
+                else:
+                    write_all(self._descriptor, block, self._passed_on)
+                self._passed_on += len(block)
+                METER.nbytes += len(block)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._written
+
+    def flush(self) -> None:
+        """Nothing to do before :meth:`close`; torch.save asks for this method."""
+
+    def close(self) -> FileRecord:
+        """Flush, fsync and close. Returns the file's size and digest."""
+        if self.record is None:
+            self._put_small()
+            descriptor, self._descriptor = self._descriptor, -1
+            with self._named():
+                try:
+                    if self._stream is not None:
+                        self._stream.close(finish=True)
+                    os.ftruncate(descriptor, self._written)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            self.record = FileRecord(self._written, digest_from(self._hash))
+        return self.record
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self._let_go()
+        if self._failure is not None and error is not self._failure:
+            # torch.save puts an error of its own in the place of the one that its file raised.
+            raise self._failure from error
+
+    def _let_go(self) -> None:
+        """Close without a claim that anything is on disk; nothing to do after :meth:`close`."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            if self._stream is not None:
+                self._stream.close(finish=False)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in errors, and remember the first."""
+        try:
+            with naming(self.path):
+                yield
+        except OSError as error:
+            self._failure = self._failure or error
+            raise
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and digest of a regular file, read through a small buffer: faster than mapping an uncached file."""
+    with _opened(path) as descriptor:
+        return FileRecord(*_digest_up_to(descriptor, 0, None))
+
+
+def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[str]:
+    """The digest of each of the consecutive byte ranges of a regular file, *sizes* in bytes, the first of which begins
+    at *start*; a shorter file has fewer."""
+    digests, at = [], start
+    with _opened(path) as descriptor:
+        for size in sizes:
+            found, digest = _digest_up_to(descriptor, at, size)
+            if found < size:
+                break
+            digests.append(digest)
+            at += size
+    return digests
+
+
+def range_digest(path: Path, start: int, nbytes: int) -> str:
+    """The digest of at most *nbytes* bytes of a regular file from byte *start*."""
+    with _opened(path) as descriptor:
+        return _digest_up_to(descriptor, start, nbytes)[1]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int, str]:
+    """(number of bytes from *start*, at most *nbytes*; their digest)."""
+    left = os.fstat(descriptor).st_size - start if nbytes is None else nbytes
+    buffer = memoryview(bytearray(max(0, min(_READ_BYTES, left))))
+    hashed, done = xxhash.xxh3_128(), 0
+    while done < left and (count := os.preadv(descriptor, [buffer[: left - done]], start + done)):
+        hashed.update(buffer[:count])
+        done += count
+    return done, digest_from(hashed)
+
+
+def preallocate(descriptor: int, nbytes: int) -> None:
+    """Reserve *nbytes* on disk where the file system supports it; raises OSError where the disk is full."""
+    if nbytes <= 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise

@@ -1,0 +1,264 @@
+"""Reading what ``torch.save`` wrote of plain data, and nothing else of what a pickle or a zip archive can ask for.
+
+``torch.load(weights_only=True)`` runs no code either, but a small file can make it take any amount of memory (records
+that are compressed or overlap, ``bytearray(10**11)``) or end the process (a tuple nested a million times, as a key).
+Here an archive's records are stored as they are, side by side; a pickle has the opcodes that ``torch.save`` writes, may
+call the functions listed below, and cannot build what is larger or deeper than its own bytes account for.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import _utils as rebuilders
+from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
+
+from automodel_ckpt.checkpoint.files.pickle_values import NUMPY_MARK
+from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_records
+from automodel_ckpt.errors import CheckpointUnusable
+
+MAX_DEPTH = 200
+MAX_TUPLES = 30
+# Twice what state/storable.py lets through: it counts a mapping's keys and values as one.
+_MAX_REPEATED = 2_200_000
+# What a tensor may have more than its storage (a view with stride 0).
+_FREE_BYTES = 64 << 20
+_OPCODES = [
+    "PROTO",
+    "STOP",
+    "MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "BINUNICODE",
+    "EMPTY_LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "EMPTY_DICT",
+    "SETITEM",
+    "SETITEMS",
+    "BINPUT",
+    "LONG_BINPUT",
+    "BINGET",
+    "LONG_BINGET",
+    "GLOBAL",
+    "REDUCE",
+    "BINPERSID",
+    "BUILD",
+]
+
+
+def load(data: bytes, where: str) -> Any:
+    """The value that ``torch.save`` wrote as *data*, on the CPU. Raises :class:`CheckpointUnusable` else."""
+    try:
+        records = archive_records(data)
+        if bytes(records.get("byteorder", b"little")) != b"little":
+            raise Fault("it was written on a machine of the other byte order")
+        program = bytes(records.get("data.pkl", b""))
+        value = _Reader(program, records).load()
+        _check_finite(value, _MAX_REPEATED + 20 * len(program))
+        return value
+    except Exception as error:
+        said = str(error).split("\n")[0] if isinstance(error, Fault) else repr(error)
+        raise CheckpointUnusable(
+            "stored state is not plain data", where=where, value=said[:300],
+            remedy="use another checkpoint of this run (`ckpt ls`)",
+        ) from error  # fmt: skip
+
+
+# ---------------------------------------------------------------- the pickle
+
+
+# The one that is written in Python: its opcodes can be taken away.
+_Unpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009
+
+
+class _Reader(_Unpickler):  # type: ignore[misc]
+    """Builds plain data from a pickle program, its tensors' storages from the archive's other records."""
+
+    def __init__(self, program: bytes, records: Mapping[str, memoryview]) -> None:
+        super().__init__(io.BytesIO(program), encoding="utf-8")
+        self._records = records
+        self._storages: dict[str, UntypedStorage] = {}
+        # By identity, with the tuple, which must live as long as its number is used.
+        self._depths: dict[int, tuple[int, object]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _FUNCTIONS:
+            return _FUNCTIONS[full]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) or (isinstance(found, type) and name.endswith("Storage")):
+            return found
+        raise Fault(f"it asks for {full!r}")
+
+    def persistent_load(self, saved_id: Any) -> Any:
+        kind, storage_type, key, _, numel = saved_id
+        if kind != "storage":
+            raise Fault(f"it refers to a {kind!r:.40}")
+        name = getattr(storage_type, "__name__", "")
+        dtype = torch.uint8 if name == "UntypedStorage" else _get_dtype_from_pickle_storage_type(name)
+        if key not in self._storages:
+            self._storages[key] = _storage(self._records[f"data/{key}"])
+        if numel * dtype.itemsize != self._storages[key].nbytes():
+            raise Fault(f"a tensor's storage of {numel} elements has {self._storages[key].nbytes()} bytes")
+        return TypedStorage(wrap_storage=self._storages[key], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+    def note_tuple(self) -> None:
+        """Tuples are hashed as keys, which takes stack for each level of them."""
+        made = self.stack[-1]
+        depth = 1 + max((self._depths.get(id(item), (1,))[0] for item in made if isinstance(item, tuple)), default=0)
+        if depth > MAX_TUPLES:
+            raise Fault(f"its tuples are nested more than {MAX_TUPLES} levels deep")
+        self._depths[id(made)] = (depth, made)
+
+
+def _storage(record: memoryview) -> UntypedStorage:
+    if not record:
+        return UntypedStorage(0)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
+
+
+def _rejected(_: _Reader) -> NoReturn:
+    raise Fault("its pickle has an instruction that torch.save never writes")
+
+
+def _checked_tuple(build: Callable[[_Reader], None]) -> Callable[[_Reader], None]:
+    def checked(reader: _Reader) -> None:
+        build(reader)
+        reader.note_tuple()
+
+    return checked
+
+
+def _build(reader: _Reader) -> None:
+    """Attributes of an OrderedDict (a module's state dict has them); nothing else has its own way to be built."""
+    state, target = reader.stack.pop(), reader.stack[-1]
+    if type(target) is not collections.OrderedDict or type(state) is not dict:
+        _rejected(reader)
+    target.__dict__.update(state)
+
+
+def _reduce(reader: _Reader) -> None:
+    arguments, function = reader.stack.pop(), reader.stack[-1]
+    if not any(function is allowed for allowed in _CALLABLE) or type(arguments) is not tuple:
+        _rejected(reader)
+    reader.stack[-1] = function(*arguments)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise Fault(f"it encodes text as {encoding!r:.40}")
+    return text.encode(encoding)
+
+
+def _bytearray(data: bytes = b"") -> bytearray:
+    return bytearray(_instance(data, bytes))
+
+
+def _bytes() -> bytes:
+    return b""
+
+
+def _set(items: Any) -> set[Any]:
+    return set(_instance(items, list))
+
+
+def _counter(items: Any) -> collections.Counter[Any]:
+    return collections.Counter(_instance(items, dict))
+
+
+def _ordered(items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(items)
+
+
+def _instance(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise Fault(f"it builds something of a {type(value).__name__}")
+    return value
+
+
+def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A tensor of not much more than its storage."""
+
+    def rebuilt(storage: Any, *rest: Any) -> torch.Tensor:
+        tensor = rebuild(storage, *rest)
+        if tensor.numel() * tensor.itemsize > max(_FREE_BYTES, storage._untyped_storage.nbytes()):
+            raise Fault(f"a tensor of shape {list(tensor.shape)} has few bytes of its own")
+        return tensor
+
+    return rebuilt
+
+
+def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> Any:
+    """A tensor with attributes of its own (torch.save writes them since 1.9)."""
+    if not any(function is allowed for allowed in _CALLABLE) or kind is not torch.Tensor or type(state) is not dict:
+        raise Fault("it builds a tensor in an unknown way")
+    tensor = _instance(function(*arguments), torch.Tensor)
+    if NUMPY_MARK in state:
+        return tensor.numpy() if state[NUMPY_MARK] == "array" else tensor.numpy()[()]
+    tensor.__dict__.update(state)
+    return tensor
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any, state: Any = None) -> torch.Tensor:
+    """A parameter, with attributes of its own or without."""
+    parameter = rebuilders._rebuild_parameter(data, requires_grad, _instance(hooks, collections.OrderedDict))  # type: ignore[no-untyped-call]
+    parameter.__dict__.update(_instance({} if state is None else state, dict))
+    return parameter  # type: ignore[no-any-return]
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _counter,
+    "_codecs.encode": _encode,
+    "torch.Size": torch.Size,
+    "torch.Tensor": torch.Tensor,
+    "torch.device": torch.device,
+    "torch.storage.UntypedStorage": UntypedStorage,
+    "torch.serialization._get_layout": torch.serialization._get_layout,
+    "torch._utils._rebuild_tensor_v2": _bounded(rebuilders._rebuild_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": _bounded(rebuilders._rebuild_tensor_v3),
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+}
+for _name, _function in {"set": _set, "complex": complex, "bytearray": _bytearray, "bytes": _bytes}.items():
+    _FUNCTIONS[f"__builtin__.{_name}"] = _FUNCTIONS[f"builtins.{_name}"] = _function
+_CALLABLE = [f for name, f in _FUNCTIONS.items() if name not in ("torch.Tensor", "torch.storage.UntypedStorage")]
+_Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
+    getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
+}
+_Reader.dispatch |= {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
+for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Reader.dispatch[_opcode[0]] = _checked_tuple(_Reader.dispatch[_opcode[0]])
+
+
+def _check_finite(value: Any, budget: int) -> None:
+    """A value may hold another twice, but not so often that walking over it would never end."""
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        budget -= 1
+        if budget < 0 or depth > MAX_DEPTH:
+            raise Fault("its values contain each other in a cycle")
+        if isinstance(item, dict):
+            waiting += [(inner, depth + 1) for pair in item.items() for inner in pair]
+        elif isinstance(item, (list, tuple, set)):
+            waiting += [(inner, depth + 1) for inner in item]

@@ -1,0 +1,176 @@
+"""Maintenance of the checkpoints of a run that is not training: pin, prune, drop optimizer state. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
+from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A checkpoint that the keep policy does not keep, and the bytes that its removal frees."""
+
+    name: str
+    nbytes: int
+
+
+def pin(root: Path, name: str) -> None:
+    """Protect a checkpoint from the keep policy with a link beside it: every link in the run directory protects."""
+    commit.point(root, layout.PIN + name, name)
+
+
+def unpin(root: Path, name: str) -> bool:
+    """Remove a pin, also of a missing checkpoint; return False where there was none."""
+    pinned = commit.pointer_text(root, layout.PIN + name) is not None
+    commit.unpoint(root, layout.PIN + name)
+    return pinned
+
+
+def pin_at(path: Path) -> tuple[Path, str] | None:
+    """(run directory, name) of a checkpoint that has a pin, from its path or the pin's; the checkpoint may be gone."""
+    name = path.name.removesuffix(".txt").removeprefix(layout.PIN)
+    is_pinned = commit.pointer_text(path.parent, layout.PIN + name) == name
+    return (path.parent, name) if is_pinned else None
+
+
+def superseded_names(root: Path) -> list[str]:
+    """The checkpoints that were set aside when the run went back, and that no link protects."""
+    protected = links.protected_names(root)
+    found = (entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+    return sorted(name for name in found if layout.is_superseded(name) and name not in protected)
+
+
+def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False) -> list[Removal]:
+    """The checkpoints that :func:`remove` should remove, oldest first; with *superseded* also those set aside.
+
+    Never included: the newest complete checkpoint (files missing or truncated count as incomplete), targets of links,
+    what the policy keeps, and directories that are not complete checkpoints.
+    """
+    records = [*resume.records(root, metric_key)]
+    protected = links.protected_names(root)
+    # The records are newest first: the newest checkpoint that can be resumed from is never removed.
+    newest_complete = next((record.name for record in records if _is_whole(root / record.name)), None)
+    if newest_complete is not None:
+        protected.add(newest_complete)
+    names = [record.name for record in keep.removable(records, protected)]
+    if superseded:
+        names += superseded_names(root)
+    return [Removal(name, size_on_disk(root / name)) for name in names]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files exist with their recorded sizes; their contents are not read."""
+    try:
+        return not verify(checkpoint, Manifest.read(checkpoint), "size")
+    except CheckpointUnusable:
+        return False
+
+
+def recover(root: Path) -> None:
+    """Remove what killed commands and runs left. Only for the holder of the directory's lock. Raises OSError."""
+    commit.recover(root)
+    links.repair_links(root)
+
+
+def remove(root: Path, names: Iterable[str], *, check_lease: Callable[[], None]) -> list[str]:
+    """Remove checkpoints in order; return the names of the removed ones. Checkpoints protected by a link are kept.
+
+    *check_lease* is called before each removal. Raises OSError; a checkpoint that is already renamed to trash is then
+    deleted at the next start or ``ckpt prune``.
+    """
+    removed = []
+    for name in names:
+        check_lease()
+        trash = links.withdraw_unprotected(root, name)
+        if trash is not None:
+            commit.discard(trash)
+            removed.append(name)
+    return removed
+
+
+def drop_optimizer(root: Path, name: str) -> int:
+    """Remove the optimizer state of a checkpoint; return the bytes freed.
+
+    Returns 0 where there was none, or where a link protects the checkpoint. The smaller checkpoint is built from hard
+    links in a staging directory, finalized, and swapped in atomically; no file is changed in place. Raises
+    :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` where the file system cannot swap two
+    directories.
+    """
+    if name in links.protected_names(root):
+        return 0
+    manifest = Manifest.read(root / name)
+    slim = without_optimizer(manifest)
+    dropped = manifest.files.keys() - slim.files.keys()
+    if not dropped:
+        return 0
+    staging = commit.reserve(root, name)
+    try:
+        _link_files(root / name, staging, omit=dropped | {layout.MANIFEST})
+        commit.seal(staging, slim.to_bytes())
+        if not commit.exchange(staging, root / name):
+            raise SaveFailed(
+                "this file system cannot swap two directories in one step",
+                where=str(root),
+                value=name,
+                remedy="remove whole checkpoints instead: leave out --drop-optimizer",
+            )
+        fsync_directory(root)
+    finally:
+        # After the swap the staging name holds the old checkpoint.
+        commit.discard(staging)
+    return sum(manifest.files[path].size for path in dropped)
+
+
+def without_optimizer(manifest: Manifest) -> Manifest:
+    """The manifest of the same checkpoint without the state of its optimizers and their schedules."""
+    state = dict(manifest.state)
+    dropped: dict[str, str] = {}
+    for name, record in manifest.state.items():
+        if record.kind in ("optimizer", "lr_scheduler"):
+            state[name] = replace(record, scope=NOT_SAVED)
+            dropped[name] = record.path
+    directories = tuple(dropped.values())
+    trees = {name: tree for name, tree in manifest.trees.items() if name not in dropped}
+    files = {path: record for path, record in manifest.files.items() if not path.startswith(directories)}
+    return replace(manifest, state=state, trees=trees, files=files)
+
+
+def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
+    """Hard-link the files of *source*, exports included, below *target*, except those in *omit*."""
+    for parent, directories, names in os.walk(source):
+        relative = Path(parent).relative_to(source)
+        for directory in directories:
+            (target / relative / directory).mkdir()
+        for name in names:
+            path = (relative / name).as_posix()
+            if path not in omit:
+                os.link(source / path, target / path, follow_symlinks=False)
+    for directory in {os.path.dirname(path) for path in omit} - {""}:
+        if not os.listdir(target / directory):
+            os.rmdir(target / directory)
+
+
+def size_on_disk(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(
+        os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(directory) for name in names
+    )
+
+
+def run_of(checkpoint: Path) -> tuple[Path, str]:
+    """(run directory, name) of a checkpoint's path. Raises :class:`CheckpointUnusable` for any other directory."""
+    if not layout.is_checkpoint(checkpoint.name):
+        raise CheckpointUnusable(
+            "not a checkpoint of a run", where=str(checkpoint), value=checkpoint.name,
+            remedy="use a path like checkpoints/epoch_0_step_20, or a pointer to it",
+        )  # fmt: skip
+    return checkpoint.parent, checkpoint.name

@@ -1,0 +1,79 @@
+"""Results of ``ckpt verify`` and of the verification at starts, stored in the run directory for ``ckpt ls``.
+
+A result belongs to one manifest (inode, time and size): it stays with a renamed checkpoint, and a copied or replaced
+checkpoint has none. Damage stays recorded until a later verification finds the checkpoint intact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.durable_io import replace_file
+
+_MAX_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """When a checkpoint was verified (seconds since 1970), and whether it was intact."""
+
+    time: float
+    ok: bool
+
+
+def recall(run: Path) -> dict[str, Note]:
+    """The results for the checkpoints that are in *run* now, by their present names."""
+    return {name: note for name, (note, _) in _current(run).items()}
+
+
+def _current(run: Path) -> dict[str, tuple[Note, list[int]]]:
+    """The results with the :func:`resume.stamp` of the manifest that each belongs to."""
+    notes: dict[tuple[int, ...], Note] = {}
+    for entry in _read(run).values():
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            stamp = tuple(int(number) for number in entry["stamp"])
+            notes[stamp] = Note(float(entry["time"]), entry["ok"] is True)
+    found = {}
+    for name in _directories(run):
+        with contextlib.suppress(OSError):
+            stamp = resume.stamp(run / name)
+            if stamp in notes:
+                found[name] = (notes[stamp], [*stamp])
+    return found
+
+
+def _directories(run: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(run) if layout.is_checkpoint(entry.name))
+    except OSError:
+        return []
+
+
+def remember(run: Path, results: Mapping[str, bool]) -> None:
+    """Store whether each checkpoint was intact; does nothing where the directory cannot be written."""
+    notes: dict[str, dict[str, Any]] = {
+        name: {"time": note.time, "ok": note.ok, "stamp": stamp} for name, (note, stamp) in _current(run).items()
+    }
+    for name, ok in results.items():
+        with contextlib.suppress(OSError):
+            notes[name] = {"time": time.time(), "ok": ok, "stamp": [*resume.stamp(run / name)]}
+    with contextlib.suppress(OSError):
+        replace_file(run / layout.VERIFIED, json.dumps(notes).encode())
+
+
+def _read(run: Path) -> dict[str, Any]:
+    try:
+        notes = json.loads(read_safely(run, layout.VERIFIED, limit=_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {name: note for name, note in notes.items() if isinstance(note, dict)} if isinstance(notes, dict) else {}

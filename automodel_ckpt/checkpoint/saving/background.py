@@ -1,0 +1,260 @@
+"""Asynchronous checkpointing on one rank: copy its state into dedicated host memory and write it in another process.
+
+At most one save is written at a time. No collective is called here; ``saving/async_saves.py`` coordinates the ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
+from automodel_ckpt.checkpoint.writing.finalize import PartialManifest
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part
+from automodel_ckpt.checkpoint.writing.writer import Command, Export, Seal, Write, Writer
+from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
+
+_END_SECONDS = 10.0
+
+State = Literal["idle", "busy", "failed"]
+"""Of an upload; a failed one may still be under way."""
+
+
+class Background:
+    """This rank's writer process, the memory it writes from, and the one upload that may be under way."""
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        """Start the writer process. Raises :class:`OSError` where this system does not support it."""
+        self._memory = HostMemory(pinned=on_cuda)
+        self._writer = Writer(self._memory.descriptor)
+        self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
+        self._uploads = _Uploads()
+        self._failure: AutomodelError | None = None
+        self._cancelled = threading.Event()
+        self._where = Path()
+        self.is_at_work = False
+        self._moved: tuple[float, tuple[bytes, ...]] = (0.0, ())
+        self._no_export = threading.Event()
+        self._exporting = threading.Lock()
+        self._staged_bytes = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(bytes written, approximate total bytes) of the save that is being written."""
+        return self._writer.written_bytes, self._staged_bytes
+
+    @property
+    def writer_pid(self) -> int:
+        return self._writer.pid
+
+    @property
+    def state(self) -> State:
+        if self._failure is not None:
+            return "failed"
+        return "idle" if self._uploads.idle.is_set() else "busy"
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate *nbytes* of host memory before the first save. Raises :class:`OSError` where there is not enough."""
+        self._memory.reserve(nbytes)
+
+    # ---------------------------------------------------------------- copy
+
+    def stage(self, layouts: Sequence[MemoryLayout], *, at_once: Collection[int] = ()) -> list[bytes]:
+        """Copy the state that *layouts* describe; return their pickled jobs for :meth:`start`.
+
+        On CUDA the copies may still be in progress on return: the state may change only after :meth:`await_copies`.
+        Tensors whose data pointer is in *at_once* are copied before the return. Raises :class:`OSError` where memory
+        is short.
+        """
+        self._staged_bytes = max(layout.end for layout in layouts)
+        self._memory.reserve(self._staged_bytes)
+        pairs = [pair for layout in layouts for pair in self._memory.filled(layout)]
+        if self._stream is None:
+            _copy(pairs)
+        else:
+            self._copy_from_device(pairs, at_once)
+        return [layout.packed() for layout in layouts]
+
+    def _copy_from_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], at_once: Collection[int]) -> None:
+        """Copy on a separate CUDA stream, concurrently with the next forward and backward pass.
+
+        Tensors that those passes change (their data pointers are in *at_once*) are copied on the current stream.
+        """
+        assert self._stream is not None
+        _copy([pair for pair in pairs if not pair[1].is_cuda or pair[1].data_ptr() in at_once])
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            later = [pair for pair in pairs if pair[1].is_cuda and pair[1].data_ptr() not in at_once]
+            _copy(later)
+            for _, source in later:
+                source.record_stream(self._stream)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(self._stream)
+
+    def await_copies(self) -> None:
+        """Make the current CUDA stream wait for the copies, so that later kernels do not change uncopied state."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    # ---------------------------------------------------------------- upload
+
+    def fail(self, failure: AutomodelError) -> None:
+        """Mark the save as failed with *failure*, for a save whose state could not be copied."""
+        self._failure = failure
+
+    def start(
+        self, staging: Path, part: Part, jobs: Sequence[bytes], *, then: Callable[[], None] | None, doing: str
+    ) -> None:
+        """Write the staged copy in the background, then call *then* in the upload thread.
+
+        The previous upload must have ended. *doing* describes the save in error messages. Raises :class:`OSError`
+        where the writer process has ended and cannot be restarted.
+        """
+        if not self._writer.alive:
+            self._writer.end()
+            self._writer = Writer(self._memory.descriptor)
+        command = Write(str(staging), part, jobs, self._memory.tensor.nbytes)
+        self._cancelled.clear()
+        self._moved = (time.monotonic(), ())
+        self._uploads.begin(lambda: self._upload(command, then, doing))
+
+    def _upload(self, command: Write, then: Callable[[], None] | None, doing: str) -> None:
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._do(command, Path(command.staging))
+            if then is not None:
+                then()
+        except Exception as error:
+            if not self._cancelled.is_set():
+                self._failure = as_failure(error, doing, Path(command.staging))
+
+    def _do(self, command: Command, where: Path) -> Any:
+        self._where, self.is_at_work = where, True
+        try:
+            return self._writer.do(command)
+        finally:
+            self.is_at_work = False
+
+    def seal(self, staging: Path, partial_manifest: PartialManifest, common: Part) -> int:
+        """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
+        bytes.
+
+        Called during an upload. Raises :class:`SaveFailed` or OSError.
+        """
+        nbytes: int = self._do(Seal(str(staging), partial_manifest, common), staging)
+        return nbytes
+
+    def export(self, sources: Sequence[Path], lease: tuple[Path, str] | None) -> tuple[str, list[str]]:
+        """Export the model directories *sources* in the writer process; return (last output directory, log lines).
+
+        Called during an upload. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
+        :meth:`leave_out_exports`.
+        """
+        with self._exporting:
+            try:
+                if self._no_export.is_set():
+                    raise Cancelled
+                command = Export([str(source) for source in sources], lease)
+                answer: tuple[str, list[str]] = self._do(command, sources[0])
+                return answer
+            except Exception as error:
+                if self._no_export.is_set():
+                    raise Cancelled from error
+                raise
+
+    def leave_out_exports(self) -> None:
+        """Make no more exports, and stop one in progress. Its checkpoint is already published."""
+        self._no_export.set()
+        if self._exporting.locked():
+            self._writer.kill()
+
+    def pause(self, seconds: float) -> None:
+        """Wait for *seconds* during an upload. Raises :class:`Cancelled` when the upload has been abandoned."""
+        if self._cancelled.wait(seconds):
+            raise Cancelled
+
+    def still_seconds(self) -> float:
+        """Seconds since the writer process last made progress, as observed by calls of this method."""
+        sign = self._writer.sign_of_life()
+        if sign != self._moved[1]:
+            self._moved = (time.monotonic(), sign)
+        return time.monotonic() - self._moved[0]
+
+    def give_up(self, *, anyhow: bool) -> None:
+        """Mark the upload as failed because it made no progress for too long.
+
+        Applies where this rank's writer is working; with *anyhow*, also where the upload waits for other ranks.
+        """
+        if self.is_at_work or (anyhow and self.state == "busy"):
+            kind = ExportFailed if self._exporting.locked() else SaveFailed
+            who = "the process that writes this rank's checkpoints" if self.is_at_work else "publishing"
+            self._failure = kind(
+                f"{who} made no progress", where=str(self._where),
+                value=f"process {self.writer_pid}: none for {self.still_seconds():.0f} s (distributed.timeout_minutes)",
+                remedy="check for a disk that does not respond or a stopped process, then run the same command",
+            )  # fmt: skip
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when the upload has ended, or after so many seconds."""
+        self._uploads.idle.wait(seconds)
+
+    def abandon(self) -> AutomodelError | None:
+        """Stop the upload and prepare for the next one. Returns the failure of the upload, or None."""
+        self._cancelled.set()
+        if not self._uploads.idle.is_set():
+            self._writer.kill()
+            self.wait(_END_SECONDS)
+            if not self._uploads.idle.is_set():  # in a call that cannot be interrupted: it ends when that returns
+                self._uploads.end()
+                self._writer, self._uploads = Writer(self._memory.descriptor), _Uploads()
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        """Wait for the upload, then end the writer process and release the memory."""
+        self.wait()
+        self._uploads.end()
+        self._writer.end()
+        self._memory.close()
+
+
+class _Uploads:
+    """One thread that runs the uploads in order. Starting a thread for each would delay training by milliseconds."""
+
+    def __init__(self) -> None:
+        self.idle = threading.Event()
+        self.idle.set()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="upload", daemon=True).start()
+
+    def begin(self, task: Callable[[], None]) -> None:
+        self.idle.clear()
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """End the thread when its current task has finished."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # and with it what it refers to, until the next one comes
+            self.idle.set()
+
+
+class Cancelled(Exception):
+    """The upload was abandoned, or its export is not wanted any more."""
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)

@@ -1,0 +1,53 @@
+"""Small state of a checkpoint for display: read as plain data without torch; anything else is omitted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.pickle_records import read_records
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_records
+from automodel_ckpt.checkpoint.manifest import Blob, Tree
+
+_MAX_FILE_BYTES = 1 << 20
+# The names of a group's parameters, of which there can be a hundred thousand.
+_MAX_VALUE_BYTES = 16 << 20
+_MAX_GROUPS = 100
+_OPTION = re.compile(r".*\.param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
+
+
+def plain_state(checkpoint: Path, file: str) -> dict[str, Any]:
+    """The mapping of text to plain values in a state file; empty where it has none or cannot be read."""
+    try:
+        state = _value(read_safely(checkpoint, file, limit=_MAX_FILE_BYTES))
+    except Exception:  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
+        return {}
+    return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
+
+
+def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
+    """The options of each parameter group, with ``params`` as the number of parameters; empty where unreadable."""
+    groups: dict[int, dict[str, Any]] = {}
+    for fqn, blob in tree.objects.items():
+        match = _OPTION.fullmatch(fqn)
+        if match is not None and int(match[1]) < _MAX_GROUPS and blob.nbytes <= _MAX_VALUE_BYTES:
+            groups.setdefault(int(match[1]), {}).update(_option(checkpoint, match[2], blob))
+    return [groups[number] for number in sorted(groups)]
+
+
+def _option(checkpoint: Path, name: str, blob: Blob) -> Mapping[str, Any]:
+    try:
+        with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
+            file.seek(blob.start)
+            value = _value(file.read(blob.nbytes))
+    except Exception:  # as above
+        return {}
+    return {name: len(value) if name == "params" else value}
+
+
+def _value(archive: bytes) -> Any:
+    return read_records(bytes(archive_records(archive)["data.pkl"]), {})

@@ -1,0 +1,135 @@
+"""Load weights into modules: each rank reads from the files what its shards of the parameters need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from automodel_ckpt.checkpoint.formats.planning import DTYPES
+from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.module_tensors import module_state, set_module_state, whole_state
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, intersection, nbytes_of
+from automodel_ckpt.checkpoint.sources.source import Tensors
+
+NewRows = Literal["mean", "init"]
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A stored tensor for a tensor of a module: its *source* and its name there; *resized* to fit by rows."""
+
+    source: Tensors
+    name: str
+    resized: bool = False
+
+
+def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """(global shapes of this rank's stored tensors of *module* by FQN, {tied name: stored name})."""
+    state, tied = module_state(module)
+    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, tied
+
+
+def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
+    state, tied = whole_state(module)
+    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, dict(tied)
+
+
+def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: NewRows) -> None:
+    """Read the stored tensors of *fillings* (by FQN) into the module; other tensors keep their values.
+
+    Tensors may be sharded and on any device; values are cast to the parameter's dtype. Of a resized tensor the common
+    rows are read; with *new_rows* ``mean`` the others become the mean of all stored rows, with ``init`` they are
+    unchanged. Tensors that only other ranks hold are skipped; no collective. Raises :class:`CheckpointUnusable` naming
+    the file.
+    """
+    state, tied = module_state(module)
+    sources = {id(filling.source): filling.source for filling in fillings.values()}
+    for source in sources.values():
+        # All tensors of one source are read together, so that each of its files is opened once.
+        unresized: dict[str, Tensor] = {}
+        targets: dict[str, Any] = {}
+        for fqn, filling in fillings.items():
+            if filling.source is not source or fqn not in state:
+                continue
+            stored = source.tensors[filling.name]
+            if filling.resized:
+                _fill_rows(source, stored, state[fqn], new_rows)
+            else:
+                unresized[fqn] = _renamed(stored, fqn)
+                targets[fqn] = state[fqn]
+        read_tree(source.root, Tree("", unresized, {}), targets)
+    set_module_state(module, state, tied, strict=True)
+
+
+def _renamed(tensor: Tensor, fqn: str) -> Tensor:
+    slices = tuple(replace(piece, fqn=fqn) for piece in tensor.slices)
+    return replace(tensor, fqn=fqn, slices=slices)
+
+
+def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: NewRows) -> None:
+    local, box = _local(target)
+    if local.numel() == 0:
+        return
+    num_stored = stored.shape[0]
+    first = box.offsets[0]
+    stop = first + box.sizes[0]
+    columns = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
+    for start, block in _blocks(source, stored, first, min(stop, num_stored)):
+        row = start - first
+        local[row : row + len(block)].copy_(block[:, *columns])
+    if stop > num_stored and new_rows == "mean":
+        # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
+        total = torch.zeros(stored.shape[1:], dtype=torch.float64)
+        for _, block in _blocks(source, stored, 0, num_stored):
+            total += block.sum(0, dtype=torch.float64)
+        mean = total / num_stored
+        first_new_row = max(num_stored - first, 0)
+        local[first_new_row:].copy_(mean[columns])
+
+
+def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """This rank's shard of a tensor, and its box in the whole tensor."""
+    if not isinstance(target, DTensor):
+        return target.detach(), Box((0,) * target.dim(), tuple(target.shape))
+    sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    return target.to_local().detach(), Box(tuple(offsets), tuple(sizes))
+
+
+def _blocks(source: Tensors, stored: Tensor, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read rows ``first .. stop`` of a stored tensor in blocks: (number of the first row, rows in host memory)."""
+    step = max(1, _BLOCK_BYTES // max(1, nbytes_of(stored.dtype, stored.shape[1:])))
+    for start in range(first, stop, step):
+        rows = rows_of(stored, start, min(start + step, stop))
+        block = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
+        state: dict[str, Any] = {stored.fqn: block}
+        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), state)
+        yield start, block
+
+
+def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
+    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a tensor of their own."""
+    wanted = Box((first, *(0 for _ in tensor.shape[1:])), (stop - first, *tensor.shape[1:]))
+    pieces = [piece for each in tensor.slices if (piece := _cut(each, wanted)) is not None]
+    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(pieces))
+
+
+def _cut(piece: Slice, wanted: Box) -> Slice | None:
+    """The part of a slice in *wanted*, a range of whole rows, counted from its first row; it is contiguous."""
+    common = intersection(piece.box, wanted)
+    if common is None:
+        return None
+    row_bytes = nbytes_of(piece.dtype, piece.sizes[1:])
+    start = piece.start + (common.offsets[0] - piece.offsets[0]) * row_bytes
+    offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
+    return replace(
+        piece, offsets=offsets, sizes=common.sizes, start=start, nbytes=common.sizes[0] * row_bytes, digest=None
+    )

@@ -1,0 +1,197 @@
+"""``ckpt-train --selftest-resume``: check on this node that a recipe resumes exactly.
+
+Three runs in a temporary directory, each started like any other: one without interruption, one that stops halfway as if
+by a signal, and one that resumes it. Each records its samples and the digests of its state after every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.checks.compare_runs import Comparison, Step, StepSummary, compare_exactly, compare_loosely
+from automodel_ckpt.cli.launch.topology import num_joined
+from automodel_ckpt.config.bind import is_number
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.overrides import CommandLine, Override, parse
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, Problem, RecipeError
+
+DEFAULT_STEPS = 6
+# Relative; additions in another order, accumulated over a few steps.
+TOLERANCE, SHORT_TOLERANCE = 1e-3, 5e-2
+_SHORT = ("bfloat16", "float16")
+_ALWAYS = (
+    "--step_scheduler.max_time=null", "--step_scheduler.ckpt_every_steps=null",
+    "--step_scheduler.ckpt_every_epochs=null", "--step_scheduler.ckpt_every_minutes=null",
+    "--step_scheduler.ckpt_on_best=false", "--step_scheduler.val_every_steps=null",
+    "--checkpoint.save_consolidated=false", "--checkpoint.export_best=false", "--checkpoint.restore_from=null",
+    "--logging.trackers={}",
+)  # fmt: skip
+
+Observe = Callable[[LoadedRecipe, Path, int | None], type]
+"""(recipe, directory for notes, step to stop after) -> the recipe's class, observed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Number of steps, and launch flags before and after the resume."""
+
+    num_steps: int
+    flags: LaunchFlags
+    resumed_flags: LaunchFlags
+
+    @property
+    def stop_after(self) -> int:
+        return self.num_steps // 2
+
+
+def plan_of(line: CommandLine) -> Plan:
+    """Build the plan from the command line. Raises :class:`RecipeError`."""
+    (steps,) = line.modes.get("selftest_steps", [str(DEFAULT_STEPS)])
+    (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
+    if not is_number(steps) or int(steps) < 2:
+        _fail("the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more")
+    if not is_number(ranks) or int(ranks) < 1:
+        _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
+    if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
+        _fail("the selftest runs on a single node and starts its own ranks", "--selftest-resume", line.flags.nnodes,
+                "run it without --nnodes, torchrun and srun")  # fmt: skip
+    flags = dataclasses.replace(line.flags, max_restarts=0)
+    return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
+
+
+def _fail(what: str, where: str, value: object, remedy: str) -> None:
+    raise RecipeError(what, where=where, value=value, remedy=remedy)
+
+
+def selftest(path: str, line: CommandLine, observe: Observe) -> int:
+    """Run the selftest and print the comparison (as JSON with ``--json``). Returns 0 if the resumed run agrees.
+
+    Raises :class:`RecipeError` for an invalid command line. If one of the runs fails, returns its exit code.
+    """
+    plan = plan_of(line)
+    with tempfile.TemporaryDirectory(prefix="ckpt-selftest-") as scratch:
+        runs = Runs(path, line.overrides, plan, Path(scratch), observe)
+        try:
+            found = runs.compare()
+        except RunFailed as failure:
+            print(failure.output, file=sys.stderr)
+            print(f"selftest: the run {failure.name!r} ended with exit code {failure.code}; see above", file=sys.stderr)
+            return failure.code or EXIT_INTERNAL
+    print(json.dumps(found.to_json(), indent=2) if "json" in line.modes else report(found))
+    return EXIT_DONE if found.is_good else EXIT_INTERNAL
+
+
+class RunFailed(Exception):
+    """One of the three runs did not end as planned."""
+
+    def __init__(self, name: str, code: int, output: str) -> None:
+        super().__init__(name)
+        self.name, self.code, self.output = name, code, output
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The three runs of a recipe below *scratch*."""
+
+    path: str
+    overrides: list[Override]
+    plan: Plan
+    scratch: Path
+    observe: Observe
+
+    def compare(self) -> Comparison:
+        """Execute the three runs and compare them. Raises :class:`RunFailed`."""
+        plan = self.plan
+        straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
+        stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
+        stopped = self._run("stopped", plan.flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true")
+        resumed = self._run("resumed", plan.resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true")
+        if len(stopped) == len(resumed):
+            whole = [before + after for before, after in zip(stopped, resumed, strict=True)]
+            return compare_exactly(straight, whole, stop_after)
+        loosely = [stopped[0] + rank for rank in resumed]
+        return compare_loosely(straight, loosely, stop_after, self._tolerance())
+
+    def _loaded(self, *more: str) -> LoadedRecipe:
+        directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
+        steps = f"--step_scheduler.max_steps={self.plan.num_steps}"
+        ours = parse([*_ALWAYS, directory, steps, *more]).overrides
+        return load_recipe(self.path, [*self.overrides, *ours])
+
+    def _run(
+        self, name: str, flags: LaunchFlags, stop_after: int | None, expected: int, *more: str
+    ) -> list[list[Step]]:
+        """Execute one run in a child process, so that this one does not import torch; return each rank's steps."""
+        notes, output = self.scratch / name, self.scratch / f"{name}.log"
+        notes.mkdir()
+        loaded = self._loaded(*more)
+        child = os.fork()
+        if child == 0:
+            _launch(loaded, flags, lambda: self.observe(loaded, notes, stop_after), output)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        steps = [_lines(path) for path in sorted(notes.iterdir(), key=lambda path: int(path.stem[5:]))]
+        if code != expected or not steps:
+            raise RunFailed(name, code, output.read_text(errors="replace"))
+        return steps
+
+    def _tolerance(self) -> float:
+        config = self._loaded().config
+        dtypes = (config.distributed.mixed_precision, getattr(config.model, "dtype", None))
+        return SHORT_TOLERANCE if any(dtype in _SHORT for dtype in dtypes) else TOLERANCE
+
+
+def _launch(loaded: LoadedRecipe, flags: LaunchFlags, prepare: Callable[[], type], output: Path) -> None:
+    """Launch the run in the forked process, with its output redirected to *output*. Does not return."""
+    from automodel_ckpt.cli.launch.launcher import launch
+    from automodel_ckpt.cli.launch.worker import exit_now
+
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    exit_now(launch(loaded, flags, prepare))  # skip the atexit handlers inherited from the parent
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def report(found: Comparison) -> str:
+    """Format the comparison as text."""
+    before, after = found.num_ranks
+    ranks = f"{before} rank{'s' * (before > 1)}" + (f", resumed on {after}" if after != before else "")
+    lines = [_step_line(step) for step in found.steps]
+    lines += [f"{found.verdict}: {found.num_steps} steps, stopped after step {found.stopped_after}, {ranks}"]
+    if found.first_difference is not None:
+        lines.append(f"  first difference: {found.first_difference}")
+        if found.first_difference.step <= found.stopped_after:
+            lines.append(
+                "  it is before the stop: two runs differ even without a resume (deterministic: true may help)"
+            )
+    for name, value in found.largest.items():
+        limit = f"tolerance {found.tolerance:g}" if found.judged else "not compared: the model has dropout"
+        lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
+    return "\n".join(lines)
+
+
+def _step_line(step: StepSummary) -> str:
+    numbers = f"samples {step.num_samples}  loss {step.loss:.6g}  grad norm {step.grad_norm:.6g}  lr {step.lr:.6g}"
+    digests = "  ".join(f"{name} {digest}" for name, digest in step.digests.items())
+    return f"step {step.step}  {numbers}  {digests}  {'same' if step.same else 'different'}"
+
+
+def check_selftest_options(line: CommandLine) -> None:
+    """Raise :class:`RecipeError` for options of the selftest without ``--selftest-resume``."""
+    stray = sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"})
+    if stray and "selftest_resume" not in line.modes:
+        flags = [f"--{name.replace('_', '-')}" for name in stray]
+        problems = [Problem(f"{flag} requires --selftest-resume", flag, "", "add --selftest-resume") for flag in flags]
+        raise RecipeError.all_of(problems)

@@ -1,0 +1,84 @@
+"""``ckpt track``: send a run's log to a tracker afterwards, or again."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.terminal import print_error, printable
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, RecipeError
+from automodel_ckpt.report.trackers import TRACKERS
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to ``ckpt``'s."""
+    track: argparse.ArgumentParser = commands.add_parser(
+        "track",
+        help="upload a run's log to an experiment tracker",
+        description="Upload the entries of a run's log that the tracker does not have yet: losses, gradient norm, "
+        "learning rate, throughput, saves. During training, use logging.trackers instead.",
+    )
+    track.add_argument(
+        "path",
+        nargs="?",
+        default=".",
+        metavar="RUN",
+        help="a run directory, or a path inside it (default: current directory)",
+    )
+    track.add_argument(
+        "--to", choices=tuple(TRACKERS), required=True, help="the tracker; its library must be installed"
+    )
+    track.add_argument(
+        "--again", action="store_true", help="upload the whole log, including entries that were already uploaded"
+    )
+    track.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the tracker, such as project=x",
+    )
+    return track
+
+
+def track(arguments: argparse.Namespace) -> int:
+    """Run the command. Exit code 1 where the tracker failed."""
+    from automodel_ckpt.report.follow import Follower, holding
+    from automodel_ckpt.report.history import read_history
+
+    run = run_around(Path(arguments.path)) or Path(arguments.path)
+    last = max(read_history(run).series["loss"].steps, default=0)
+    if importlib.util.find_spec(arguments.to) is None:
+        raise RecipeError(
+            "the library of the tracker is not installed", where="--to", value=arguments.to,
+            remedy=f"pip install {arguments.to}",
+        )  # fmt: skip
+    failures: list[str] = []
+    options, after = _options(arguments.option), 0 if arguments.again else None
+    with holding(run, wait=False) as is_held:
+        if not is_held:
+            raise RecipeError(
+                "another process is uploading this run's log", where="ckpt track", value=str(run),
+                remedy="wait until it finishes; during training, use logging.trackers in the recipe",
+            )  # fmt: skip
+        Follower(run, {arguments.to: options}, after, failures.append).close()
+    if failures:
+        print_error("\n".join(failures))
+    elif arguments.json:
+        print(json.dumps({"path": str(run), "tracker": arguments.to, "step": last}))
+    else:
+        print(printable(f"{arguments.to} has {run} up to step {last}"))
+    return EXIT_INTERNAL if failures else EXIT_DONE
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    from automodel_ckpt.config.convert import untyped
+
+    for word in words:
+        if "=" not in word:
+            raise RecipeError("invalid option", where="--option", value=word, remedy="use the form KEY=VALUE")
+    return {key: untyped(value) for key, _, value in (word.partition("=") for word in words)}

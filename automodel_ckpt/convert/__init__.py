@@ -1,0 +1,1 @@
+"""Read what other programs saved, and write what they load."""

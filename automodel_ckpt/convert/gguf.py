@@ -1,0 +1,279 @@
+"""A checkpoint's model as one GGUF file, for llama.cpp and what is built on it: checked, written aside, published.
+
+Written with the ``gguf`` package (the extra of that name). Memory: the largest tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.convert.gguf_llama import (
+    KeyValue,
+    Llama,
+    layers_fault,
+    name_faults,
+    read_llama,
+    rotary_order,
+)
+from automodel_ckpt.convert.gguf_tokenizer import tokenizer_keys
+from automodel_ckpt.convert.sources.hugging_face import is_hf_directory, open_hf, read_json
+from automodel_ckpt.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+
+log_default = logging.getLogger("automodel_ckpt")
+
+# GGML's tensor types, and the file type that says of which most are (source: gguf.md, `general.file_type`).
+_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+_MAX_TEMPLATE_BYTES = 1 << 20
+_TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufReport:
+    """A GGUF file that was published. *checked* says whether the source's digests were known, and so compared."""
+
+    output: Path
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+def export_gguf(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    cast_dtype: str | None = None,
+    overwrite: bool = False,
+    num_threads: int = 5,
+    log: Log = log_default.info,
+) -> GgufReport:
+    """Write the model in *source* (checkpoint, its ``model/``, bare shards, or Hugging Face files) as a GGUF file.
+
+    *output* defaults to the source's name with ``.gguf``, beside it. Norms are written as F32, other tensors in the
+    dtype that an export of Hugging Face files has; *cast_dtype* is bf16, fp16 or fp32.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot hold, by
+    name; :class:`SaveFailed` where the file cannot be written; :class:`RecipeError` for a wrong argument, and where the
+    package is missing. In each case nothing was written.
+    """
+    started = time.monotonic()
+    library = _library()
+    cast_code = parse_cast_dtype(cast_dtype)
+    opened = _open(Path(source))
+    target = Path(os.path.realpath(output)) if output is not None else _beside(opened.root)
+    _check_target(target, overwrite)
+    _check_digests(opened, num_threads)
+    tensors = _tensors(opened, cast_code)
+    keys, model = _described(opened, tensors)
+    warnings = (*opened.notes, *_warnings(keys))
+    for text in warnings:
+        log(f"warning: {text}")
+    with _staged(target, log) as path:
+        _write(library, path, opened.root, keys, model, tensors)
+    nbytes = target.stat().st_size
+    seconds = time.monotonic() - started
+    return GgufReport(target, len(tensors), nbytes, seconds, opened.has_digests, warnings)
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise RecipeError(
+            "writing GGUF needs the package gguf", where="ckpt export --to gguf", value=str(error),
+            remedy="pip install 'automodel_ckpt[gguf]'",
+        ) from error  # fmt: skip
+
+
+def _open(path: Path) -> Source:
+    real = Path(os.path.realpath(path))
+    sealed = any(os.path.lexists(place / layout.MANIFEST) for place in (real, real.parent))
+    return open_hf(real) if not sealed and real.is_dir() and is_hf_directory(real) else open_source(path)
+
+
+def _beside(root: Path) -> Path:
+    return root.with_name(root.name + ".gguf")
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.is_dir() or (os.path.lexists(target) and not overwrite):
+        raise SaveFailed(
+            "there is something already", where=str(target), value="a directory" if target.is_dir() else "a file",
+            remedy="choose another --output, or say --force to replace the file",
+        )  # fmt: skip
+
+
+def _check_digests(source: Source, num_threads: int) -> None:
+    if source.manifest is None:
+        return
+    if problems := verify(source.root, source.manifest, "digest", num_threads=num_threads):
+        raise CheckpointUnusable.all_of(problems)
+
+
+def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
+    where = str(source.model_directory)
+    plan = make_plan(source.tensors, source.tied, maps_of(source), cast_dtype=cast_code, where=where)
+    found = {tensor.fqn: tensor for file in plan.files for tensor in file.tensors}
+    for fqn, tensor in found.items():
+        if tensor.dtype not in _FILE_TYPES:
+            raise CheckpointUnusable(
+                f"a tensor of dtype {tensor.dtype} is not written as GGUF", where=where, value=fqn,
+                remedy="F64 weights can be cast: --cast-dtype fp32",
+            )  # fmt: skip
+    return found
+
+
+def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[list[KeyValue], Llama]:
+    """All keys of the file, and the model that they describe; the tensors are found to be that model's."""
+    side = source.metadata_directory or source.model_directory
+    config, tokenizer = (read_json(side, name, source.export) for name in ("config.json", "tokenizer.json"))
+    for name, value in (("config.json", config), ("tokenizer.json", tokenizer)):
+        if value is None:
+            raise CheckpointUnusable(
+                f"GGUF needs the model's {name}", where=str(side), value="no such file",
+                remedy="put the file there, or export Hugging Face files (--to hf)",
+            )  # fmt: skip
+    assert config is not None and tokenizer is not None
+    model = read_llama(config, str(side / "config.json"))
+    if fault := layers_fault(model.num_layers, tensors):
+        raise CheckpointUnusable(
+            "config.json does not fit the tensors", where=str(side / "config.json"), value=fault,
+            remedy="restore the file from another copy, or use another checkpoint",
+        )  # fmt: skip
+    if fault := name_faults(model.tensors(), {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}):
+        raise CheckpointUnusable(
+            "the tensors are not those of the config", where=str(side / "config.json"), value=fault,
+            remedy="use another checkpoint, or export Hugging Face files (--to hf)",
+        )  # fmt: skip
+    settings = read_json(side, "tokenizer_config.json", source.export) or {}
+    vocabulary = tokenizer_keys(
+        tokenizer, settings, model.vocab_size, str(side / "tokenizer.json"), _chat_template(side, source.export)
+    )
+    return [*_general(source, tensors), *model.key_values(), *vocabulary], model
+
+
+def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
+    try:
+        content = read_safely(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
+        if export is not None:
+            export.check_bytes(_TEMPLATE, content)
+        return content.decode()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointUnusable(
+            "the chat template cannot be read", where=str(side / _TEMPLATE), value=repr(error)[:200],
+            remedy="restore the file from another copy",
+        ) from error  # fmt: skip
+
+
+def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyValue]:
+    nbytes = {code: sum(t.nbytes for t in tensors.values() if t.dtype == code) for code in _FILE_TYPES}
+    kind = max(nbytes, key=lambda code: nbytes[code])
+    name = os.fsencode(source.root.name).decode(errors="replace")
+    return [
+        ("general.type", "string", "model"), ("general.name", "string", name),
+        ("general.file_type", "uint32", _FILE_TYPES[kind]),
+    ]  # fmt: skip
+
+
+def _warnings(keys: list[KeyValue]) -> Iterator[str]:
+    if not any(key == "tokenizer.ggml.eos_token_id" for key, _, _ in keys):
+        yield "tokenizer_config.json names no end-of-sequence token: llama.cpp takes one of its own"
+
+
+@contextlib.contextmanager
+def _staged(target: Path, log: Log) -> Iterator[Path]:
+    """The path of a file beside *target* that takes its name when the block ends, and is removed when it raises.
+
+    What killed exports to *target* left is removed first. An OSError in the block or in publishing becomes
+    :class:`SaveFailed` with path and errno.
+    """
+    path = None
+    try:
+        _clear_leftovers(target, log)
+        path = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
+        path.touch(exist_ok=False)
+        with owned(path):
+            yield path
+            fsync_file(path)
+            os.replace(path, target)
+        fsync_directory(target.parent)
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        remedy = "free space or choose another --output"
+        raise SaveFailed.all_of([os_problem(error, "the GGUF file could not be written", remedy=remedy)]) from error
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _clear_leftovers(target: Path, log: Log) -> None:
+    for entry in os.scandir(target.parent):
+        is_left = layout.staged_name(entry.name) == target.name and entry.is_file(follow_symlinks=False)
+        if is_left and is_abandoned(Path(entry.path)):
+            log(f"removing {entry.path}, left by an interrupted export")
+            os.unlink(entry.path)
+
+
+def _write(
+    library: Any, path: Path, root: Path, keys: list[KeyValue], model: Llama, tensors: Mapping[str, ExportTensor]
+) -> None:
+    writer = library.GGUFWriter(None, "llama")
+    try:
+        for key, kind, value in keys:
+            getattr(writer, f"add_{kind}")(key, value)
+        names = {fqn: name for fqn, (name, _) in model.tensors().items()}
+        factors = np.array(model.rope_factors(), np.float32)
+        if factors.size:
+            writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+        for fqn, name in names.items():
+            code = _code(tensors[fqn])
+            dtype, kind = storage_dtype(code, DTYPE_BITS[code]), library.GGMLQuantizationType[code]
+            shape = tensors[fqn].stored.shape
+            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kind)
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors.size:
+            writer.write_tensor_data(factors)
+        for fqn, name in names.items():
+            writer.write_tensor_data(_values(root, tensors[fqn], model, name))
+    finally:
+        writer.close()
+
+
+def _code(tensor: ExportTensor) -> str:
+    """The dtype in the file: llama.cpp wants vectors (norms) as F32."""
+    return "F32" if len(tensor.stored.shape) < 2 else tensor.dtype
+
+
+def _values(root: Path, tensor: ExportTensor, model: Llama, name: str) -> Array:
+    values = cast(whole_checked(root, tensor.stored), tensor.stored.dtype, _code(tensor))
+    heads = model.heads_of(name)
+    return values if heads is None else values[rotary_order(heads, model.head_dim)]

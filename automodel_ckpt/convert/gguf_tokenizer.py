@@ -1,0 +1,222 @@
+"""A byte-level BPE tokenizer of Hugging Face as GGUF's ``tokenizer.ggml.*`` keys: pure, no file is touched.
+
+Source: the GGUF specification's section on tokenizers, and llama.cpp's names of pre-tokenizers
+(``tokenizer.ggml.pre``), each of which names one way of splitting text that is built into it. A tokenizer that splits
+text in another way, or changes it first, would give other tokens there, so it is rejected.
+
+The files are not trusted: :func:`_checked` validates the types of everything that is used, before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from automodel_ckpt.convert.gguf_llama import KeyValue, refused
+
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def tokenizer_keys(
+    tokenizer: Mapping[str, Any], settings: Mapping[str, Any], vocab_size: int, where: str, template: str | None = None
+) -> list[KeyValue]:
+    """The keys for *tokenizer* (the content of tokenizer.json, at *where*).
+
+    *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
+    chat template. Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that
+    llama.cpp would not follow exactly.
+    """
+    template = template or settings.get("chat_template")
+    for value in (tokenizer, settings, template):
+        _require_text(value, where)
+    model = _checked(tokenizer, where)
+    pre = _pre_tokenizer(tokenizer, model, where)
+    tokens, types = _tokens(tokenizer, model, vocab_size, where)
+    ids = {token: index for index, token in enumerate(tokens)}
+    special = _special_ids(settings, ids)
+    keys: list[KeyValue] = [
+        ("tokenizer.ggml.model", "string", "gpt2"), ("tokenizer.ggml.pre", "string", pre),
+        ("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", types),
+        ("tokenizer.ggml.merges", "array", _merges(model, where)),
+        *((f"tokenizer.ggml.{name}_token_id", "uint32", index) for name, index in special.items()),
+    ]  # fmt: skip
+    begins, ends = _added(tokenizer.get("post_processor"), ids, special, where)
+    keys += [("tokenizer.ggml.add_bos_token", "bool", begins), ("tokenizer.ggml.add_eos_token", "bool", ends)]
+    return keys + ([("tokenizer.chat_template", "string", template)] if isinstance(template, str) else [])
+
+
+def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where: str) -> str:
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        kind = "a SentencePiece-like BPE" if model.get("byte_fallback") else repr(model.get("type"))
+        raise refused("only byte-level BPE tokenizers are written as GGUF so far", where, kind)
+    if tokenizer.get("normalizer") is not None:
+        raise refused("this tokenizer changes the text before splitting it", where, "normalizer")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise refused("this tokenizer has what llama.cpp's lacks", where, f"model.{key}: {model[key]!r:.100}")
+    steps = _steps(tokenizer.get("pre_tokenizer"))
+    if len(steps) == 1 and _is_byte_level(steps[0], splits=True):
+        pre = "gpt-2"
+    elif len(steps) == 2 and _is_split(steps[0], _LLAMA_3) and _is_byte_level(steps[1], splits=False):
+        pre = "llama-bpe"
+    else:
+        kinds = [step.get("type") for step in steps]
+        raise refused("llama.cpp knows no pre-tokenizer like this one", where, f"pre_tokenizer: {kinds!r:.200}")
+    # llama.cpp takes whole words that are tokens without merging for the one, and never for the other.
+    if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
+        raise refused("this tokenizer merges words otherwise than llama.cpp's of its kind", where, "ignore_merges")
+    return pre
+
+
+def _steps(value: Any) -> list[Mapping[str, Any]]:
+    steps = value.get("pretokenizers") if isinstance(value, Mapping) and value.get("type") == "Sequence" else [value]
+    return [step for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else []
+
+
+def _is_byte_level(step: Mapping[str, Any], *, splits: bool) -> bool:
+    plain = step.get("type") == "ByteLevel" and not step.get("add_prefix_space")
+    return plain and bool(step.get("use_regex", True)) is splits
+
+
+def _is_split(step: Mapping[str, Any], pattern: str) -> bool:
+    wanted = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return dict(step) == wanted
+
+
+def _tokens(
+    tokenizer: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int, where: str
+) -> tuple[list[str], list[int]]:
+    """Each token's text and type, in the order of their ids; what the model has room for beyond them is unused."""
+    tokens, types = [f"[PAD{index}]" for index in range(vocab_size)], [_UNUSED] * vocab_size
+    entries: list[tuple[Any, Any, int]]
+    entries = [(text, index, _NORMAL) for text, index in model["vocab"].items()]
+    for entry in tokenizer.get("added_tokens") or []:
+        entries.append((entry.get("content"), entry.get("id"), _CONTROL if entry.get("special") else _USER_DEFINED))
+    for text, index, kind in entries:
+        if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
+            raise refused("a token has no place in the model's vocabulary", where, f"{text!r:.80}: {index!r:.40}")
+        tokens[index], types[index] = text, kind
+    return tokens, types
+
+
+def _merges(model: Mapping[str, Any], where: str) -> list[str]:
+    """Merges as two words and a space; tokenizers 0.20 and later write pairs."""
+    found = []
+    for merge in model.get("merges") or []:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) and " " not in p for p in pair):
+            raise refused("this is not a merge of two tokens", where, f"{merge!r:.100}")
+        found.append(" ".join(pair))
+    return found
+
+
+def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """The ids of the tokens that tokenizer_config.json names."""
+    found = {}
+    for key, name in _SPECIAL_KEYS.items():
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(text, str) and text in ids:
+            found[name] = ids[text]
+    return found
+
+
+def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int], where: str) -> tuple[bool, bool]:
+    """Whether encoding puts a token of beginning in front of the text, and one of end behind it."""
+    steps = post.get("processors") if isinstance(post, Mapping) and post.get("type") == "Sequence" else [post]
+    templates = [step for step in steps or [] if isinstance(step, Mapping) and step.get("type") == "TemplateProcessing"]
+    others = [step for step in steps or [] if step and step.get("type") not in ("TemplateProcessing", "ByteLevel")]
+    parts = [_part(part, ids) for template in templates for part in template.get("single") or []]
+    before, after = (parts[: parts.index(None)], parts[parts.index(None) + 1 :]) if None in parts else ([], [])
+    bos, eos = [special.get("bos", -1)], [special.get("eos", -1)]
+    if (
+        others
+        or len(templates) > 1
+        or (parts and None not in parts)
+        or before not in ([], bos)
+        or after not in ([], eos)
+    ):
+        raise refused(
+            "this tokenizer adds other tokens than one for the beginning and the end", where, "post_processor"
+        )
+    return before == bos, after == eos
+
+
+def _part(part: Any, ids: Mapping[str, int]) -> int | None:
+    """A special token's id; None for the text itself."""
+    name = part["SpecialToken"].get("id") if "SpecialToken" in part else None
+    return None if name is None else ids.get(str(name), -2)
+
+
+# ---------------------------------------------------------------- the structure of tokenizer.json
+
+
+def _checked(tokenizer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The ``model`` of a tokenizer.json, once all lists and mappings that are used are found to be that.
+
+    Raises :class:`CheckpointUnusable` naming the key.
+    """
+    model = _mapping(tokenizer.get("model"), "model", where)
+    _mapping(model.get("vocab"), "model.vocab", where)
+    _list(model.get("merges"), "model.merges", where)
+    _mappings(tokenizer.get("added_tokens"), "added_tokens", where)
+    for key, inner in (("pre_tokenizer", "pretokenizers"), ("post_processor", "processors")):
+        outer = tokenizer.get(key)
+        if outer is None:
+            continue
+        steps = _mapping(outer, key, where)
+        for number, step in enumerate(_mappings(steps.get(inner), f"{key}.{inner}", where)):
+            _check_template(step, f"{key}.{inner}.{number}", where)
+        _check_template(steps, key, where)
+    return model
+
+
+def _check_template(step: Mapping[str, Any], key: str, where: str) -> None:
+    """The parts of a TemplateProcessing, the step that puts special tokens around the text."""
+    for number, part in enumerate(_mappings(step.get("single"), f"{key}.single", where)):
+        if "SpecialToken" in part:
+            _mapping(part["SpecialToken"], f"{key}.single.{number}.SpecialToken", where)
+
+
+def _mapping(value: Any, key: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        _check_type(value, key, "a mapping", where)
+    return value
+
+
+def _list(value: Any, key: str, where: str) -> list[Any]:
+    """The list, empty where there is none."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        _check_type(value, key, "a list", where)
+    return value
+
+
+def _mappings(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
+    return [_mapping(item, f"{key}.{number}", where) for number, item in enumerate(_list(value, key, where))]
+
+
+def _check_type(value: Any, key: str, wanted: str, where: str) -> NoReturn:
+    raise refused("this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}")
+
+
+def _require_text(value: Any, where: str) -> None:
+    """Raise :class:`CheckpointUnusable` for text with lone surrogates, anywhere in parsed JSON: no file can hold it."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                raise refused("a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]) from None
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list):
+            left += each

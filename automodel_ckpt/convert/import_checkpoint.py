@@ -1,0 +1,385 @@
+"""``ckpt import``: convert what another program saved into a checkpoint. Imports no torch.
+
+Sources are what ``init_from`` reads (``convert/open.py``): a plain DCP directory, Hugging Face files, shards of
+PyTorch's HuggingFaceStorageWriter, a checkpoint of NeMo AutoModel. The result is a complete checkpoint of weights in
+the layout ``hf``, written and published as any save: staged, digested, one rename. What the source's own files do not
+tell in a form that all programs share (optimizer, data position, random numbers) is not guessed; it is named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.export.files import agreeing_config
+from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan
+from automodel_ckpt.checkpoint.export.script import no_need_script
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
+from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
+from automodel_ckpt.checkpoint.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run import maintenance, resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.dcp_directory import read_content
+from automodel_ckpt.checkpoint.sources.model_files import is_side_file
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.checkpoint.writing.finalize import readable_bytes
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, run_all
+from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_files, merge_tree
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.sources.external import DCP, HF, SHARDS, kinds_in, losses_in
+from automodel_ckpt.convert.sources.hugging_face import is_hf_directory
+from automodel_ckpt.convert.sources.unsupported import unsupported_directory
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import others_text, values_text
+
+_FORMAT = "hf"
+_CONFIG = "config.json"
+# Tokenizers of large vocabularies take some ten megabytes.
+_MAX_SIDE_BYTES = 128 << 20
+# It is parsed, and then takes up to 25 times its size.
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_RECIPE_BYTES = 1 << 20
+_WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA, layout.EXPORT_MANIFEST)
+SINGLE = "a safetensors file"
+_PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
+_REMEDY = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
+ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """What an import takes from *source* and writes to ``run/name``.
+
+    *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
+    in the source and is not imported.
+    """
+
+    source: Path
+    kind: str
+    weights: Tensors
+    plan: Plan
+    side_files: Mapping[str, bytes]
+    other_files: Mapping[str, bytes]
+    losses: Mapping[str, Any]
+    run: Path
+    name: layout.CheckpointName
+    left_out: tuple[str, ...]
+
+    @property
+    def target(self) -> Path:
+        return self.run / str(self.name)
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the model's config.json is among the side files."""
+        return _CONFIG in self.side_files
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether the source has digests that its tensors are compared with."""
+        slices = [piece for tensor in self.weights.tensors.values() for piece in tensor.slices if piece.nbytes]
+        return bool(slices) and all(piece.digest is not None for piece in slices)
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes + sum(map(len, [*self.side_files.values(), *self.other_files.values()]))
+
+
+def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import:
+    """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
+
+    Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` where there are no weights of a known
+    format, or they are damaged.
+    """
+    source = source.expanduser()
+    try:
+        return _prepared(_resolved(source), run, layout.CheckpointName(step=step, epoch=epoch))
+    except OSError as error:
+        where = Path(error.filename or source)
+        raise _unusable("a file to import cannot be read", where, error.strerror) from error
+
+
+def _resolved(source: Path) -> Path:
+    """Return the path without symbolic links; the link that a file itself is stays, since its name tells its format."""
+    if source.is_file():
+        return Path(os.path.realpath(source.parent), source.name)
+    return Path(os.path.realpath(source))
+
+
+def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
+    if source.is_file():
+        directory, kind, weights = source.parent, SINGLE, open_weights(source).modules[MODEL]
+    else:
+        directory, kind = _located(source)
+        weights = open_weights(directory).modules[MODEL]
+    _check_not_sparse(weights)
+    _check_name_is_free(run / str(name))
+    _check_step_order(run, name)
+    plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
+    place = directory if kind == SINGLE else source
+    side = _side_files(place, directory)
+    if _CONFIG in side:
+        side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
+    return Import(
+        source, kind, weights, plan, side, dict(_recipe(place)), losses_in(place), run, name,
+        tuple(_left_out(source, directory, kind, weights)),
+    )  # fmt: skip
+
+
+def run_import(planned: Import) -> Path:
+    """Write and publish what :func:`prepare` found; returns the checkpoint.
+
+    ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` where it cannot be written,
+    :class:`CheckpointUnusable` where the source cannot be read, and leaves no trace then.
+    """
+    run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
+    try:
+        run.hold()
+        maintenance.recover(run.root)
+    except OSError as error:
+        run.release()
+        raise as_failure(error, "importing", run.root) from error
+    try:
+        _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
+        return _write(planned, run.root)
+    finally:
+        run.release()
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def _located(source: Path) -> tuple[Path, str]:
+    """The directory of the weights, and its kind in words. Raises :class:`CheckpointUnusable`."""
+    if not source.is_dir():
+        raise _unusable("there is nothing to import", source, "no such file or directory")
+    if unsupported := unsupported_directory(source):
+        raise unsupported.error(source)
+    if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(source.parent / layout.MANIFEST):
+        raise CheckpointUnusable(
+            "this is already a checkpoint of automodel_ckpt: there is nothing to import",
+            where=str(source),
+            value=layout.MANIFEST,
+            remedy="use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
+        )
+    for place in _PLACES:
+        directory = source / place
+        if not directory.is_symlink() and directory.is_dir() and (kind := _kind(directory)) is not None:
+            return directory, kind
+    raise _unusable("no weights that can be imported were found", source, _found(source))
+
+
+def _kind(directory: Path) -> str | None:
+    if os.path.lexists(directory / layout.ADAPTER_MODEL):
+        raise CheckpointUnusable(
+            "an adapter cannot be imported without its base, which it does not identify", where=str(directory),
+            value=layout.ADAPTER_MODEL,
+            remedy="use a recipe with the base and the peft section, and set init_from.path to this adapter",
+        )  # fmt: skip
+    _check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
+    if os.path.lexists(directory / layout.DCP_METADATA):
+        return DCP
+    if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
+        return None
+    return HF if is_hf_directory(directory, follow_links=True) else SHARDS
+
+
+def _found(source: Path) -> str:
+    names = sorted(os.listdir(source))
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickled:
+        return f"{pickled[0]} is a pickle, which is not read: save the model as safetensors first"
+    return f"it holds {', '.join(names[:5])}" if names else "it is empty"
+
+
+def _check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
+    """Check symbolic links to the files selected by *concerned*: they may point within the directory.
+
+    In the Hub's cache, they may also point to the blobs of the same model. Raises :class:`CheckpointUnusable`.
+    """
+    allowed = [directory]
+    if directory.parent.name == "snapshots":
+        allowed.append(directory.parent.parent / "blobs")
+    for path in directory.iterdir():
+        target = Path(os.path.realpath(path))
+        if concerned(path.name) and path.is_symlink() and not any(target.is_relative_to(root) for root in allowed):
+            raise _unusable("a symbolic link points outside of the directory", path, os.readlink(path))
+
+
+def _check_not_sparse(weights: Tensors) -> None:
+    for file in sorted({piece.file for tensor in weights.tensors.values() for piece in tensor.slices}):
+        status = os.lstat(weights.root / file)
+        if is_sparse(status):
+            raise _unusable(
+                "this file is sparse: nearly all of it is unallocated", weights.root / file, f"{status.st_size} bytes"
+            )
+
+
+def _check_name_is_free(target: Path) -> None:
+    if os.path.lexists(target):
+        raise CheckpointUnusable(
+            "a checkpoint of this step already exists", where=str(target), value=target.name,
+            remedy="import into another run directory, or under another --step",
+        )  # fmt: skip
+
+
+def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
+    """A run of training resumes from its newest checkpoint: weights alone may not become that."""
+    newest = resume.newest(run) if run.is_dir() else None
+    if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
+        return
+    raise CheckpointUnusable(
+        "the imported weights would become the newest checkpoint of an existing training run",
+        where=str(run),
+        value=newest.name,
+        remedy="import into a separate run directory, and start from it with init_from",
+    )
+
+
+def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
+    """Config, tokenizer and the like: from ``.hf_metadata`` where there is one, beside the weights, or above them."""
+    for place in (directory / layout.HF_METADATA, directory, source):
+        if place.is_symlink() or not place.is_dir():
+            continue
+        names = sorted(path.name for path in place.iterdir() if is_side_file(path.name) and path.is_file())
+        if _CONFIG in names:
+            _check_links(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
+            limits = dict.fromkeys(names, _MAX_SIDE_BYTES) | {_CONFIG: _MAX_CONFIG_BYTES}
+            files = {name: _content(place / name, limit) for name, limit in limits.items()}
+            if (export := find_export_manifest(place, follow_links=True)) is not None:
+                for name, content in files.items():
+                    export.check_bytes(name, content)
+            return files
+    return {}
+
+
+def _content(path: Path, limit: int) -> bytes:
+    real = Path(os.path.realpath(path))
+    return read_safely(real.parent, real.name, limit=limit)
+
+
+def _recipe(source: Path) -> Iterator[tuple[str, bytes]]:
+    """The recipe that the other program kept, as it is, for people to look up."""
+    path = source / layout.CONFIG
+    if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_RECIPE_BYTES:
+        yield layout.CONFIG, _content(path, _MAX_RECIPE_BYTES)
+
+
+def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Iterator[str]:
+    for name, other in kinds_in(source).items() if source.is_dir() else ():
+        if (source / name).resolve() != directory.resolve():
+            yield f"{name}: {other}"
+    if kind == DCP:
+        content = read_content(directory)
+        if others := len(content.tensors) - len(weights.tensors):
+            yield others_text(others)
+        if content.values:
+            yield values_text(len(content.values))
+    yield from (name for name in ("dataloader", "rng", "step_scheduler.pt") if os.path.lexists(source / name))
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write(planned: Import, run: Path) -> Path:
+    staging = commit.reserve(run, str(planned.name))
+    try:
+        part = Part(0)
+        run_all(_jobs(planned), staging, part)
+        manifest = _manifest(planned, part)
+        commit.seal(staging, readable_bytes(manifest, run / str(planned.name)))
+        published = commit.publish(staging, str(planned.name))
+        newest = resume.newest(run)
+        assert newest is not None
+        commit.point(run, layout.LATEST, newest.name)
+        return published
+    except OSError as error:
+        raise as_failure(error, f"importing {planned.source}", run) from error
+    finally:
+        commit.discard(staging)
+
+
+def _jobs(planned: Import) -> Iterator[FileJob]:
+    for file in planned.plan.files:
+        yield FileJob(f"{MODEL}/{file.name}", list(_pieces(planned.weights, file)), MODEL, file.nbytes)
+    script = no_need_script().encode()
+    beside = {layout.HF_INDEX: planned.plan.index(), layout.CONSOLIDATE_SCRIPT: script, **planned.side_files}
+    contents = {f"{MODEL}/{name}": data for name, data in beside.items()} | dict(planned.other_files)
+    contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
+    for name, data in contents.items():
+        yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
+
+
+def _pieces(weights: Tensors, file: OutputFile) -> Iterator[Chunk]:
+    yield Chunk(0, file.header)
+    for tensor, start in file.placed():
+        entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, f"{MODEL}/{file.name}", start)
+        yield Chunk(start, partial(_row_major, weights.root, tensor.stored), entry)
+
+
+def _row_major(root: Path, tensor: Tensor) -> memoryview:
+    """A tensor's bytes, compared with their digests where there are any: mapped where they are one slice, else put
+    together."""
+    return whole_checked(root, tensor).reshape(-1).view("u1").data
+
+
+def _losses(planned: Import) -> dict[str, Any]:
+    """The entries of the source's losses.json that are finite numbers or null."""
+    found = {key: planned.losses.get(key) for key in ("train_loss", "val_loss")}
+    return {"step": planned.name.step, "epoch": planned.name.epoch, **{key: _finite(v) for key, v in found.items()}}
+
+
+def _finite(value: object) -> float | None:
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _manifest(planned: Import, part: Part) -> Manifest:
+    return Manifest(
+        step=planned.name.step, epoch=planned.name.epoch, created=time.time(), world_size=1, dp_size=1, progress={},
+        losses=_losses(planned), validated=False, environment=environment(),
+        lineage={"imported_from": str(planned.source), "imported_kind": planned.kind},
+        state={MODEL: StateRecord("module", "replicated", f"{MODEL}/")},
+        trees={MODEL: _without_ties(merge_tree(MODEL, _FORMAT, [part], {}), planned.side_files.get(_CONFIG))},
+        files=merge_files([part]),
+    )  # fmt: skip
+
+
+def _without_ties(tree: Tree, config: bytes | None) -> Tree:
+    """Where config.json ties the head to the embedding and both were saved with the same bytes: the head is a copy."""
+    if config is None or not json.loads(config).get("tie_word_embeddings"):
+        return tree
+    tied = {}
+    for head in (fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")):
+        same = (fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight") and _equal(tree, fqn, head))
+        if (kept := next(same, None)) is not None:
+            tied[head] = kept
+    tensors = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn not in tied}
+    return replace(tree, tensors=tensors, tied=tied, copies={fqn: tree.tensors[fqn] for fqn in tied})
+
+
+def _equal(tree: Tree, one: str, other: str) -> bool:
+    a, b = tree.tensors[one], tree.tensors[other]
+    return (a.dtype, a.shape, a.slices[0].digest) == (b.dtype, b.shape, b.slices[0].digest)
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(what, where=str(where), value=value, remedy=_REMEDY)

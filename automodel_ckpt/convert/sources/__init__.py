@@ -1,0 +1,1 @@
+"""External formats: one module per format, which describes its files as slices."""

@@ -1,0 +1,177 @@
+"""Samples of a stream of rows: read while they are used, shuffled by blocks, and tokenized only where they are used."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.encode import Truncation
+from automodel_ckpt.data.files import UNREADABLE
+from automodel_ckpt.data.limits import at_most
+from automodel_ckpt.data.row_files import RecordStream
+from automodel_ckpt.data.sampler import derive_seed, permutation
+from automodel_ckpt.data.source import OneRow, Rows, Source
+from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+Encode = Callable[[Rows], list[TokenizedSample]]
+"""Makes a sample of each row of a table."""
+DEFAULT_BLOCK = 1000
+_Placed = tuple[dict[str, Any], str | None]
+"""A row, and its file and line where they are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it was read, its number from 0 in the stream, and its file and line where they are known."""
+
+    number: int
+    content: dict[str, Any]
+    place: str | None = None
+
+
+class RowStream(IterableDataset[Row]):
+    """Iterates over *rows*, a stream of a :class:`Source`, shuffled within blocks of *block* rows; its state is exact.
+
+    The state is the state of *rows* at the start of the block and the number of rows yielded since, so a resume reads
+    less than one block again, and continues in the same order. :meth:`prepare` tokenizes a row; each rank calls it
+    only for its own part of the stream. Raises :class:`RecipeError` if *block* is less than 1.
+    """
+
+    identity: str | None = None
+    """A digest that changes with the samples, as far as is known without reading them; None if unknown."""
+
+    def __init__(
+        self, rows: Any, encode: Encode, policy: Truncation, source: Source, block: int = DEFAULT_BLOCK
+    ) -> None:
+        if block < 1:
+            remedy = "set 1 to disable shuffling, or a larger number"
+            raise RecipeError(
+                "shuffle_block must be at least 1", where="dataset.shuffle_block", value=block, remedy=remedy
+            )
+        self.rows = rows
+        self.encode = encode
+        self.policy = policy
+        self.source = source
+        self.block = block
+        self._start = rows.state_dict()
+        self._block_start = self._start
+        self._first = 0
+        self._given = 0
+        self._block_size = block
+        self.set_order(0, 0, shuffle=False)
+
+    def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
+        """Set the order of the rows in each block: a function of *seed*, *epoch*, *shuffle* and the block."""
+        self._order = (seed, epoch, shuffle)
+
+    def __iter__(self) -> Iterator[Row]:
+        self.rows.load_state_dict(copy.deepcopy(self._block_start))
+        rows = iter(self.rows)
+        while block := self._read_block(rows):
+            order = self._order_of(len(block)).tolist()
+            following = copy.deepcopy(self.rows.state_dict())
+            while self._given < len(block):
+                number = order[self._given]
+                self._given += 1
+                yield Row(self._first + number, *block[number])
+            self._first += len(block)
+            self._given, self._block_start, self._block_size = 0, following, self.block
+        self._rewind()
+
+    def _read_block(self, rows: Iterator[_Placed]) -> list[_Placed]:
+        try:
+            return list(islice(rows, self._block_size))
+        except (*UNREADABLE, ValueError, RuntimeError) as error:
+            if not self.source.is_file:
+                raise
+            raise self.source.unreadable(error) from error
+
+    def prepare(self, row: Row) -> dict[str, list[int]]:
+        """Tokenize a row: ``{"input_ids": list[int], "labels": list[int]}``, truncated to seq_length.
+
+        If truncation leaves no label, all labels are -100. With the policy ``error``, raises :class:`RecipeError` for a
+        sample that is too long.
+        """
+        table = OneRow(self.source.path, row.number, row.content, row.place, self.rows.fields)
+        (whole,) = self.encode(table)
+        truncated = self.policy.apply(whole, lambda: table.place(0))
+        if truncated is None:
+            tokens = whole.tokens[: self.policy.seq_length]
+            return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
+        labels = []
+        for token, is_labeled in zip(truncated.tokens, truncated.labelled, strict=True):
+            labels.append(token if is_labeled else IGNORE_INDEX)
+        return {"input_ids": truncated.tokens, "labels": labels}
+
+    def report(self) -> None:
+        """Log how many samples were cut or have an empty completion since the last call."""
+        policy = self.policy
+        if policy.num_empty:
+            log.warning(
+                "%s: of the samples that this rank prepared, %d have an empty completion: "
+                "only the end token is trained on",
+                self.source.path,
+                policy.num_empty,
+            )
+        if policy.num_cut or policy.num_left_out:
+            log.warning(
+                "%s: of the samples that this rank prepared, %d were truncated to seq_length %d, "
+                "%d more have no label left",
+                *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
+            )
+        policy.num_cut = policy.num_left_out = policy.num_empty = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self._block_start,
+            "first": self._first,
+            "given": self._given,
+            "block": self._block_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._block_start = state["rows"]
+        self._first = state["first"]
+        self._given = state["given"]
+        self._block_size = state["block"]
+        if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
+            # Saved by a version that read these files with the library datasets: its state has another format.
+            self._block_start = self.rows.state_after(self._first)
+
+    def _rewind(self) -> None:
+        self._block_start = self._start
+        self._first = 0
+        self._given = 0
+        self._block_size = self.block
+
+    def _order_of(self, num_rows: int) -> Any:
+        seed, epoch, shuffle = self._order
+        return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
+
+
+def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None) -> RowStream:
+    """The stream of at most *max_samples* rows of *source*.
+
+    Logs how samples that are too long are handled, because their number is not known in advance.
+    """
+    rows = source.stream()
+    if max_samples is not None:
+        rows = rows.take(at_most(max_samples, max_samples))
+    handling = "rejected" if policy.policy == "error" else "truncated"
+    log.info(
+        "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in advance",
+        source.path,
+        policy.seq_length,
+        handling,
+    )
+    return RowStream(rows, encode, policy, source, block)

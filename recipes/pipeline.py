@@ -1,0 +1,183 @@
+"""A recipe's model in pipeline stages: cutting it, asking a stage about itself, taking steps through all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.module_tensors import Whole
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners
+from automodel_ckpt.distributed.agree import gather_objects
+from automodel_ckpt.distributed.mesh import RankLayout, build_mesh
+from automodel_ckpt.distributed.pipeline import Kind, Pipeline, StageTensorSpec, TiedEnds, idle_share
+from automodel_ckpt.distributed.tensor_parallel import Plan, plan_for
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.pipeline_stage import PassThrough, has_tied_ends, keep_stage
+from automodel_ckpt.recipes.objective import Objective
+
+log = logging.getLogger("automodel_ckpt")
+
+Outcome = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
+"""From the rows of a micro-batch, and hidden states on all stages but the first, to the hidden states for the next
+stage, or on the last to the summed loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is known of the whole model when one stage of it is left; *tp_plan* is what of the plan is left."""
+
+    mesh: DeviceMesh
+    tp_plan: Plan | None
+    has_tied_ends: bool
+    wire: StageTensorSpec
+
+
+def cut(model: nn.Module, layout: RankLayout, tp_plan: Plan | None, compute_dtype: torch.dtype | None) -> Cut:
+    """Leave of *model* this rank's stage, in place; names and shapes of all the rest stay known (its attribute
+    ``whole``). Hidden states have the type *compute_dtype*, or that of the model. A collective."""
+    transformers_model: Any = model
+    plan = plan_for(model, tp_plan, layout.sizes.tp) if layout.sizes.tp > 1 else None
+    embedding = transformers_model.get_input_embeddings()
+    wire = StageTensorSpec(embedding.embedding_dim, compute_dtype or embedding.weight.dtype)
+    tied = has_tied_ends(model)
+    transformers_model.whole = Whole.of(model)
+    keep_stage(model, layout.pp_rank, layout.sizes.pp)
+    left = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
+    if plan is not None:
+        plan = {name: style for name, style in plan.items() if name in left}
+    return Cut(build_mesh(layout), plan, tied, wire)
+
+
+class Staged:
+    """This rank's stage of a recipe's model, shared out, among the others."""
+
+    def __init__(self, model: nn.Module, layout: RankLayout, made: Cut, kind: Kind) -> None:
+        """A collective: every rank does it once."""
+        self.pipeline = Pipeline(model, layout, made.mesh["pp"].get_group(), made.wire, kind)
+        self.width = made.wire.width
+        self._tied = _tied_ends(model, layout) if made.has_tied_ends else None
+
+    def train(self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome, weight: float) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches; see :meth:`.Pipeline.train`."""
+        losses = self.pipeline.train(lambda number, hidden: outcome(rows[number], hidden), _shapes(rows), weight)
+        if self._tied is not None:
+            self._tied.sum_gradients()
+        return losses
+
+    def evaluate(self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome) -> list[torch.Tensor]:
+        """Forward of all micro-batches; the losses on the last stage."""
+        return self.pipeline.evaluate(lambda number, hidden: outcome(rows[number], hidden), _shapes(rows))
+
+    @property
+    def counted_elsewhere(self) -> frozenset[int]:
+        """Ids of parameters whose gradients the first stage counts."""
+        return self._tied.counted_elsewhere if self._tied is not None else frozenset()
+
+
+def _shapes(rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
+    return [(each["labels"].shape[0], each["labels"].shape[1]) for each in rows]
+
+
+def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return TiedEnds([] if isinstance(embedding, PassThrough) else [embedding.weight], layout)
+
+
+class FromTokens(nn.Module):
+    """A stage that takes token ids, as a whole model does, to be asked how it treats samples that share a row.
+
+    Stages after the first get hidden states drawn for each token.
+    """
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        # As small as fresh embeddings: what layers add to them has to be seen beside them.
+        self._hidden = 0.02 * torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+
+    def get_output_embeddings(self) -> Any:
+        """The model's."""
+        return self.model.get_output_embeddings()  # type: ignore[operator]
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any) -> Any:
+        """What the stage makes of token ids below 8."""
+        hidden = self._hidden.to(next(self.model.parameters())).to(input_ids.device)[input_ids]
+        return self.model(inputs_embeds=hidden, position_ids=position_ids, **options)
+
+
+def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
+    """How much of a step stages wait for each other, in the log; a warning where it is half of it."""
+    stages = layout.sizes.pp
+    idle = idle_share(num_micro_batches, stages)
+    message = "%d pipeline stages, %d micro-batches a step: each stage waits for others about %.0f %% of the time"
+    log.log(
+        logging.WARNING if idle >= 0.5 else logging.INFO,
+        message + ("; more micro-batches (a larger global_batch_size) make it less" if idle >= 0.5 else ""),
+        stages, num_micro_batches, 100 * idle,
+    )  # fmt: skip
+
+
+def check_single_step_optimizer(recipe: Any, base: Any) -> None:
+    """Raise :class:`RecipeError` for a *recipe* (derived from *base*) whose loss or step a pipeline would not call."""
+    own = [
+        f"{type(recipe).__name__}.{name}"
+        for name in ("build_objective", "train_step")
+        if getattr(type(recipe), name) is not getattr(base, name)
+    ]
+    if recipe.objective_class.loss is not Objective.loss:
+        own.append(f"{recipe.objective_class.__name__}.loss")
+    if own:
+        raise RecipeError(
+            "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",
+            where="distributed.pp_size",
+            value=own[0],
+            remedy="leave pp_size out, or override Objective.row_loss instead, which the last stage calls",
+        )
+
+
+def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:
+    """:class:`RecipeError` where a stage has nothing to be trained. A collective."""
+    counts = gather_objects(layout.gloo_group, len(trained))[:: layout.world_size // layout.sizes.pp]
+    if 0 in counts:
+        raise RecipeError(
+            "a pipeline stage has nothing to be trained",
+            where="model.freeze",
+            value=f"stage {counts.index(0)} of {len(counts)}",
+            remedy="freeze less, or set a smaller distributed.pp_size",
+        )
+
+
+def add_up_stages(layout: RankLayout, counts: list[int]) -> list[int]:
+    """The sums of *counts* over the pipeline stages. A collective."""
+    stages = gather_objects(layout.gloo_group, counts)[:: layout.world_size // layout.sizes.pp]
+    return [sum(each) for each in zip(*stages, strict=True)]
+
+
+def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> None:
+    """Let *optimizer* know what those of the other stages train (its attribute ``whole``). A collective.
+
+    Raises :class:`RecipeError` where theirs has other parameter groups.
+    """
+    items = classify({"model": model, "optimizer": optimizer})
+    mine = Owners(items).groups(items[1])
+    settings = [{key: repr(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    gathered = gather_objects(layout.gloo_group, (mine, settings))
+    stages = gathered[:: layout.world_size // layout.sizes.pp]
+    odd = next((number for number, (_, theirs) in enumerate(stages) if theirs != stages[0][1]), None)
+    if odd is not None:
+        raise RecipeError(
+            "the optimizer makes other parameter groups on one pipeline stage than on another",
+            where="optimizer",
+            value=f"{len(stages[0][1])} groups on stage 0, {len(stages[odd][1])} on stage {odd}, or other settings",
+            remedy="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
+        )
+    groups = [[theirs[index] for theirs, _ in stages] for index in range(len(mine))]
+    optimizer.whole = [{name: t for stage in group for name, t in stage.items()} for group in groups]  # type: ignore[attr-defined]

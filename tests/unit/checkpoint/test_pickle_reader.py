@@ -1,0 +1,77 @@
+"""The reader of plain data gives back all that state may hold, as torch.save wrote it."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.files import pickle_reader
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+VALUES: list[Any] = [
+    None, True, 2**70, -3, 1.5, 1j, "é", b"", b"ab\xff", bytearray(), bytearray(b"ab"), torch.Size([1, 2]),
+    torch.float32, torch.float8_e8m0fnu, torch.device("cpu"), torch.strided, {1, 2}, set(), Counter("aab"), Counter(),
+    OrderedDict(a=1), {(1, (2,)): 3}, [1, [2, (3,)]], {index: index for index in range(3000)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    read = pickle_reader.load(saved(value), "here")
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3.0), torch.ones(2, dtype=torch.uint16), torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.empty(0, 3), torch.tensor(True), torch.ones(3, 2).t(), torch.ones(1).expand(5), torch.arange(9)[2:5],
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
+)  # fmt: skip
+def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
+    read = pickle_reader.load(saved({"value": tensor}), "here")["value"]
+    assert (read.dtype, read.shape, read.stride(), type(read)) == (
+        tensor.dtype, tensor.shape, tensor.stride(), type(tensor),
+    )  # fmt: skip
+    assert torch.equal(read.float(), tensor.float()) and read.requires_grad == tensor.requires_grad
+
+
+def test_tensors_that_share_memory_share_it_again() -> None:
+    tensor = torch.arange(9.0)
+    whole, part = pickle_reader.load(saved([tensor, tensor[2:]]), "here")
+    whole[2] = 7
+    assert part[0] == 7
+
+
+def test_a_modules_state_dict_keeps_its_metadata() -> None:
+    state = torch.nn.Linear(2, 1).state_dict()
+    read = pickle_reader.load(saved(state), "here")
+    assert list(read) == list(state) and vars(read) == vars(state)
+
+
+@pytest.mark.parametrize(
+    "value", [pickle_reader.Fault, print, torch.nn.Linear(1, 1)], ids=["class", "function", "module"]
+)
+def test_code_does_not_come_back(value: Any) -> None:
+    with pytest.raises(CheckpointUnusable, match=r"it asks for|never writes"):
+        pickle_reader.load(saved(value), "here")
+
+
+def test_data_that_is_cut_or_extended_is_refused() -> None:
+    data = saved({"value": torch.ones(3)})
+    for other in (data[:-1], data + b"x", data[1:], data[: len(data) // 2], b""):
+        with pytest.raises(CheckpointUnusable):
+            pickle_reader.load(other, "here")

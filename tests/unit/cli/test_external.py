@@ -1,0 +1,127 @@
+"""`ckpt ls` and `show` understand what other programs wrote, and mark it as unchecked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.sources.hugging_face import open_hf
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.shards import checkpoint_in
+
+Capture = pytest.CaptureFixture[str]
+AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"
+
+
+def shown(capsys: Capture, *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_lists_a_run_of_automodel(tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(AUTOMODEL / "safetensors", tmp_path / "run")
+    checkpoint_in(tmp_path / "run", 20)
+    rows = {row["name"]: row for row in shown(capsys, "ls", str(tmp_path / "run"))}
+    foreign, ours = rows["epoch_0_step_1"], rows["epoch_0_step_20"]
+    assert foreign["foreign"] and not foreign["complete"] and ours["complete"] and not ours["foreign"]
+    assert foreign["step"] == 1 and foreign["train_loss"] == 1.25 and foreign["nbytes"] > 40_000
+    assert "model: safetensors shards, optim: PyTorch DCP" in foreign["reason"]
+    assert main(["ls", str(tmp_path / "run")]) == 0
+    assert "external, unverified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("form", "kind"), [("safetensors", "safetensors shards"), ("torch_save", "PyTorch DCP")])
+def test_show_gives_automodels_tensors(capsys: Capture, form: str, kind: str) -> None:
+    path = AUTOMODEL / form / "epoch_0_step_1"
+    document = shown(capsys, "show", str(path))
+    model = document["trees"]["model"]
+    assert document["foreign"] and model["format"] == kind and len(model["tensors"]) == 12
+    assert model["tensors"]["lm_head.weight"] == {"dtype": "F32", "shape": [23, 8], "slices": 2}
+    assert main(["show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "MANIFEST.json" in text and "[23, 8]" in text and "\x1b" not in text
+
+
+def test_an_optimizer_of_automodel_is_understood(capsys: Capture) -> None:
+    document = shown(capsys, "show", str(AUTOMODEL / "safetensors" / "epoch_0_step_1"))
+    optimizer = document["trees"]["optim"]
+    momentum = "optim.state.model.embed_tokens.weight.momentum_buffer"
+    assert optimizer["tensors"][momentum]["shape"] == [23, 8] and optimizer["values"] > 10
+
+
+def hf_directory(path: Path) -> Path:
+    path.mkdir()
+    for name, tensors in {"a": {"w": torch.ones(2, 3)}, "b": {"v": torch.zeros(4, dtype=torch.bfloat16)}}.items():
+        save_file(tensors, path / f"{name}.safetensors", {"format": "pt"})
+    weight_map = {"w": "a.safetensors", "v": "b.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def test_whole_files_adapters_and_our_exports_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
+    hf_directory(tmp_path / "hf")
+    (tmp_path / "adapter").mkdir()
+    save_file({"lora_A": torch.ones(2, 2)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    exported = consolidate(checkpoint_in(tmp_path / "run", 20)).output
+    for path, kind, count in (
+        (tmp_path / "hf", "Hugging Face files", 2), (tmp_path / "adapter", "PEFT adapter", 1),
+        (exported, "Hugging Face files", 2),
+    ):  # fmt: skip
+        tree = shown(capsys, "show", str(path))["trees"]["."]
+        assert tree["format"] == kind and len(tree["tensors"]) == count and not tree["problem"]
+    rows = {row["name"]: row["reason"] for row in shown(capsys, "ls", str(tmp_path / "hf"))}
+    assert rows == {"hf": "external, unverified: Hugging Face files"}
+
+
+def test_what_is_damaged_is_shown_with_what_is_wrong(tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(AUTOMODEL / "safetensors" / "epoch_0_step_1", tmp_path / "c")
+    (tmp_path / "c" / "optim" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    next((tmp_path / "c" / "model").glob("shard-00001*")).write_bytes(b"x")
+    document = shown(capsys, "show", str(tmp_path / "c"))
+    assert "'os.system'" in document["trees"]["optim"]["problem"]
+    assert "safetensors file" in document["trees"]["model"]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"w": "../x.safetensors"}}, "'..'"), ({"weight_map": ["w"]}, "weight_map"),
+        ({"weight_map": {"w": "b.safetensors"}}, "not in its file"), ([], "not a JSON mapping"),
+        ({"weight_map": {"w": "c.safetensors"}}, "c.safetensors"), ("{", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: Any, said: str) -> None:
+    path = hf_directory(tmp_path / "hf")
+    text = index if isinstance(index, str) else json.dumps(index)
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointUnusable) as caught:
+        open_hf(path)
+    assert said in str(caught.value)
+
+
+def test_a_tensor_in_two_files_and_a_shard_among_whole_files_are_refused(tmp_path: Path) -> None:
+    path = hf_directory(tmp_path / "hf")
+    (path / "model.safetensors.index.json").unlink()
+    shutil.copy(path / "a.safetensors", path / "c.safetensors")
+    with pytest.raises(CheckpointUnusable, match="two files"):
+        open_hf(path)
+    save_file({"x": torch.ones(1)}, path / "c.safetensors", {"DCP_SHARDING_INFO": "{}"})
+    with pytest.raises(CheckpointUnusable, match="shard stands among"):
+        open_hf(path)
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
+    for command in ("ls", "show"):
+        arguments = [sys.executable, "-c", code, command, str(AUTOMODEL / "torch_save" / "epoch_0_step_1")]
+        subprocess.run(arguments, check=True, capture_output=True)

@@ -1,0 +1,33 @@
+"""What launchers that were killed leave in the temporary directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from automodel_ckpt.cli.launch.shared_directory import FRESH_SECONDS, PREFIX, clear_left_over, scratch_directory
+
+
+def test_what_a_killed_launcher_left_goes_and_what_a_live_one_has_stays(tmp_path: Path) -> None:
+    for name in ("killed", "lives", "just_made", "other"):
+        (tmp_path / (name if name == "other" else PREFIX + name) / "launch_1").mkdir(parents=True)
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
+    for entry in tmp_path.iterdir():
+        if not entry.name.endswith("just_made"):
+            os.utime(entry, (0, entry.stat().st_mtime - 2 * FRESH_SECONDS))
+    lives = os.open(tmp_path / f"{PREFIX}lives", os.O_RDONLY)
+    fcntl.flock(lives, fcntl.LOCK_EX)
+    clear_left_over(tmp_path)
+    os.close(lives)
+    left = [f"{PREFIX}just_made", f"{PREFIX}link", f"{PREFIX}lives", "other"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == left
+    assert (tmp_path / "other/launch_1").is_dir()
+
+
+def test_a_launchers_directory_is_locked_while_it_runs_and_goes_with_it() -> None:
+    with scratch_directory() as directory:
+        os.utime(directory, (0, 0))
+        clear_left_over(directory.parent)
+        assert directory.is_dir()
+    assert not directory.exists()

@@ -1,0 +1,155 @@
+"""Weights to start from: found in every form they lie in, and read into modules, whole or by rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes, rows_of
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support import tiny
+
+
+def hugging_face(directory: Path, *, rows: int = 6) -> dict[str, torch.Tensor]:
+    """Two files with an index, as the Hub's cache has them: links to blobs."""
+    directory.mkdir(parents=True)
+    tensors = {"embed.weight": torch.randn(rows, 4), "head.weight": torch.randn(rows, 4).to(torch.bfloat16)}
+    weight_map = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        save_file({name: tensor}, directory.parent / f"blob{number}")
+        (directory / f"model-{number}.safetensors").symlink_to(f"../blob{number}")
+        weight_map[name] = f"model-{number}.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
+
+
+class Net(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, 4)
+        self.head = nn.Linear(4, rows, bias=False)
+
+
+def fillings(source: Tensors, *, resized: bool = False) -> dict[str, Filling]:
+    return {name: Filling(source, name, resized) for name in source.tensors}
+
+
+@pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])
+def test_each_way_to_name_a_checkpoint_gives_its_newest_weights(tmp_path: Path, model_save_format: Any) -> None:
+    made = tiny.recipe(seed=3, head=nn.Linear(2, 2))
+    root = tmp_path / "run"
+    tiny.save(root, tiny.recipe(seed=1), step=10, model_save_format=model_save_format)
+    tiny.save(root, made, step=20, model_save_format=model_save_format)
+    newest = root / "epoch_0_step_20"
+    for path in (root, root / "LATEST", newest, newest / "model"):
+        weights = open_weights(path)
+        assert weights.checkpoint == newest
+        weights.verify("digest", 0, 1)
+        fresh = tiny.recipe(seed=9).model
+        shapes, tied = module_shapes(fresh)
+        assert shapes.keys() == weights.modules["model"].tensors.keys()
+        assert dict(weights.modules["model"].tied) == tied
+        fill_module(fresh, fillings(weights.modules["model"]), "mean")
+        for name, value in made.model.state_dict().items():
+            assert torch.equal(fresh.state_dict()[name], value), name
+    assert open_weights(root).modules.keys() == {"model", "head"}
+
+
+def test_an_export_is_read_like_any_hugging_face_directory(tmp_path: Path) -> None:
+    made = tiny.recipe(seed=3)
+    tiny.save(tmp_path / "run", made)
+    consolidate(tmp_path / "run/epoch_0_step_20")
+    weights = open_weights(tmp_path / "run/epoch_0_step_20/model/consolidated")
+    assert weights.checkpoint is None
+    fresh = tiny.recipe(seed=9).model
+    fill_module(fresh, fillings(weights.modules["model"]), "mean")
+    assert torch.equal(fresh.embed, made.model.embed)
+
+
+def test_linked_files_with_an_index_are_read_and_cast(tmp_path: Path) -> None:
+    tensors = hugging_face(tmp_path / "hub" / "snapshot")
+    weights = open_weights(tmp_path / "hub" / "snapshot")
+    net = Net(6)
+    fill_module(net, fillings(weights.modules["model"]), "mean")
+    assert torch.equal(net.embed.weight, tensors["embed.weight"])
+    assert torch.equal(net.head.weight, tensors["head.weight"].float())
+
+
+@pytest.mark.parametrize("new_rows", ["mean", "init"])
+def test_more_rows_keep_the_stored_ones_and_fill_the_rest(tmp_path: Path, new_rows: Any) -> None:
+    tensors = hugging_face(tmp_path / "hub" / "snapshot")
+    net = Net(9)
+    before = net.embed.weight.detach().clone()
+    source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
+    fill_module(net, fillings(source, resized=True), new_rows)
+    assert torch.equal(net.embed.weight[:6], tensors["embed.weight"])
+    mean = tensors["embed.weight"].double().mean(0).float().expand(3, 4)
+    assert torch.equal(net.embed.weight[6:], mean if new_rows == "mean" else before[6:])
+
+
+def test_fewer_rows_take_the_first_stored_ones(tmp_path: Path) -> None:
+    tensors = hugging_face(tmp_path / "hub" / "snapshot")
+    net = Net(5)
+    source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
+    fill_module(net, fillings(source, resized=True), "mean")
+    assert torch.equal(net.embed.weight, tensors["embed.weight"][:5])
+
+
+def test_rows_of_a_tensor_that_is_cut_both_ways_are_pieces_of_its_slices(tmp_path: Path) -> None:
+    made = SimpleNamespace(model=Net(6))
+    tiny.save(tmp_path, made)
+    stored = open_weights(tmp_path).modules["model"].tensors["embed.weight"]
+    rows = rows_of(stored, 2, 5)
+    assert rows.shape == (3, 4)
+    (piece,) = rows.slices
+    assert (piece.offsets, piece.sizes, piece.start) == ((0, 0), (3, 4), stored.slices[0].start + 2 * 16)
+
+
+def test_a_damaged_file_is_found_before_it_is_used(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe())
+    weights = open_weights(tmp_path)
+    shard = next((tmp_path / "epoch_0_step_20/model").glob("shard-*"))
+    with shard.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointUnusable):
+        weights.verify("digest", 0, 1)
+
+
+def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "missing").mkdir()
+    (tmp_path / "broken/model.safetensors.index.json").write_text("[1]")
+    (tmp_path / "elsewhere/model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    (tmp_path / "missing/model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    (tmp_path / "twice").mkdir()
+    for name in ("a", "b"):
+        save_file({"w": torch.ones(1)}, tmp_path / f"twice/{name}.safetensors")
+    tiny.save(tmp_path / "whole", tiny.recipe())
+    made = SimpleNamespace(counter=tiny.Counter())
+    tiny.save(tmp_path / "run", made)
+    for name, what in (
+        ("nowhere", "no such directory"),
+        ("empty", "there are no shards here"),
+        ("broken", "the index of the weights cannot be read"),
+        ("elsewhere", "the index names files elsewhere"),
+        ("missing", "a file of weights is missing"),
+        ("twice", "two files hold the tensor 'w'"),
+        ("run", "this checkpoint holds no module"),
+        ("whole/epoch_0_step_20/optim", "this directory of a checkpoint holds no module"),
+    ):
+        with pytest.raises(CheckpointUnusable, match=what):
+            open_weights(tmp_path / name)

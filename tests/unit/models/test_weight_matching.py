@@ -1,0 +1,80 @@
+"""Which tensors a model takes from a source of weights, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.weight_matching import Names, compare
+
+HERE = Names({"model.embed.weight": (8, 4), "model.norm.weight": (4,), "score.weight": (3, 4)})
+
+
+def there(**changes: tuple[int, ...] | None) -> Names:
+    shapes = dict(HERE.shapes) | {name.replace("__", "."): shape for name, shape in changes.items()}
+    return Names({name: shape for name, shape in shapes.items() if shape is not None})
+
+
+def test_equal_names_and_shapes_are_all_taken() -> None:
+    verdict = compare(HERE, there())
+    assert verdict.matches == {name: name for name in HERE.shapes}
+    assert verdict.lines(allowed=False) == verdict.lines(allowed=True) == []
+    verdict.refuse("init_from", "base", "init_from")
+
+
+def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_the_keys_to_allow_it() -> None:
+    verdict = compare(HERE, there(model__norm__weight=None, score__weight=(5, 4), old__weight=(1,)))
+    with pytest.raises(RecipeError) as caught:
+        verdict.refuse("init_from.path", "base", "init_from")
+    for text in (
+        "+ model.norm.weight: not there",
+        "- old.weight: only there",
+        "~ score.weight: there [5, 4], here [3, 4]",
+        "init_from.allow_missing: ['model.norm.weight', 'score.weight']",
+        "init_from.allow_unexpected: ['old.weight']",
+    ):
+        assert text in str(caught.value)
+
+
+def test_patterns_allow_differences_and_they_are_listed_all_the_same() -> None:
+    verdict = compare(
+        HERE, there(score__weight=(5, 4), old__weight=(1,)), allow_missing=["score.*"], allow_unexpected=["old.*"]
+    )
+    verdict.refuse("init_from.path", "base", "init_from")
+    assert verdict.new == ("score.weight",)
+    assert "score.weight" not in verdict.matches
+    assert verdict.lines(allowed=True) == ["- old.weight: only there", "~ score.weight: there [5, 4], here [3, 4]"]
+
+
+def test_a_pattern_allows_what_it_matches_and_nothing_else() -> None:
+    verdict = compare(HERE, there(model__norm__weight=None, score__weight=None), allow_missing=["score.*"])
+    assert verdict.lines(allowed=False) == ["+ model.norm.weight: not there"]
+
+
+def test_only_resizable_tensors_may_have_another_number_of_rows_and_no_other_width() -> None:
+    rows, width = there(model__embed__weight=(6, 4)), there(model__embed__weight=(8, 5))
+    assert compare(HERE, rows).misshapen
+    grown = compare(HERE, rows, resizable=["model.embed.weight"])
+    assert grown.resized == {"model.embed.weight": ((6, 4), (8, 4))}
+    assert grown.matches["model.embed.weight"] == "model.embed.weight"
+    assert compare(HERE, width, resizable=["model.embed.weight"]).misshapen
+
+
+@pytest.mark.parametrize(
+    ("here", "source"),
+    [
+        (Names({"e": (2, 1)}, {"h": "e"}), Names({"h": (2, 1)})),
+        (Names({"e": (2, 1)}, {"h": "e"}), Names({"e": (2, 1), "h": (2, 1)})),
+        (Names({"e": (2, 1), "h": (2, 1)}), Names({"e": (2, 1)}, {"h": "e"})),
+    ],
+)
+def test_tied_tensors_are_found_under_each_of_their_names(here: Names, source: Names) -> None:
+    verdict = compare(here, source)
+    assert verdict.matches.keys() == here.shapes.keys()
+    assert verdict.lines(allowed=False) == []
+
+
+def test_a_base_model_without_its_prefix_fits_and_so_does_the_reverse() -> None:
+    bare = Names({name.removeprefix("model."): shape for name, shape in HERE.shapes.items()})
+    for here, source in ((HERE, bare), (bare, HERE)):
+        assert compare(here, source, prefix="model").lines(allowed=False) == []
