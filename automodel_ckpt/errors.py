@@ -21,7 +21,9 @@ EXIT_SAVE_FAILED = 4
 EXIT_STOPPED = 75
 
 
-_hidden: dict[str, str] = {}  # what a variable of the environment holds -> the reference that stood for it
+_hidden: dict[
+    str, str
+] = {}  # what a variable of the environment holds -> the reference that stood for it
 _NOT_SECRET = re.compile(r"[-+0-9.eE_]{0,5}|true|false|null", re.IGNORECASE)
 
 
@@ -86,7 +88,9 @@ class AutomodelError(Exception):
         return (_rebuild, (type(self), self.problems, self.__dict__))
 
 
-def _rebuild(cls: type[AutomodelError], problems: tuple[Problem, ...], state: dict[str, object]) -> AutomodelError:
+def _rebuild(
+    cls: type[AutomodelError], problems: tuple[Problem, ...], state: dict[str, object]
+) -> AutomodelError:
     error = cls.__new__(cls)
     Exception.__init__(error, problems[0].what)
     error.__dict__.update(state)
@@ -163,20 +167,26 @@ class _Limit:
 
 _MEMORY_LIMIT = (resource.RLIMIT_AS, "ulimit -v", 1024)
 _OPEN_FILES = _Limit(
-    "too many open files", ((resource.RLIMIT_NOFILE, "ulimit -n", 1),),
+    "too many open files",
+    ((resource.RLIMIT_NOFILE, "ulimit -n", 1),),
     "raise the limit on open files: ulimit -n 65536",
-)  # fmt: skip
+)
 _THREADS = _Limit(
     "cannot start a thread",
-    ((resource.RLIMIT_NPROC, "ulimit -u", 1), _MEMORY_LIMIT, (resource.RLIMIT_STACK, "ulimit -s", 1024)),
+    (
+        (resource.RLIMIT_NPROC, "ulimit -u", 1),
+        _MEMORY_LIMIT,
+        (resource.RLIMIT_STACK, "ulimit -s", 1024),
+    ),
     "raise the limit on processes (ulimit -u; in a container pids.max) or on memory (ulimit -v), or lower the limit on "
     "stack size (ulimit -s)",
-)  # fmt: skip
+)
 _MEMORY = _Limit(
-    "out of memory: the system refused to allocate more", (_MEMORY_LIMIT,),
+    "out of memory: the system refused to allocate more",
+    (_MEMORY_LIMIT,),
     "raise the memory limit (ulimit -v, or that of the job or container), or use less: a smaller local batch, fewer "
     "workers or threads",
-)  # fmt: skip
+)
 _LIMIT_TEXTS = {
     "can't start new thread": _THREADS,
     "Too many open files": _OPEN_FILES,
@@ -185,8 +195,10 @@ _LIMIT_TEXTS = {
     "DefaultCPUAllocator: can't allocate memory": _MEMORY,
 }
 _LIMIT_CODES = {
-    errno_names.EMFILE: _OPEN_FILES, errno_names.ENFILE: _OPEN_FILES, errno_names.ENOMEM: _MEMORY,
-}  # fmt: skip
+    errno_names.EMFILE: _OPEN_FILES,
+    errno_names.ENFILE: _OPEN_FILES,
+    errno_names.ENOMEM: _MEMORY,
+}
 
 
 def _limit(error: BaseException) -> _Limit | None:
@@ -213,8 +225,12 @@ def limit_error(error: BaseException) -> SystemLimit | None:
     for each in _chain(error):
         if (limit := _limit(each)) is not None:
             where = str(each.filename) if isinstance(each, OSError) and each.filename else ""
-            value = f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else 'no more'}"
-            return SystemLimit(limit.what, where=where, value=f"{value}; {limit.limits()}", remedy=limit.remedy)
+            value = (
+                f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else 'no more'}"
+            )
+            return SystemLimit(
+                limit.what, where=where, value=f"{value}; {limit.limits()}", remedy=limit.remedy
+            )
     return None
 
 

@@ -15,12 +15,18 @@ def size_text(nbytes: float) -> str:
 
 def values_text(number: int) -> str:
     """How many values beside tensors: ``1 value that is not a tensor``."""
-    return "1 value that is not a tensor" if number == 1 else f"{number} values that are not tensors"
+    return (
+        "1 value that is not a tensor" if number == 1 else f"{number} values that are not tensors"
+    )
 
 
 def others_text(number: int) -> str:
     """How many tensors of others than the model: ``1 tensor that is not the model's``."""
-    return "1 tensor that is not the model's" if number == 1 else f"{number} tensors that are not the model's"
+    return (
+        "1 tensor that is not the model's"
+        if number == 1
+        else f"{number} tensors that are not the model's"
+    )
 
 
 def left_out(text: str, number: int) -> str:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 from automodel_ckpt.errors import AutomodelError, Problem
 
-_user_modules: set[str] = set()  # modules named by the recipe, neither of this package nor of a library
+_user_modules: set[str] = (
+    set()
+)  # modules named by the recipe, neither of this package nor of a library
 
 
 def register_user_code(module: str) -> None:
@@ -18,10 +20,17 @@ def register_user_code(module: str) -> None:
 
 def location_in_user_code(error: BaseException) -> str | None:
     """File and line of the user code that raised *error*, directly or through a library; None if it did not."""
-    places = [(_owner(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    places = [
+        (_owner(f.f_globals.get("__name__")), f, line)
+        for f, line in traceback.walk_tb(error.__traceback__)
+    ]
     if next((owner for owner, _, _ in reversed(places) if owner), "") != "user":
         return None
-    chain = [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for owner, f, line in places if owner == "user"]
+    chain = [
+        f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}"
+        for owner, f, line in places
+        if owner == "user"
+    ]
     return ", called at ".join(reversed(chain[-3:]))
 
 

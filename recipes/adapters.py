@@ -35,7 +35,12 @@ def lora_of(section: PeftConfig) -> Lora:
 
 
 def fresh_base(
-    config: RecipeConfig, model_config: PreTrainedConfig, *, auto_class: Any, preprocessor: Any, layout: RankLayout
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    *,
+    auto_class: Any,
+    preprocessor: Any,
+    layout: RankLayout,
 ) -> None:
     """Fill ``peft.base_dir`` with a model by ``model.from_config`` unless it is there. Called on all ranks; raises
     :class:`RecipeError`, the same on all."""
@@ -45,7 +50,12 @@ def fresh_base(
 
     def make() -> None:
         if layout.is_rank0 and make_base(
-            directory, model_config, auto_class=auto_class, dtype=section.dtype, seed=seed, preprocessor=preprocessor
+            directory,
+            model_config,
+            auto_class=auto_class,
+            dtype=section.dtype,
+            seed=seed,
+            preprocessor=preprocessor,
         ):
             log.info("it stands in %s, where the next start will find it", directory)
 
@@ -58,10 +68,14 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
     if config.peft is None or config.peft.quantize_base is None:
         return {}
     strategy = choose_strategy(config.distributed.strategy, layout.sizes)
-    return quantized_loading(config.peft.quantize_base, device=layout.device, strategy=strategy, dtype=section.dtype)
+    return quantized_loading(
+        config.peft.quantize_base, device=layout.device, strategy=strategy, dtype=section.dtype
+    )
 
 
-def adapt(model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None) -> Adapted:
+def adapt(
+    model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None
+) -> Adapted:
     """The model with the adapters of a ``peft`` section; *num_base_rows* is its base's number of embeddings."""
     # An adapter's file has peft's names.
     model.names_in_files = model.parts_in_files = {}  # type: ignore[assignment]
@@ -82,7 +96,13 @@ def with_copies(blueprint: Blueprint, model: nn.Module) -> Blueprint:
 
 
 def adapter_assets(
-    model: nn.Module, adapted: Adapted, base_name: str, *, run: Path, preprocessor: Any, reads_base: bool
+    model: nn.Module,
+    adapted: Adapted,
+    base_name: str,
+    *,
+    run: Path,
+    preprocessor: Any,
+    reads_base: bool,
 ) -> AdapterAssets:
     """What belongs beside the adapters in a checkpoint; the leader of a run reads the base for its digest."""
     directory = base_directory(base_name)
@@ -94,6 +114,10 @@ def adapter_assets(
             read = size_text(identity.nbytes)
             log.info("read the base for its digest: %s in %.1f s, once", read, identity.seconds)
     return AdapterAssets(
-        adapted.peft_config, adapted.description,
-        tensors=tensors, base=identity, tokenizer=preprocessor, base_dir=directory,
-    )  # fmt: skip
+        adapted.peft_config,
+        adapted.description,
+        tensors=tensors,
+        base=identity,
+        tokenizer=preprocessor,
+        base_dir=directory,
+    )

@@ -143,9 +143,11 @@ class FinetuneRecipe(ModelBuilding):
         if isinstance(model, Target):
             return None
         found = load_model_config(
-            from_pretrained=model.from_pretrained, from_config=model.from_config,
-            tokenizer=tokenizer, processor=self.preprocessor,
-        )  # fmt: skip
+            from_pretrained=model.from_pretrained,
+            from_config=model.from_config,
+            tokenizer=tokenizer,
+            processor=self.preprocessor,
+        )
         check_task(found, self.auto_class)
         size = wanted_size(model.vocab_size, tokenizer)
         if size is not None and model.from_config is not None:
@@ -162,7 +164,11 @@ class FinetuneRecipe(ModelBuilding):
 
     def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
         """A loader of this rank's part of the global batches; for validation in order, and without accumulation."""
-        config, steps, dp_size = self.config.dataloader, self.config.step_scheduler, self.layout.dp_size
+        config, steps, dp_size = (
+            self.config.dataloader,
+            self.config.step_scheduler,
+            self.layout.dp_size,
+        )
         validated = steps.local_batch_size * dp_size * self.layout.sizes.pp
         loader = GlobalBatchLoader(
             self.build_dataset(section),
@@ -309,16 +315,24 @@ class FinetuneRecipe(ModelBuilding):
         if self.model_config is None or isinstance(section, Target):
             return {}
         if peft is not None:
-            base, run = section.from_pretrained or peft.base_dir or "", Path(self.config.checkpoint.checkpoint_dir)
+            base, run = (
+                section.from_pretrained or peft.base_dir or "",
+                Path(self.config.checkpoint.checkpoint_dir),
+            )
             return {
                 "model": adapter_assets(
-                    self.model, self.adapted, base,
-                    run=run, preprocessor=self.preprocessor,
+                    self.model,
+                    self.adapted,
+                    base,
+                    run=run,
+                    preprocessor=self.preprocessor,
                     reads_base=self.layout.is_rank0 and not self.only_planned,
                 )
-            }  # fmt: skip
+            }
         base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
         declared = (*section.allow_missing, *section.allow_unexpected, *self.vocabulary)
-        assets = HFAssets.from_model(self.model, tokenizer=self.preprocessor, base_dir=base_dir, declared=declared)
+        assets = HFAssets.from_model(
+            self.model, tokenizer=self.preprocessor, base_dir=base_dir, declared=declared
+        )
         assets.validate()
         return {"model": assets}

@@ -25,7 +25,13 @@ from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype
 from automodel_ckpt.models.hf_names import InFiles, names_in_files
-from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, is_transient, on_meta
+from automodel_ckpt.models.meta_init import (
+    InitialValues,
+    allocate,
+    initialise,
+    is_transient,
+    on_meta,
+)
 from automodel_ckpt.models.vocabulary import log_resized, set_size, vocabulary_names
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_from import MODEL
@@ -33,8 +39,15 @@ from automodel_ckpt.recipes.init_from import MODEL
 log = logging.getLogger("automodel_ckpt")
 
 _CANNOT_BUILD = (
-    ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError, NotImplementedError, AssertionError,
-)  # fmt: skip
+    ValueError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    KeyError,
+    NotImplementedError,
+    AssertionError,
+)
 """What transformers' and torch's constructors raise; AssertionError: a padding token beyond a smaller vocabulary."""
 
 
@@ -91,7 +104,10 @@ def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConf
 
 
 def _whole(
-    section: ModelConfig, config: PreTrainedConfig, auto_class: Any, loading: Mapping[str, Any] | None
+    section: ModelConfig,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    loading: Mapping[str, Any] | None,
 ) -> nn.Module:
     return build_model(
         config,
@@ -106,9 +122,16 @@ def _whole(
 
 
 def _in_parts(
-    section: ModelConfig, config: PreTrainedConfig, auto_class: Any, seed: int, group: ProcessGroup | None
+    section: ModelConfig,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    seed: int,
+    group: ProcessGroup | None,
 ) -> Blueprint:
-    options: dict[str, Any] = {"dtype": fresh_dtype(config, section.dtype), "trust_remote_code": False}
+    options: dict[str, Any] = {
+        "dtype": fresh_dtype(config, section.dtype),
+        "trust_remote_code": False,
+    }
     if section.attn_implementation is not None:
         options["attn_implementation"] = section.attn_implementation
 
@@ -120,7 +143,9 @@ def _in_parts(
         if not values.are_complete():
             raise NotInParts(f"{type(model).__name__} has values that only its constructor knows")
     except _CANNOT_BUILD as error:
-        raise NotInParts(f"it cannot be built without memory ({type(error).__name__}: {error})") from error
+        raise NotInParts(
+            f"it cannot be built without memory ({type(error).__name__}: {error})"
+        ) from error
     source = None
     if section.from_pretrained is not None:
         source = _Source(section.from_pretrained, model, config, section)
@@ -132,7 +157,8 @@ def _materialiser(
 ) -> Materialise:
     modules = dict(model.named_modules())
     transient = {
-        name: {key for key in module._buffers if is_transient(module, key)} for name, module in modules.items()
+        name: {key for key in module._buffers if is_transient(module, key)}
+        for name, module in modules.items()
     }
 
     def wanted(name: str, module: nn.Module) -> Callable[[str], bool]:
@@ -165,7 +191,9 @@ class _Source:
     Those of the vocabulary may have another number of rows.
     """
 
-    def __init__(self, name: str, model: Any, config: PreTrainedConfig, section: ModelConfig) -> None:
+    def __init__(
+        self, name: str, model: Any, config: PreTrainedConfig, section: ModelConfig
+    ) -> None:
         dtype, self._new_rows = section.dtype, section.new_tokens
         directory = fetched_directory(os.path.expanduser(name))
         if directory is None:
@@ -174,7 +202,9 @@ class _Source:
             raise NotInParts("it is quantized")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
             raise NotInParts("its configuration does not say its dtype")
-        if model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
+        if model.dtype != torch.float32 and (
+            model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+        ):
             raise NotInParts("parts of it stay in float32")
         try:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
@@ -183,7 +213,9 @@ class _Source:
         self._names, self._parts = hold_names(model, directory)
         self._verdict = self._compared(model)
         fqns = {stored: fqn for fqn, stored in self._names.items()}
-        self._resized = {fqns.get(name, name): shapes for name, shapes in self._verdict.resized.items()}
+        self._resized = {
+            fqns.get(name, name): shapes for name, shapes in self._verdict.resized.items()
+        }
         if (directory / "generation_config.json").is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(directory)
 
@@ -198,9 +230,13 @@ class _Source:
         if set(tied) & set(there) and set(tied.values()) & set(there):
             raise NotInParts("its files hold tied tensors twice")
         resizable = {self._names.get(name, name) for name in vocabulary_names(model)}
-        verdict = compare(Names(shapes, tied), Names(there), prefix=model.base_model_prefix, resizable=resizable)
+        verdict = compare(
+            Names(shapes, tied), Names(there), prefix=model.base_model_prefix, resizable=resizable
+        )
         if different := verdict.lines(allowed=False):
-            raise NotInParts(f"its files name other tensors ({different[0]}, {len(different)} in all)")
+            raise NotInParts(
+                f"its files name other tensors ({different[0]}, {len(different)} in all)"
+            )
         return verdict
 
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

@@ -29,11 +29,16 @@ def cut_rows(model: nn.Module, layout: RankLayout, options: Mapping[str, Any]) -
     reasons = gather_objects(layout.gloo_group, _difference(model, cut, layout.device, options))
     if any(reasons):
         raise cannot_be_cut(model, next(filter(None, reasons)))
-    log.info("rows are cut along the sequence among %d ranks, which share out the heads of attention", cut.size)
+    log.info(
+        "rows are cut along the sequence among %d ranks, which share out the heads of attention",
+        cut.size,
+    )
     return cut
 
 
-def _difference(model: nn.Module, cut: ContextParallel, device: torch.device, options: Mapping[str, Any]) -> str:
+def _difference(
+    model: nn.Module, cut: ContextParallel, device: torch.device, options: Mapping[str, Any]
+) -> str:
     """What this rank's slice of the logits differs in from that of whole rows; empty where it is rounding."""
     length = cut.size * _TOKENS_PER_SLICE
     tokens = torch.arange(length, device=device).remainder(5).unsqueeze(0)

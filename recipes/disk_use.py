@@ -27,10 +27,16 @@ def kept_at_once(
         return None
     # A new one is there before an old one goes.
     limit = max(int(keep.keep_last), 1) + int(keep.keep_best) + _num_milestones(keep, saved) + 1
-    return limit if saved is None or _saves_at_any_time(config.step_scheduler) else min(len(saved), limit)
+    return (
+        limit
+        if saved is None or _saves_at_any_time(config.step_scheduler)
+        else min(len(saved), limit)
+    )
 
 
-def still_to_come(config: Any, steps: int | None, steps_per_epoch: int | None, existing: Collection[int]) -> int | None:
+def still_to_come(
+    config: Any, steps: int | None, steps_per_epoch: int | None, existing: Collection[int]
+) -> int | None:
     """The largest number of checkpoints that a run adds to the *existing* ones; None where that cannot be known.
 
     It is at least one: an old checkpoint is removed only when a new one is there.
@@ -67,4 +73,8 @@ def _num_milestones(keep: Any, saved: set[int] | None) -> int:
 
 
 def _saves_at_any_time(scheduler: Any) -> bool:
-    return bool(scheduler.ckpt_every_minutes or scheduler.ckpt_on_best or scheduler.ckpt_every_steps == "auto")
+    return bool(
+        scheduler.ckpt_every_minutes
+        or scheduler.ckpt_on_best
+        or scheduler.ckpt_every_steps == "auto"
+    )

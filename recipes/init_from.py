@@ -14,7 +14,13 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.module_tensors import unwrap
-from automodel_ckpt.checkpoint.state.fill_modules import Filling, NewRows, fill_module, module_shapes, whole_shapes
+from automodel_ckpt.checkpoint.state.fill_modules import (
+    Filling,
+    NewRows,
+    fill_module,
+    module_shapes,
+    whole_shapes,
+)
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.config.schema import InitFromConfig
 from automodel_ckpt.convert.open import Weights, open_weights
@@ -81,12 +87,16 @@ def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup 
 
     def compare() -> None:
         directory = base_directory(name)
-        export = find_export_manifest(directory, follow_links=True) if directory is not None else None
+        export = (
+            find_export_manifest(directory, follow_links=True) if directory is not None else None
+        )
         if directory is None or export is None:
             return
         # A copy without the side files that nobody reads is as good.
         present = {file for file in export.files if (directory / file).exists()}
-        problems = export.problems(only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size)
+        problems = export.problems(
+            only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size
+        )
         if problems:
             raise CheckpointUnusable.all_of(problems)
 
@@ -102,13 +112,21 @@ def verify_side_files(name: str, level: Level) -> None:
     export = find_export_manifest(directory, follow_links=True) if directory is not None else None
     if directory is None or export is None:
         return
-    small = {file for file in export.files if not file.endswith(".safetensors") and (directory / file).exists()}
+    small = {
+        file
+        for file in export.files
+        if not file.endswith(".safetensors") and (directory / file).exists()
+    }
     if problems := export.problems(only=small, level=level):
         raise CheckpointUnusable.all_of(problems)
 
 
 def _found(
-    section: InitFromConfig, modules: Mapping[str, nn.Module], resizable: Iterable[str], ranks: RankLayout, level: Level
+    section: InitFromConfig,
+    modules: Mapping[str, nn.Module],
+    resizable: Iterable[str],
+    ranks: RankLayout,
+    level: Level,
 ) -> tuple[Weights, Verdict]:
     weights = _open(section.path)
     verdict = _compare(section, weights, modules, resizable)
@@ -145,17 +163,30 @@ def _open(path: str) -> Weights:
 
 
 def _compare(
-    section: InitFromConfig, weights: Weights, modules: Mapping[str, nn.Module], resizable: Iterable[str]
+    section: InitFromConfig,
+    weights: Weights,
+    modules: Mapping[str, nn.Module],
+    resizable: Iterable[str],
 ) -> Verdict:
     shapes: dict[str, Any] = {}
     tied: dict[str, str] = {}
     for name, module in modules.items():
         own_shapes, own_tied = whole_shapes(module)
         shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
-        tied |= {_qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()}
+        tied |= {
+            _qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()
+        }
     there = Names(
-        {_qualified(n, fqn): t.shape for n, module in weights.modules.items() for fqn, t in module.tensors.items()},
-        {_qualified(n, a): _qualified(n, kept) for n, m in weights.modules.items() for a, kept in m.tied.items()},
+        {
+            _qualified(n, fqn): t.shape
+            for n, module in weights.modules.items()
+            for fqn, t in module.tensors.items()
+        },
+        {
+            _qualified(n, a): _qualified(n, kept)
+            for n, m in weights.modules.items()
+            for a, kept in m.tied.items()
+        },
     )
     verdict = compare(
         Names(shapes, tied),
@@ -196,9 +227,15 @@ def _check_both_given(path: str, *, ours: bool, theirs: bool) -> None:
         )
 
 
-def _fillings(name: str, module: nn.Module, verdict: Verdict, weights: Weights) -> dict[str, Filling]:
+def _fillings(
+    name: str, module: nn.Module, verdict: Verdict, weights: Weights
+) -> dict[str, Filling]:
     """What fills the module *name*, by its own names."""
-    sources = {_qualified(n, fqn): (there, fqn) for n, there in weights.modules.items() for fqn in there.tensors}
+    sources = {
+        _qualified(n, fqn): (there, fqn)
+        for n, there in weights.modules.items()
+        for fqn in there.tensors
+    }
     names = {fqn: _qualified(name, fqn) for fqn in module_shapes(module)[0]}
     return {
         fqn: Filling(*sources[verdict.matches[full]], full in verdict.resized)

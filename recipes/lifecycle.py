@@ -24,7 +24,13 @@ from automodel_ckpt.checkpoint.layout import CONFIG
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.state.loading import first_lines
 from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume, recipe_of, saved_recipe
+from automodel_ckpt.config.changes import (
+    changed_keys,
+    check_overrides,
+    ignored_by_resume,
+    recipe_of,
+    saved_recipe,
+)
 from automodel_ckpt.config.schema import InitFromConfig, ModelConfig, RecipeConfig
 from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.data.loader import GlobalBatchLoader
@@ -121,7 +127,10 @@ class Lifecycle:
         self.run_log = RunLog(config.logging, layout)
         self._resources.callback(self.run_log.close)
         if unused := unused_without_checkpoints(config):
-            log.info("nothing is saved, because checkpoint.enabled is false; no effect: %s", ", ".join(unused))
+            log.info(
+                "nothing is saved, because checkpoint.enabled is false; no effect: %s",
+                ", ".join(unused),
+            )
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
@@ -207,10 +216,14 @@ class Lifecycle:
         changes = changed_keys(saved, recipe_of(self.config_yaml), given)
         ignored = ignored_by_resume(changes, manifest.saved, self.config.optimizer.on_resume)
         check_overrides(ignored, self.overridden, checkpoint)
-        lines = [f"{change} (not applied: the checkpoint has it)" if change in ignored else str(change)
-                 for change in changes]  # fmt: skip
+        lines = [
+            f"{change} (not applied: the checkpoint has it)" if change in ignored else str(change)
+            for change in changes
+        ]
         if lines:
-            log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
+            log.warning(
+                "settings changed since %s was saved:%s", checkpoint.name, first_lines(lines)
+            )
 
     def _check_overrides(self) -> None:
         """An attribute that :meth:`build` named like a method would be called in its place, perhaps hours from now."""
@@ -311,7 +324,11 @@ class Lifecycle:
         """
         name = signal.Signals(number).name if number else "a signal to another rank"
         again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
-        saves = "saving" if self.checkpointer is not None else "nothing is saved, checkpoint.enabled is false"
+        saves = (
+            "saving"
+            if self.checkpointer is not None
+            else "nothing is saved, checkpoint.enabled is false"
+        )
         code = self.stop_request.exit_code
         then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
         step = self.step_scheduler.stops_after
@@ -327,10 +344,13 @@ class Lifecycle:
         number = self.stop_request.requested
         by = signal.Signals(number).name if number else "a signal to another rank"
         raise Stopped(
-            f"stopped by {by} after step {scheduler.step}" + (", which is saved" if saved else "; nothing was saved"),
+            f"stopped by {by} after step {scheduler.step}"
+            + (", which is saved" if saved else "; nothing was saved"),
             where=str(self.checkpointer.directory) if self.checkpointer else "",
             value=self.saves.last_save.path.name if self.saves.last_save else "",
-            remedy="the same command goes on from there" if saved else "the same command starts over",
+            remedy="the same command goes on from there"
+            if saved
+            else "the same command starts over",
         )
 
     def end(self) -> None:
@@ -344,7 +364,11 @@ class Lifecycle:
 
     def already_complete(self) -> None:
         """A finished run is started again: say so, and make the exports that a kill or a signal had prevented."""
-        log.info("already complete at step %d: %s", self.step_scheduler.step, self.step_scheduler.reason_of_end())
+        log.info(
+            "already complete at step %d: %s",
+            self.step_scheduler.step,
+            self.step_scheduler.reason_of_end(),
+        )
         self.saves.export_finished()
 
     def close(self) -> None:

@@ -42,7 +42,10 @@ class LLMFinetune(FinetuneRecipe):
     def build_tokenizer(self) -> Any:
         """The ``tokenizer`` section, else the pretrained model's own; None where there is neither, and for ``null``."""
         section = self.config.tokenizer
-        if isinstance(self.config.processor, Target) or self.config.processor.from_pretrained is not None:
+        if (
+            isinstance(self.config.processor, Target)
+            or self.config.processor.from_pretrained is not None
+        ):
             raise RecipeError(
                 "a language model has a tokenizer, not a processor",
                 where="processor",
@@ -58,7 +61,9 @@ class LLMFinetune(FinetuneRecipe):
             return None
         try:
             return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
-        except Exception as error:  # for some files the tokenizers library raises nothing more special
+        except (
+            Exception
+        ) as error:  # for some files the tokenizers library raises nothing more special
             raise RecipeError(
                 "the tokenizer cannot be read",
                 where=where,
@@ -77,8 +82,13 @@ class LLMFinetune(FinetuneRecipe):
         if section is None:
             return dataset
         packs = PackedDataset(dataset, section.size)
-        log.info("packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
-                 len(dataset), len(packs), section.size, 100 * packs.waste)  # fmt: skip
+        log.info(
+            "packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
+            len(dataset),
+            len(packs),
+            section.size,
+            100 * packs.waste,
+        )
         return packs
 
     def build_collate_fn(self) -> Any:
@@ -98,7 +108,9 @@ class LLMFinetune(FinetuneRecipe):
         attention = attention_of(model)
         one_row = "flash" in attention
         asked = self.asked(model)
-        apart = keeps_samples_apart(asked, one_row, self.forward_options, self.row_multiple, self.layout.device)
+        apart = keeps_samples_apart(
+            asked, one_row, self.forward_options, self.row_multiple, self.layout.device
+        )
         if not on_all_ranks(self.layout.gloo_group, bool(apart)):
             if packed:
                 raise RecipeError(
@@ -107,15 +119,25 @@ class LLMFinetune(FinetuneRecipe):
                     value=f"{type(model).__name__}, {attention} attention{apart.reason}",
                     remedy="leave packed_sequence out, or use another model or attn_implementation",
                 )
-            log.info("samples are padded to the longest: this model does not keep those apart that share a row%s",
-                     apart.reason)  # fmt: skip
+            log.info(
+                "samples are padded to the longest: this model does not keep those apart that share a row%s",
+                apart.reason,
+            )
             return None
         by_document = self.attends_by_document(asked)
         if by_document:
-            log.info("packing samples without padding; attention is limited to each sample (%s)", attention)
+            log.info(
+                "packing samples without padding; attention is limited to each sample (%s)",
+                attention,
+            )
         else:
-            log.info("packing samples without padding; %s attention separates them by their position ids", attention)
-        hidden_size = getattr(self.model_config and self.model_config.get_text_config(), "hidden_size", 1024)
+            log.info(
+                "packing samples without padding; %s attention separates them by their position ids",
+                attention,
+            )
+        hidden_size = getattr(
+            self.model_config and self.model_config.get_text_config(), "hidden_size", 1024
+        )
         marks_tokens = self.router_loss is not None
         return RowLayout(hidden_size, one_row or by_document, self.row_multiple, marks_tokens)
 
@@ -126,7 +148,9 @@ class LLMFinetune(FinetuneRecipe):
         # Compiled layers would be compiled anew for each row; cut rows have an attention of their own.
         if not left_to_us or self.config.compile.enabled or self.layout.sizes.cp > 1:
             return False
-        able = attend_by_document(asked, self.forward_options, self.row_multiple, self.layout.device)
+        able = attend_by_document(
+            asked, self.forward_options, self.row_multiple, self.layout.device
+        )
         if not on_all_ranks(self.layout.gloo_group, able):
             attend_by_mask(asked)
             return False

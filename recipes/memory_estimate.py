@@ -14,7 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.saving.forecast import check_manifest_size, forecast_bytes, forecast_manifest_bytes
+from automodel_ckpt.checkpoint.saving.forecast import (
+    check_manifest_size,
+    forecast_bytes,
+    forecast_manifest_bytes,
+)
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -30,7 +34,9 @@ from automodel_ckpt.training.step_scheduler import planned_end
 log = logging.getLogger("automodel_ckpt")
 
 _HEAP = 1.5
-_OF_TEXT = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"})
+_OF_TEXT = frozenset(
+    {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,16 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum((self.weights, self.gradients, self.optimizer, self.gathered, self.activations or 0, self.process))
+        return sum(
+            (
+                self.weights,
+                self.gradients,
+                self.optimizer,
+                self.gathered,
+                self.activations or 0,
+                self.process,
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +112,9 @@ def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes, assets: Mapping[str,
     recipe.check_export(assets)
     items, num_shards = classify(discover(recipe)), _num_shards(recipe, sizes)
     save_optimizer = recipe.config.checkpoint.save_optimizer
-    check_manifest_size(forecast_manifest_bytes(items, save_optimizer=save_optimizer, num_shards=num_shards))
+    check_manifest_size(
+        forecast_manifest_bytes(items, save_optimizer=save_optimizer, num_shards=num_shards)
+    )
     return forecast_bytes(
         items,
         world_size=sizes.world,
@@ -127,25 +144,48 @@ def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
     under way on the first.
     """
     parameters = _largest_stage(recipe.model, sizes.pp)
-    strategy, cut = choose_strategy(recipe.config.distributed.strategy, sizes), _num_shards(recipe, sizes)
+    strategy, cut = (
+        choose_strategy(recipe.config.distributed.strategy, sizes),
+        _num_shards(recipe, sizes),
+    )
     trained = [p for p in parameters if p.requires_grad]
-    share = nbytes(trained) / max(nbytes(p for p in recipe.model.parameters() if p.requires_grad), 1)
+    share = nbytes(trained) / max(
+        nbytes(p for p in recipe.model.parameters() if p.requires_grad), 1
+    )
     kept = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]
     overhead = forecast_bytes([], world_size=1, save_optimizer=True)
     state = int((forecast_bytes(kept, world_size=1, save_optimizer=True) - overhead) * share)
     here = set(map(id, parameters))
-    layers = [nbytes(p for p in layer.parameters() if id(p) in here) for layer in decoder_layers(recipe.model)]
+    layers = [
+        nbytes(p for p in layer.parameters() if id(p) in here)
+        for layer in decoder_layers(recipe.model)
+    ]
     # A layer and the one fetched ahead, and what is outside of the layers: the buffer that is filled, the parameters
     # that are copied out of it, and their gradients.
-    gathered = 3 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers)) if strategy == "fsdp2" else 0
+    gathered = (
+        3 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers))
+        if strategy == "fsdp2"
+        else 0
+    )
     # What this process has taken so far is about what a rank has before its model.
     process = PeakMemory(recipe.layout.device).nbytes
     rows, length, images = micro_batch_shape(recipe)
-    num_parts = recipe.layout.num_row_parts(sequence_parallel=recipe.config.distributed.sequence_parallel)
-    activations = traced_activations(recipe, rows, -(-length // num_parts), images) if rows else None
+    num_parts = recipe.layout.num_row_parts(
+        sequence_parallel=recipe.config.distributed.sequence_parallel
+    )
+    activations = (
+        traced_activations(recipe, rows, -(-length // num_parts), images) if rows else None
+    )
     if activations is not None:
         activations = activations * _under_way(recipe, sizes) // sizes.pp
-    return Memory(nbytes(parameters) // cut, nbytes(trained) // cut, state // cut, gathered, activations, process)
+    return Memory(
+        nbytes(parameters) // cut,
+        nbytes(trained) // cut,
+        state // cut,
+        gathered,
+        activations,
+        process,
+    )
 
 
 def _largest_stage(model: nn.Module, num_stages: int) -> list[nn.Parameter]:
@@ -158,7 +198,10 @@ def _under_way(recipe: FinetuneRecipe, sizes: Sizes) -> int:
     """Micro-batches whose activations a stage holds at once, at most."""
     if sizes.pp == 1:
         return 1
-    steps, one_by_one = recipe.config.step_scheduler, recipe.config.distributed.pp_schedule == "1f1b"
+    steps, one_by_one = (
+        recipe.config.step_scheduler,
+        recipe.config.distributed.pp_schedule == "1f1b",
+    )
     num_micro_batches = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
     return min(num_micro_batches, sizes.pp) if one_by_one else num_micro_batches
 
@@ -182,7 +225,10 @@ def micro_batch_shape(recipe: FinetuneRecipe) -> tuple[int, int, Mapping[str, to
         return *known, {}
     loader = recipe.dataloader
     try:
-        samples = [loader.dataset[number] for number in range(recipe.config.step_scheduler.local_batch_size)]
+        samples = [
+            loader.dataset[number]
+            for number in range(recipe.config.step_scheduler.local_batch_size)
+        ]
         batch = loader.collate_fn(samples)
         rows, length = batch["input_ids"].shape
     except Exception as error:  # a stream, or samples of a form of their own
@@ -209,10 +255,16 @@ def traced_activations(
         log.debug("the activations cannot be traced: %r", error)
         return None
     head = getattr(recipe.model, "get_output_embeddings", lambda: None)()
-    logits = min(rows * length * head.out_features, CHUNK_ELEMENTS) if isinstance(head, nn.Linear) else 0
+    logits = (
+        min(rows * length * head.out_features, CHUNK_ELEMENTS) if isinstance(head, nn.Linear) else 0
+    )
     layers = max(len(decoder_layers(recipe.model)), 1)
     computed = recipe.parallelism.compute_dtype
-    narrower = computed.itemsize / next(recipe.model.parameters()).element_size() if computed is not None else 1.0
+    narrower = (
+        computed.itemsize / next(recipe.model.parameters()).element_size()
+        if computed is not None
+        else 1.0
+    )
     # The backward pass of a layer holds about what its forward pass keeps once more; so do the logits.
     held = ((kept + whole / layers) * rows + seen) * narrower + 8 * logits
     # On a CPU, short-lived tensors leave holes in the heap between those that stay (measured: tools/bench_forecast.py).
@@ -233,7 +285,9 @@ class _Seeing(nn.Module):
 @contextmanager
 def _remembering(model: nn.Module) -> Iterator[None]:
     """Without activation checkpointing."""
-    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    switched = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
     for module in switched:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
@@ -243,14 +297,18 @@ def _remembering(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-def _kept_bytes(backbone: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]) -> int:
+def _kept_bytes(
+    backbone: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
+) -> int:
     with FakeTensorMode():
         here = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
             for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]
         }
         kept = _Kept(here.values())
-        empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()}
+        empty = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()
+        }
         with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
             torch.func.functional_call(backbone, here, kwargs={**empty, **options})
     return kept.nbytes
@@ -260,7 +318,9 @@ class _Kept:
     """Counts each storage that autograd keeps once, but not the model's *own*."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self._storages: list[Any] = [tensor.untyped_storage() for tensor in own]  # alive: no address comes twice
+        self._storages: list[Any] = [
+            tensor.untyped_storage() for tensor in own
+        ]  # alive: no address comes twice
         self._seen = {storage._cdata for storage in self._storages}
         self.nbytes = 0
 

@@ -40,8 +40,18 @@ from automodel_ckpt.models.loss_head import LossOf, install_loss_head
 from automodel_ckpt.models.pipeline_stage import check_stages
 from automodel_ckpt.models.probe import forward_parameters
 from automodel_ckpt.models.quantize import check_not_quantized
-from automodel_ckpt.models.routers import RouterSettings, check_router_loss, check_stages_with_routers, router_settings
-from automodel_ckpt.models.vocabulary import num_embeddings, resize_vocabulary, vocabulary_names, wanted_size
+from automodel_ckpt.models.routers import (
+    RouterSettings,
+    check_router_loss,
+    check_stages_with_routers,
+    router_settings,
+)
+from automodel_ckpt.models.vocabulary import (
+    num_embeddings,
+    resize_vocabulary,
+    vocabulary_names,
+    wanted_size,
+)
 from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.blueprint import Blueprint, draw_up, hold_names
 from automodel_ckpt.recipes.context_parallel import cut_rows
@@ -119,7 +129,13 @@ class ModelBuilding(Steps):
             sum_over_ranks=partial(sum_over_ranks, self.layout.gloo_group),
             counts_here=self.layout.reports_loss,
         )
-        check_router_loss(model, router_loss.of_logits, self.forward_options, self.row_multiple, self.layout.device)
+        check_router_loss(
+            model,
+            router_loss.of_logits,
+            self.forward_options,
+            self.row_multiple,
+            self.layout.device,
+        )
         log.info(
             "the router's load balancing loss is added with the coefficient %g, over each %s (model.router_aux_loss)",
             settings.coefficient,
@@ -191,7 +207,9 @@ class ModelBuilding(Steps):
     def num_base_rows(self, model: nn.Module) -> int | None:
         """Rows of the embedding before ``model.vocab_size`` changes it."""
         assert self.model_config is not None
-        return getattr(self.model_config.get_text_config(), "vocab_size", None) or num_embeddings(model)
+        return getattr(self.model_config.get_text_config(), "vocab_size", None) or num_embeddings(
+            model
+        )
 
     def resize(self, model: nn.Module, section: ModelConfig) -> None:
         """What ``model.vocab_size`` asks for; a pretrained model that is built whole has its own size until here."""
@@ -215,9 +233,12 @@ class ModelBuilding(Steps):
             return section.from_pretrained
         assert self.model_config is not None
         fresh_base(
-            self.config, self.model_config,
-            auto_class=self.auto_class, preprocessor=self.preprocessor, layout=self.layout,
-        )  # fmt: skip
+            self.config,
+            self.model_config,
+            auto_class=self.auto_class,
+            preprocessor=self.preprocessor,
+            layout=self.layout,
+        )
         return peft.base_dir
 
     def choose_row_layout(self, model: nn.Module) -> Rows | None:
@@ -231,7 +252,9 @@ class ModelBuilding(Steps):
         return Parallelism(
             strategy=config.strategy,
             reshard_after_forward=config.reshard_after_forward,
-            compute_dtype=getattr(torch, config.mixed_precision) if config.mixed_precision else None,
+            compute_dtype=getattr(torch, config.mixed_precision)
+            if config.mixed_precision
+            else None,
             cpu_offload=config.cpu_offload,
             sequence_parallel=config.sequence_parallel,
         )
@@ -239,18 +262,23 @@ class ModelBuilding(Steps):
     @property
     def row_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens, so that they can be cut along the sequence."""
-        num_parts = self.layout.num_row_parts(sequence_parallel=self.config.distributed.sequence_parallel)
+        num_parts = self.layout.num_row_parts(
+            sequence_parallel=self.config.distributed.sequence_parallel
+        )
         return math.lcm(self.config.dataloader.pad_to_multiple_of or 1, num_parts)
 
     def parallelize(self, model: nn.Module, materialise: Materialise | None = None) -> nn.Module:
         """This rank's share of the model with its values, and the type that all ranks compute in."""
         plan = self.config.distributed.tp_plan
-        how = replace(self.parallelism, tp_plan=build(plan, model=model) if plan is not None else None)
+        how = replace(
+            self.parallelism, tp_plan=build(plan, model=model) if plan is not None else None
+        )
         strategy = choose_strategy(how.strategy, self.layout.sizes)
         if how.compute_dtype is not None:
             means = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
             kept, computed = (
-                str(t).removeprefix("torch.") for t in (next(model.parameters()).dtype, how.compute_dtype)
+                str(t).removeprefix("torch.")
+                for t in (next(model.parameters()).dtype, how.compute_dtype)
             )
             log.info("computing in %s (%s); weights and optimizer in %s", computed, means, kept)
         self.computing = compute_context(strategy, self.layout.device, how.compute_dtype)
@@ -260,10 +288,14 @@ class ModelBuilding(Steps):
             self.compile(model)
         if made is None:
             return parallelize(model, self.layout, how, materialise)
-        shared = parallelize(model, self.layout, replace(how, tp_plan=made.tp_plan), materialise, made.mesh)
+        shared = parallelize(
+            model, self.layout, replace(how, tp_plan=made.tp_plan), materialise, made.mesh
+        )
         self.staged = Staged(shared, self.layout, made, self.config.distributed.pp_schedule)
         steps = self.config.step_scheduler
-        log_idle_share(steps.global_batch_size // (steps.local_batch_size * self.layout.dp_size), self.layout)
+        log_idle_share(
+            steps.global_batch_size // (steps.local_batch_size * self.layout.dp_size), self.layout
+        )
         return shared
 
     def compile(self, model: nn.Module) -> None:
@@ -282,7 +314,9 @@ class ModelBuilding(Steps):
         """The model's output layer made one that computes the loss; None where that has to see full logits."""
         if self.config.loss_fn is not None or not self.layout.is_last_stage:
             return None
-        head = install_loss_head(self.asked(model), self.forward_options, self.row_multiple, self.layout.device)
+        head = install_loss_head(
+            self.asked(model), self.forward_options, self.row_multiple, self.layout.device
+        )
         if head is None:
             return None
         self.all_up_to = head.all_up_to

@@ -15,7 +15,14 @@ from automodel_ckpt.models.loss_head import loss_in
 from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
-from automodel_ckpt.training.loss import WHOLE, LossFn, in_numpy, labelled_positions, next_token_loss, num_label_tokens
+from automodel_ckpt.training.loss import (
+    WHOLE,
+    LossFn,
+    in_numpy,
+    labelled_positions,
+    next_token_loss,
+    num_label_tokens,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -94,7 +101,9 @@ class Objective:
             with trainable.compute():
                 output = self.model(**inputs, **trainable.forward_options)
                 self._note_routing(output, rows, part)
-            return next_token_loss(logits_of(output), self._on_device(rows["labels"]), self.loss_fn, part)
+            return next_token_loss(
+                logits_of(output), self._on_device(rows["labels"]), self.loss_fn, part
+            )
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
         places = self._on_device(positions) if positions is not None else None
         with trainable.compute(), trainable.loss_of(places, self._on_device(targets)):
@@ -103,7 +112,11 @@ class Objective:
         return loss_in(output)
 
     def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        inputs = {name: self._on_device(value) for name, value in rows.items() if name not in ("labels", IS_TOKEN)}
+        inputs = {
+            name: self._on_device(value)
+            for name, value in rows.items()
+            if name not in ("labels", IS_TOKEN)
+        }
         if hidden is not None:
             del inputs["input_ids"]
             inputs["inputs_embeds"] = hidden

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.module_tensors import name_in_files, unwrap
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
-from automodel_ckpt.config.schema import OptimizerConfig, OptimizerGroup, OptimizerTarget, OptionsGroup, TargetGroup
+from automodel_ckpt.config.schema import (
+    OptimizerConfig,
+    OptimizerGroup,
+    OptimizerTarget,
+    OptionsGroup,
+    TargetGroup,
+)
 from automodel_ckpt.config.targets import build, callable_of
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import did_you_mean
@@ -59,7 +65,9 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
     """The parameters of *model* that need gradients, each once, in the model's order."""
     inner = unwrap(model)
     output_layer: Any = getattr(inner, "get_output_embeddings", lambda: None)()
-    of_output_layer = {id(p) for p in output_layer.parameters()} if isinstance(output_layer, nn.Module) else set()
+    of_output_layer = (
+        {id(p) for p in output_layer.parameters()} if isinstance(output_layer, nn.Module) else set()
+    )
     owners = {id(p): module for module in inner.modules() for p in module.parameters(recurse=False)}
     names: dict[int, list[str]] = {}
     for fqn, parameter in inner.named_parameters(remove_duplicate=False):
@@ -93,7 +101,8 @@ def is_norm_or_bias(name: str, owner: nn.Module) -> bool:
     if "bias" in name or _NORM_CLASS.search(type(owner).__name__):
         return True
     return any(
-        "layernorm" in part or "rmsnorm" in part or part == "norm" or part.endswith("_norm") for part in name.split(".")
+        "layernorm" in part or "rmsnorm" in part or part == "norm" or part.endswith("_norm")
+        for part in name.split(".")
     )
 
 
@@ -141,13 +150,19 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
     for number, group in enumerate(section.groups):
         planned += _pair(f"optimizer.groups.{number}", group, section)
     for each in trained:
-        matching = (n for n, group in enumerate(section.groups) if any(map(each.matches, group.params)))
+        matching = (
+            n for n, group in enumerate(section.groups) if any(map(each.matches, group.params))
+        )
         number = next(matching, -1)
         owner = None if number < 0 else section.groups[number]
         excluded = _excludes(section, owner) and _is_without_decay(section, each)
         planned[2 * (number + 1) + excluded].members.append(each)
     sizes = add_up([len(group.members) for group in planned])
-    empty = [number for number in range(len(section.groups)) if sizes[2 * number + 2] + sizes[2 * number + 3] == 0]
+    empty = [
+        number
+        for number in range(len(section.groups))
+        if sizes[2 * number + 2] + sizes[2 * number + 3] == 0
+    ]
     if empty:
         raise RecipeError(
             "earlier groups have all parameters of a group",
@@ -162,7 +177,12 @@ def _pair(key: str, group: Group | None, section: Section) -> Iterator[PlannedGr
     """A group's parameters with weight decay, and those without."""
     options: dict[str, Any] = {}
     if isinstance(group, OptimizerGroup):
-        values = {"lr": group.lr, "betas": group.betas, "eps": group.eps, "weight_decay": group.weight_decay}
+        values = {
+            "lr": group.lr,
+            "betas": group.betas,
+            "eps": group.eps,
+            "weight_decay": group.weight_decay,
+        }
         options = {name: value for name, value in values.items() if value is not None}
     elif isinstance(group, OptionsGroup):
         options = dict(group.kwargs)
@@ -175,13 +195,22 @@ def _pair(key: str, group: Group | None, section: Section) -> Iterator[PlannedGr
 
 def _check_patterns(section: Section, trained: Sequence[Trained], add_up: AddUp) -> None:
     """:class:`RecipeError` naming every glob that matches no trained parameter of any pipeline stage."""
-    patterns = [(f"optimizer.groups.{n}.params", p) for n, group in enumerate(section.groups) for p in group.params]
+    patterns = [
+        (f"optimizer.groups.{n}.params", p)
+        for n, group in enumerate(section.groups)
+        for p in group.params
+    ]
     if isinstance(section.no_decay, list):
         patterns += [("optimizer.no_decay", pattern) for pattern in section.no_decay]
     counts = add_up([sum(each.matches(pattern) for each in trained) for _, pattern in patterns])
     known = {name for each in trained for name in each.names}
     problems = [
-        Problem("no trained parameter's name matches", key, pattern, did_you_mean(pattern, known | {HIDDEN_MATRICES}))
+        Problem(
+            "no trained parameter's name matches",
+            key,
+            pattern,
+            did_you_mean(pattern, known | {HIDDEN_MATRICES}),
+        )
         for (key, pattern), count in zip(patterns, counts, strict=True)
         if not count
     ]
@@ -200,7 +229,11 @@ def _excludes(section: Section, group: Group | None) -> bool:
         return True
     function = callable_of(target)
     # A function may make its own parameter groups of what it is given.
-    return isinstance(function, type) and issubclass(function, Optimizer) and has_weight_decay(function)
+    return (
+        isinstance(function, type)
+        and issubclass(function, Optimizer)
+        and has_weight_decay(function)
+    )
 
 
 def has_weight_decay(optimizer_class: type[Optimizer]) -> bool:
@@ -215,7 +248,9 @@ def _is_without_decay(section: Section, trained: Trained) -> bool:
     return any(map(trained.matches, patterns))
 
 
-def _by_optimizer(section: Section, groups: Sequence[PlannedGroup]) -> Iterator[tuple[Any, list[PlannedGroup]]]:
+def _by_optimizer(
+    section: Section, groups: Sequence[PlannedGroup]
+) -> Iterator[tuple[Any, list[PlannedGroup]]]:
     """(section of the optimizer, its groups): the recipe's section first, then each group that has its own."""
     shared = [group for group in groups if not isinstance(group.section, TargetGroup)]
     if shared:
@@ -225,13 +260,23 @@ def _by_optimizer(section: Section, groups: Sequence[PlannedGroup]) -> Iterator[
             yield target, [group for group in groups if group.section is target]
 
 
-def _build_one(section: OptimizerConfig | OptimizerTarget | TargetGroup, groups: Sequence[PlannedGroup]) -> Any:
-    params: list[Any] = [{"params": [each.parameter for each in group.members], **group.options} for group in groups]
+def _build_one(
+    section: OptimizerConfig | OptimizerTarget | TargetGroup, groups: Sequence[PlannedGroup]
+) -> Any:
+    params: list[Any] = [
+        {"params": [each.parameter for each in group.members], **group.options} for group in groups
+    ]
     if len(groups) == 1 and not groups[0].options:
         # A function of the user's own may expect plain parameters.
         params = params[0]["params"]
     if isinstance(section, OptimizerConfig):
-        return adamw(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+        return adamw(
+            params,
+            lr=section.lr,
+            betas=section.betas,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+        )
     if callable_of(section) is torch.optim.Muon:
         _check_matrices(groups)
     return build(section, params=params)
@@ -271,7 +316,9 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
     kinds = [type(each).__name__ for each in optimizers for _ in each.param_groups]
     # A function of the user's own may have made other groups.
     labels = labels if len(labels) == len(kinds) else [""] * len(kinds)
-    for number, (group, kind, label) in enumerate(zip(optimizer.param_groups, kinds, labels, strict=True)):
+    for number, (group, kind, label) in enumerate(
+        zip(optimizer.param_groups, kinds, labels, strict=True)
+    ):
         tensors = group["params"] if together is None else list(together[number].values())
         log.info(
             "%s, parameter group %d%s: %s elements in %d tensors%s",
@@ -280,7 +327,9 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
             f" ({label})" if label else "",
             f"{sum(tensor.numel() for tensor in tensors):,}",
             len(tensors),
-            "".join(f", {name} {float(group[key]):g}" for key, name in _LOGGED.items() if key in group),
+            "".join(
+                f", {name} {float(group[key]):g}" for key, name in _LOGGED.items() if key in group
+            ),
         )
 
 

@@ -17,7 +17,13 @@ from automodel_ckpt.checkpoint.module_tensors import Whole
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh
-from automodel_ckpt.distributed.pipeline import Kind, Pipeline, StageTensorSpec, TiedEnds, idle_share
+from automodel_ckpt.distributed.pipeline import (
+    Kind,
+    Pipeline,
+    StageTensorSpec,
+    TiedEnds,
+    idle_share,
+)
 from automodel_ckpt.distributed.tensor_parallel import Plan, plan_for
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import PassThrough, has_tied_ends, keep_stage
@@ -40,7 +46,9 @@ class Cut:
     wire: StageTensorSpec
 
 
-def cut(model: nn.Module, layout: RankLayout, tp_plan: Plan | None, compute_dtype: torch.dtype | None) -> Cut:
+def cut(
+    model: nn.Module, layout: RankLayout, tp_plan: Plan | None, compute_dtype: torch.dtype | None
+) -> Cut:
     """Leave of *model* this rank's stage, in place; names and shapes of all the rest stay known (its attribute
     ``whole``). Hidden states have the type *compute_dtype*, or that of the model. A collective."""
     transformers_model: Any = model
@@ -65,16 +73,24 @@ class Staged:
         self.width = made.wire.width
         self._tied = _tied_ends(model, layout) if made.has_tied_ends else None
 
-    def train(self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome, weight: float) -> list[torch.Tensor]:
+    def train(
+        self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome, weight: float
+    ) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches; see :meth:`.Pipeline.train`."""
-        losses = self.pipeline.train(lambda number, hidden: outcome(rows[number], hidden), _shapes(rows), weight)
+        losses = self.pipeline.train(
+            lambda number, hidden: outcome(rows[number], hidden), _shapes(rows), weight
+        )
         if self._tied is not None:
             self._tied.sum_gradients()
         return losses
 
-    def evaluate(self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome) -> list[torch.Tensor]:
+    def evaluate(
+        self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome
+    ) -> list[torch.Tensor]:
         """Forward of all micro-batches; the losses on the last stage."""
-        return self.pipeline.evaluate(lambda number, hidden: outcome(rows[number], hidden), _shapes(rows))
+        return self.pipeline.evaluate(
+            lambda number, hidden: outcome(rows[number], hidden), _shapes(rows)
+        )
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
@@ -107,7 +123,9 @@ class FromTokens(nn.Module):
         """The model's."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
+    ) -> Any:
         """What the stage makes of token ids below 8."""
         hidden = self._hidden.to(next(self.model.parameters())).to(input_ids.device)[input_ids]
         return self.model(inputs_embeds=hidden, position_ids=position_ids, **options)
@@ -120,9 +138,12 @@ def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
     message = "%d pipeline stages, %d micro-batches a step: each stage waits for others about %.0f %% of the time"
     log.log(
         logging.WARNING if idle >= 0.5 else logging.INFO,
-        message + ("; more micro-batches (a larger global_batch_size) make it less" if idle >= 0.5 else ""),
-        stages, num_micro_batches, 100 * idle,
-    )  # fmt: skip
+        message
+        + ("; more micro-batches (a larger global_batch_size) make it less" if idle >= 0.5 else ""),
+        stages,
+        num_micro_batches,
+        100 * idle,
+    )
 
 
 def check_single_step_optimizer(recipe: Any, base: Any) -> None:
@@ -145,7 +166,9 @@ def check_single_step_optimizer(recipe: Any, base: Any) -> None:
 
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:
     """:class:`RecipeError` where a stage has nothing to be trained. A collective."""
-    counts = gather_objects(layout.gloo_group, len(trained))[:: layout.world_size // layout.sizes.pp]
+    counts = gather_objects(layout.gloo_group, len(trained))[
+        :: layout.world_size // layout.sizes.pp
+    ]
     if 0 in counts:
         raise RecipeError(
             "a pipeline stage has nothing to be trained",
@@ -168,10 +191,15 @@ def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> 
     """
     items = classify({"model": model, "optimizer": optimizer})
     mine = Owners(items).groups(items[1])
-    settings = [{key: repr(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    settings = [
+        {key: repr(value) for key, value in g.items() if key != "params"}
+        for g in optimizer.param_groups
+    ]
     gathered = gather_objects(layout.gloo_group, (mine, settings))
     stages = gathered[:: layout.world_size // layout.sizes.pp]
-    odd = next((number for number, (_, theirs) in enumerate(stages) if theirs != stages[0][1]), None)
+    odd = next(
+        (number for number, (_, theirs) in enumerate(stages) if theirs != stages[0][1]), None
+    )
     if odd is not None:
         raise RecipeError(
             "the optimizer makes other parameter groups on one pipeline stage than on another",
@@ -180,4 +208,6 @@ def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> 
             remedy="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
         )
     groups = [[theirs[index] for theirs, _ in stages] for index in range(len(mine))]
-    optimizer.whole = [{name: t for stage in group for name, t in stage.items()} for group in groups]  # type: ignore[attr-defined]
+    optimizer.whole = [  # type: ignore[attr-defined]
+        {name: t for stage in group for name, t in stage.items()} for group in groups
+    ]

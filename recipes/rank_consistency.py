@@ -43,7 +43,9 @@ def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGro
     """Raise :class:`RecipeError`, the same on all ranks, where the data set of the section *name* has not *num_samples*
     on all of them: some ranks would go on to an epoch's next step when others have none. Called on all ranks."""
     numbers = agree.gather_objects(group, num_samples)
-    unlike = [f"{number} on rank {rank}" for rank, number in enumerate(numbers) if number != numbers[0]]
+    unlike = [
+        f"{number} on rank {rank}" for rank, number in enumerate(numbers) if number != numbers[0]
+    ]
     if unlike:
         raise RecipeError(
             "the ranks do not have the same data: their data sets are not equally long",
@@ -56,7 +58,11 @@ def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGro
 def _versions() -> dict[str, str | None]:
     """Without the build (``+cu128``): mixed hardware may need several."""
     torchs, _, _ = torch.__version__.partition("+")
-    return {"automodel_ckpt": version_of("automodel-ckpt"), "torch": torchs, "transformers": transformers.__version__}
+    return {
+        "automodel_ckpt": version_of("automodel-ckpt"),
+        "torch": torchs,
+        "transformers": transformers.__version__,
+    }
 
 
 def _differences(first: Start, mine: Start) -> Iterator[Problem]:
@@ -67,14 +73,17 @@ def _differences(first: Start, mine: Start) -> Iterator[Problem]:
     ]
     if versions:
         remedy = "install the same versions on all machines"
-        yield Problem("this rank has other software than rank 0", "versions", "; ".join(versions), remedy)
+        yield Problem(
+            "this rank has other software than rank 0", "versions", "; ".join(versions), remedy
+        )
     there, here = (dict(_leaves(yaml.safe_load(start.config_yaml), "")) for start in (first, mine))
     keys = [key for key in there | here if str(there.get(key)) != str(here.get(key))]
     if keys:
         values = "; ".join(f"{key}: {here.get(key)}, not {there.get(key)}" for key in keys[:SHOWN])
         yield Problem(
             "this rank was started with another recipe than rank 0",
-            ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""),
+            ", ".join(keys[:SHOWN])
+            + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""),
             values,
             "give all machines the same recipe and overrides; what has to differ can be written ${oc.env:NAME}",
         )

@@ -50,7 +50,9 @@ class Control:
         count, num_label_tokens, num_tokens, stop, save_failed = sum_over_ranks(
             group, self.count, self.num_label_tokens, self.num_tokens, self.stop, self.save_failed
         )
-        return Control(int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0)
+        return Control(
+            int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0
+        )
 
 
 @dataclass(frozen=True, slots=True)

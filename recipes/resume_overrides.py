@@ -69,24 +69,41 @@ class RecipeOptions:
     def _now(self) -> list[dict[str, list[float]]]:
         """The numbers among the options of each parameter group; the learning rate only where no schedule moves it."""
         moved = () if self._schedule is None else ("lr", "initial_lr")
-        return [{name: numbers for name, value in group.items() if name not in moved and (numbers := _numbers(value))}
-                for group in self._optimizer.param_groups]  # fmt: skip
+        return [
+            {
+                name: numbers
+                for name, value in group.items()
+                if name not in moved and (numbers := _numbers(value))
+            }
+            for group in self._optimizer.param_groups
+        ]
 
     def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
         passed_over = ("lr", "initial_lr") if has_lost_schedule else ()
         for number, (new, kept) in enumerate(zip(self._options, self._now(), strict=False)):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
-            changed = [name for name in new if name in kept and new[name] != kept[name] and name not in passed_over]
+            changed = [
+                name
+                for name in new
+                if name in kept and new[name] != kept[name] and name not in passed_over
+            ]
             for name in changed:
                 if not self._is_by_no_decay(name, new[name]):
                     self._check_override(name, kept[name], new[name])
-                message = "the optimizer's %s%s goes on as saved, %s; the recipe's %s is not applied" + _APPLY
+                message = (
+                    "the optimizer's %s%s goes on as saved, %s; the recipe's %s is not applied"
+                    + _APPLY
+                )
                 log.warning(message, name, where, _shown(kept[name]), _shown(new[name]))
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``: no override gave it the value 0."""
         others = [options.get(name) for options in self._options]
-        return name == "weight_decay" and new == [0.0] and any(each not in (None, [0.0]) for each in others)
+        return (
+            name == "weight_decay"
+            and new == [0.0]
+            and any(each not in (None, [0.0]) for each in others)
+        )
 
     def _check_override(self, name: str, kept: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` where the command line gives the option *name*, and the resume ignores it."""
@@ -98,17 +115,27 @@ class RecipeOptions:
 
     def _take_options(self) -> None:
         """Replace all options that were loaded; rates that a schedule moves are computed anew by it."""
-        for number, (group, options) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
+        for number, (group, options) in enumerate(
+            zip(self._optimizer.param_groups, self._groups, strict=True)
+        ):
             where = f" of parameter group {number}" if len(self._groups) > 1 else ""
             moved = () if self._schedule is None else ("lr", "initial_lr")
             for name, value in options.items():
                 if name not in moved and group.get(name, value) != value:
-                    log.warning("the optimizer's %s%s is the recipe's from here on, %s; it was %s", name, where, value,
-                                group[name])  # fmt: skip
+                    log.warning(
+                        "the optimizer's %s%s is the recipe's from here on, %s; it was %s",
+                        name,
+                        where,
+                        value,
+                        group[name],
+                    )
                 group[name] = value
         if self._schedule is not None and self._rates != self._schedule.base_lrs:
-            log.warning("the peak learning rate is the recipe's from here on, %s; it was %s", self._rates,
-                        self._schedule.base_lrs)  # fmt: skip
+            log.warning(
+                "the peak learning rate is the recipe's from here on, %s; it was %s",
+                self._rates,
+                self._schedule.base_lrs,
+            )
             self._schedule.base_lrs = list(self._rates)
 
     def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
@@ -116,7 +143,8 @@ class RecipeOptions:
         saved = current_rate(self._optimizer)
         self._restore_rates()
         message = (
-            "the checkpoint's schedule is left out: the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+            "the checkpoint's schedule is left out: the learning "
+            "rate of step %d is the recipe's, %.6g; it was %.6g"
         )
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer), saved)
 
@@ -139,7 +167,10 @@ class RecipeOptions:
     def _follow(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
         if self._rates != schedule.base_lrs:
             self._check_override("lr", schedule.base_lrs, self._rates)
-            message = "the peak learning rate goes on as saved, %s; the recipe's %s is not applied" + _APPLY
+            message = (
+                "the peak learning rate goes on as saved, %s; the recipe's %s is not applied"
+                + _APPLY
+            )
             log.warning(message, schedule.base_lrs, self._rates)
         saved = current_rate(self._optimizer)
         if isinstance(schedule, LambdaLR):
@@ -160,7 +191,9 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _numbers(value: Any) -> list[float]:
     """A number, or several, as a list; empty for anything else, and for switches."""
     values = value if isinstance(value, tuple | list) else [value]
-    numbers = [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+    numbers = [
+        each for each in values if isinstance(each, int | float) and not isinstance(each, bool)
+    ]
     return numbers if len(numbers) == len(values) else []
 
 

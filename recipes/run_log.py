@@ -71,7 +71,10 @@ class RunLog:
             jsonl.truncate_after(math.inf if is_finished else scheduler.step)
         if resumed_from is not None and not is_finished:
             event = {"event": "resume", "step": scheduler.step, "timestamp": time.time()}
-            self._append(self.training, {**event, "from": resumed_from, "world_size": self._layout.world_size})
+            self._append(
+                self.training,
+                {**event, "from": resumed_from, "world_size": self._layout.world_size},
+            )
         # Of a finished run too: a kill at its end may have kept its last lines from the trackers.
         self.start_trackers(self.training.path.parent, scheduler.step)
 
@@ -87,7 +90,12 @@ class RunLog:
         return self._tracking is not None
 
     def log_step(
-        self, scheduler: StepScheduler, sample_ids: Sequence[int], control: Control, result: StepResult, seconds: float
+        self,
+        scheduler: StepScheduler,
+        sample_ids: Sequence[int],
+        control: Control,
+        result: StepResult,
+        seconds: float,
     ) -> None:
         """Log a step that took *seconds*, whose global batch had the samples *sample_ids*."""
         if not self._layout.is_rank0:
@@ -111,7 +119,13 @@ class RunLog:
         self._append(self.training, record, soon=True)
         self.progress.update(
             StepView(
-                scheduler.step, scheduler.epoch, result.loss, result.lr, control.num_tokens, seconds, result.aux_loss
+                scheduler.step,
+                scheduler.epoch,
+                result.loss,
+                result.lr,
+                control.num_tokens,
+                seconds,
+                result.aux_loss,
             )
         )
 
@@ -141,7 +155,9 @@ class RunLog:
         }
         self._append(self.training, record)
 
-    def _append(self, jsonl: JsonlLog | None, record: dict[str, Any], *, soon: bool = False) -> None:
+    def _append(
+        self, jsonl: JsonlLog | None, record: dict[str, Any], *, soon: bool = False
+    ) -> None:
         """Write a line, unless another run took over the directory.
 
         The control vector of the next step carries that to all ranks, which then raise :class:`LeaseLost` together.

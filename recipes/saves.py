@@ -53,7 +53,12 @@ class Saves:
         self.last_save = None
         self.resumed = None
         self._config, self._section, self._config_yaml = config, config.checkpoint, config_yaml
-        self._scheduler, self._run_log, self._state, self._num_ranks = scheduler, run_log, state, num_ranks
+        self._scheduler, self._run_log, self._state, self._num_ranks = (
+            scheduler,
+            run_log,
+            state,
+            num_ranks,
+        )
         self._unknown_metrics: set[str] = set()
 
     # ---------------------------------------------------------------- before the first step
@@ -77,14 +82,21 @@ class Saves:
         self, checkpointer: Checkpointer, forecast: Forecast, steps_per_epoch: int | None
     ) -> None:
         existing = [name.step for name in checkpoint_names(checkpointer.directory)]
-        num_more = still_to_come(self._config, self._scheduler.planned_steps, steps_per_epoch, existing) or 1
+        num_more = (
+            still_to_come(self._config, self._scheduler.planned_steps, steps_per_epoch, existing)
+            or 1
+        )
         num_exports = 0
         if forecast.export_bytes and checkpointer.exports_at_end:
             num_exports = 1 + self._section.export_best
         needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
         if needed <= forecast.free_bytes:
             return
-        exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}" if num_exports else ""
+        exports = (
+            f" and {num_exports} exports of about {size_text(forecast.export_bytes)}"
+            if num_exports
+            else ""
+        )
         log.warning(
             "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
             "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)",
@@ -111,7 +123,9 @@ class Saves:
         """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
         better value is to be saved (``ckpt_on_best``)."""
         value = policy.metric_of(losses, self._section.best_metric_key)
-        if value is None or not policy.is_better(value, self._scheduler.best, self._section.best_mode):
+        if value is None or not policy.is_better(
+            value, self._scheduler.best, self._section.best_mode
+        ):
             return False
         return self._scheduler.note_best(value)
 
@@ -122,7 +136,9 @@ class Saves:
             measured = {key: value for key, value in losses.items() if value is not None}
             self.checkpointer.note_validation(self.resumed, measured)
 
-    def save(self, losses: Mapping[str, Any], *, validated: bool, started: float, last: bool) -> None:
+    def save(
+        self, losses: Mapping[str, Any], *, validated: bool, started: float, last: bool
+    ) -> None:
         """Save the present step, with *losses* in its ``losses.json``.
 
         *validated*: the losses include a validation. *started* is when the step's validation began, in seconds of
@@ -176,7 +192,9 @@ class Saves:
         if key not in losses and key not in self._unknown_metrics:
             self._unknown_metrics.add(key)
             log.warning(
-                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s", key, ", ".join(losses)
+                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s",
+                key,
+                ", ".join(losses),
             )
 
     def note_saved(self, report: SaveReport) -> None:
@@ -260,7 +278,9 @@ def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
     if saving is None:
         return None
     written, total = min(saving.written_bytes, saving.total_bytes), max(saving.total_bytes, 1)
-    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}" + (" on rank 0" if num_ranks > 1 else "")
+    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}" + (
+        " on rank 0" if num_ranks > 1 else ""
+    )
     return SavingView(saving.step, written / total, amount)
 
 
@@ -270,5 +290,9 @@ def saved_line(report: SaveReport) -> str:
     size = f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
     free = "" if report.free_bytes is None else f", {size_text(report.free_bytes)} free"
     pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
-    export = f"; to export it: {report.export_command}" if report.export_command and not report.export else ""
+    export = (
+        f"; to export it: {report.export_command}"
+        if report.export_command and not report.export
+        else ""
+    )
     return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"

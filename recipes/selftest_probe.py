@@ -29,7 +29,9 @@ from automodel_ckpt.training.step_scheduler import Due
 _OF_THE_CLOCK = {"elapsed_seconds"}
 
 
-def observed(recipe_class: type[FinetuneRecipe], directory: Path, *, stop_after: int | None = None) -> Any:
+def observed(
+    recipe_class: type[FinetuneRecipe], directory: Path, *, stop_after: int | None = None
+) -> Any:
     """*recipe_class*, writing a line of JSON per step to ``rank_{r}.jsonl`` in *directory* (for its fields see
     :func:`observation`); with *stop_after* it asks itself to stop after that step, as by a signal."""
 
@@ -66,7 +68,12 @@ def observation(recipe: FinetuneRecipe, batch: GlobalBatch) -> dict[str, Any]:
 
 def _digests(recipe: FinetuneRecipe) -> Iterator[tuple[str, str]]:
     items = classify(discover(recipe))
-    names = {id(p): f"{i.name}.{n}" for i in items if i.kind == "module" for n, p in i.value.named_parameters()}
+    names = {
+        id(p): f"{i.name}.{n}"
+        for i in items
+        if i.kind == "module"
+        for n, p in i.value.named_parameters()
+    }
     for item in items:
         if item.kind == "module":
             for name, tensor in unwrap(item.value).state_dict().items():
@@ -81,7 +88,11 @@ def _digests(recipe: FinetuneRecipe) -> Iterator[tuple[str, str]]:
 
 def _comparable(item: Item) -> Any:
     state = item.value.state_dict()
-    return {k: v for k, v in state.items() if k not in _OF_THE_CLOCK} if isinstance(state, dict) else state
+    return (
+        {k: v for k, v in state.items() if k not in _OF_THE_CLOCK}
+        if isinstance(state, dict)
+        else state
+    )
 
 
 def _digest(value: Any) -> str:
@@ -95,8 +106,12 @@ def _has_dropout(model: nn.Module) -> bool:
     """Whether what a step computes depends on random numbers, as far as layers and configuration tell."""
     config = getattr(unwrap(model), "config", None)
     stated = config.to_dict() if config is not None else {}
-    by_config = any("dropout" in key or "pdrop" in key for key, value in stated.items() if _is_positive(value))
-    return by_config or any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules())
+    by_config = any(
+        "dropout" in key or "pdrop" in key for key, value in stated.items() if _is_positive(value)
+    )
+    return by_config or any(
+        isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules()
+    )
 
 
 def _is_positive(value: Any) -> bool:

@@ -93,7 +93,9 @@ class Steps(Lifecycle):
             if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
                 self.step_scheduler.end_early()
                 if self.step_scheduler.unsaved:
-                    self.validate_and_save(validate=self.validation_batches is not None, save=True, last=True)
+                    self.validate_and_save(
+                        validate=self.validation_batches is not None, save=True, last=True
+                    )
                 return
             control = self.agree_on(batch)
             if control.save_failed:
@@ -165,9 +167,13 @@ class Steps(Lifecycle):
             self.lr_scheduler.step()
         total, aux_loss, due = self.finish_step(batch, control, loss_sum)
         loss = total / control.count if control.count else math.nan
-        self.last_step = StepResult(loss, grad_norm, lr, aux_loss if self.router_loss is not None else None)
+        self.last_step = StepResult(
+            loss, grad_norm, lr, aux_loss if self.router_loss is not None else None
+        )
         seconds = time.perf_counter() - started
-        self.run_log.log_step(self.step_scheduler, batch.sample_ids, control, self.last_step, seconds)
+        self.run_log.log_step(
+            self.step_scheduler, batch.sample_ids, control, self.last_step, seconds
+        )
         return due
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
@@ -179,7 +185,10 @@ class Steps(Lifecycle):
         if self.router_loss is not None:
             self.router_loss.start_step(control.num_tokens)
         if control.count == 0:
-            log.warning("step %d: no label in the whole global batch, no update", self.step_scheduler.step + 1)
+            log.warning(
+                "step %d: no label in the whole global batch, no update",
+                self.step_scheduler.step + 1,
+            )
             self.optimizer.step()
             return 0.0, 0.0
         # The wrappers average over the ranks what has to be a sum.
@@ -187,7 +196,11 @@ class Steps(Lifecycle):
         loss_sum = self.accumulate(batch, scale)
         grad_norm = self.clip_gradients()
         if not math.isfinite(grad_norm):
-            log.warning("step %d: the gradient norm is %s, no update", self.step_scheduler.step + 1, grad_norm)
+            log.warning(
+                "step %d: the gradient norm is %s, no update",
+                self.step_scheduler.step + 1,
+                grad_norm,
+            )
             self.optimizer.zero_grad(set_to_none=True)
         if self.checkpointer is not None:
             self.checkpointer.await_copies()
@@ -230,7 +243,9 @@ class Steps(Lifecycle):
             )
         # The wrappers average over the ranks what has to be a sum.
         share_weight = self.layout.sizes.token_parts * self.router_loss.coefficient
-        torch.autograd.backward([loss, share], [torch.full_like(loss, weight), torch.full_like(share, share_weight)])
+        torch.autograd.backward(
+            [loss, share], [torch.full_like(loss, weight), torch.full_like(share, share_weight)]
+        )
 
     def count_routed(self, batch: GlobalBatch, router_loss: RouterLoss) -> None:
         """Route all micro-batches once without gradients, so that the choices of the global batch are known before the
@@ -245,7 +260,9 @@ class Steps(Lifecycle):
     def check_length(self, num_tokens: int) -> None:
         """:class:`RecipeError` for a sample, padding included, that is longer than the model's context."""
         if self.model_config is not None and num_tokens > self.longest_checked:
-            check_context(self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}")
+            check_context(
+                self.model_config, num_tokens, f"a sample of step {self.step_scheduler.step + 1}"
+            )
             self.longest_checked = num_tokens
 
     def build_objective(self) -> Objective:
@@ -272,7 +289,9 @@ class Steps(Lifecycle):
         """Have all gradients scaled together to ``clip_grad_norm``, now or by the optimizer as it reads them; returns
         their norm before that."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        counted_elsewhere = self.staged.counted_elsewhere if self.staged is not None else frozenset[int]()
+        counted_elsewhere = (
+            self.staged.counted_elsewhere if self.staged is not None else frozenset[int]()
+        )
         return clip_gradients(
             parameters,
             self.config.clip_grad_norm,
@@ -281,7 +300,9 @@ class Steps(Lifecycle):
             counted_elsewhere=counted_elsewhere,
         )
 
-    def finish_step(self, batch: GlobalBatch, control: Control, loss_sum: float) -> tuple[float, float, Due]:
+    def finish_step(
+        self, batch: GlobalBatch, control: Control, loss_sum: float
+    ) -> tuple[float, float, Due]:
         """Count a step; returns the loss summed over the global batch, the router's loss, and what is due.
 
         The clock is the leader's, so that all ranks save and end at the same step with the same state. A signal is
@@ -330,7 +351,9 @@ class Steps(Lifecycle):
         loss, count, num_labels = totals
         return Validation(loss / count if count else math.nan, int(num_labels))
 
-    def validation_totals(self, batches: Iterable[GlobalBatch]) -> tuple[float, float, float] | None:
+    def validation_totals(
+        self, batches: Iterable[GlobalBatch]
+    ) -> tuple[float, float, float] | None:
         """The summed loss, its count, and the label tokens of all batches and ranks; None when a stop was asked for.
 
         The sums of a batch are added over the ranks before the next forward pass, with the request to stop: a rank

@@ -40,7 +40,11 @@ class VLMFinetune(FinetuneRecipe):
         """:class:`RecipeError` for what acts in a recipe for text alone."""
         config = self.config
         tokenizer = config.tokenizer
-        if tokenizer is None or isinstance(tokenizer, Target) or tokenizer.from_pretrained is not None:
+        if (
+            tokenizer is None
+            or isinstance(tokenizer, Target)
+            or tokenizer.from_pretrained is not None
+        ):
             raise RecipeError(
                 "a vision-language model's tokenizer is part of its processor",
                 where="tokenizer",
@@ -99,7 +103,9 @@ class VLMFinetune(FinetuneRecipe):
         """The function from samples to a micro-batch."""
         config = self.config.dataloader
         if config.collate_fn is not None:
-            return build(config.collate_fn, processor=self.processor, tokenizer=self.processor.tokenizer)
+            return build(
+                config.collate_fn, processor=self.processor, tokenizer=self.processor.tokenizer
+            )
         ids = image_token_ids(self.model_config, self.processor)
         return ImageTextCollator(self.processor, ids, self.row_multiple)
 
@@ -110,7 +116,11 @@ class VLMFinetune(FinetuneRecipe):
         waiting, and take memory for nothing elsewhere.
         """
         if not self._checked_gradients:
-            unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            unused = [
+                name
+                for name, p in self.model.named_parameters()
+                if p.requires_grad and p.grad is None
+            ]
             if unused:
                 raise RecipeError.all_of([_unused(unused, adapters=self.config.peft is not None)])
             self._checked_gradients = True

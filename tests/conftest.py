@@ -34,7 +34,15 @@ COMMANDS = CommandServer(Path(os.environ["AUTOMODEL_CKPT_CACHE"]).with_name("com
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # What the surrounding shell may carry must not reach the tests' own runs.
-for name in ("AUTOMODEL_CKPT_TRUST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+for name in (
+    "AUTOMODEL_CKPT_TRUST",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+):
     os.environ.pop(name, None)
 
 

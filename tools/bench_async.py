@@ -88,7 +88,9 @@ class Bench:
     def tensors(self) -> list[torch.Tensor]:
         states = [value for entry in self.optimizer.state.values() for value in entry.values()]
         found = [*self.model.parameters(), *states]
-        return [(value.to_local() if hasattr(value, "to_local") else value).detach() for value in found]
+        return [
+            (value.to_local() if hasattr(value, "to_local") else value).detach() for value in found
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +115,13 @@ class Bench:
     def ours(self, directory: Path, *, is_async: bool) -> Pending:
         saver = self.savers.get(is_async)
         if saver is None:
-            saver = Checkpointer(directory / f"async-{is_async}", ranks=self, group=dist.group.WORLD, is_async=is_async,
-                                 keep_last=1)  # fmt: skip
+            saver = Checkpointer(
+                directory / f"async-{is_async}",
+                ranks=self,
+                group=dist.group.WORLD,
+                is_async=is_async,
+                keep_last=1,
+            )
             self.savers[is_async] = saver
         state = discover(SimpleNamespace(model=self.model, optimizer=self.optimizer))
         self.number += 1
@@ -138,9 +145,12 @@ class Bench:
             # Its own cache is pinned memory, which takes an accelerator.
             stager.state_dict_cache = _create_cpu_state_dict(self.state_dict(), share_memory=True)
         answer: Any = async_save(
-            self.state_dict(), checkpoint_id=self.fresh(directory), process_group=self.group,
-            async_checkpointer_type=kind, async_stager=stager,
-        )  # fmt: skip
+            self.state_dict(),
+            checkpoint_id=self.fresh(directory),
+            process_group=self.group,
+            async_checkpointer_type=kind,
+            async_stager=stager,
+        )
         future = getattr(answer, "upload_completion", answer)
 
         def done() -> bool:
@@ -162,9 +172,14 @@ class Bench:
             Row("ours, synchronous", lambda d: self.ours(d, is_async=False), ours=True),
             Row("ours, asynchronous", lambda d: self.ours(d, is_async=True), ours=True),
             Row("torch DCP save", self.torch_sync),
-            Row("torch DCP async_save, thread", lambda d: self.torch_async(d, thread, cached=False)),
+            Row(
+                "torch DCP async_save, thread", lambda d: self.torch_async(d, thread, cached=False)
+            ),
             Row("the same, cached stager", lambda d: self.torch_async(d, thread, cached=True)),
-            Row("torch DCP async_save, process, cached stager", lambda d: self.torch_async(d, process, cached=True)),
+            Row(
+                "torch DCP async_save, process, cached stager",
+                lambda d: self.torch_async(d, process, cached=True),
+            ),
         ]
 
     # ---------------------------------------------------------------- rounds
@@ -224,15 +239,21 @@ class Bench:
         return bool(tensor)
 
 
-def rank_main(rank: int, num_ranks: int, port: int, arguments: argparse.Namespace, root: str, queue: Any) -> None:
+def rank_main(
+    rank: int, num_ranks: int, port: int, arguments: argparse.Namespace, root: str, queue: Any
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks)
+    )
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     bench = Bench(arguments.size)
     rows = bench.measure(Path(root), arguments.runs)
     if rank == 0:
-        queue.put((bench.nbytes, [(r.name, r.ours, r.stalls, r.steps, r.lost, r.failure) for r in rows]))
+        queue.put(
+            (bench.nbytes, [(r.name, r.ours, r.stalls, r.steps, r.lost, r.failure) for r in rows])
+        )
     os._exit(0)  # torch's writer process would be waited for
 
 
@@ -264,9 +285,15 @@ def as_markdown(results: list[tuple[int, int, list[Row]]], num_rounds: int) -> s
     place = f"{here['cores']} cores ({here['processor']}), {here['kernel']}, {here['date']}"
     parts = [f"{place}; medians of {num_rounds} rounds."]
     for num_ranks, nbytes, rows in results:
-        where = "1 rank, a free core" if num_ranks == 1 else f"{num_ranks} ranks on {os.cpu_count()} cores"
+        where = (
+            "1 rank, a free core"
+            if num_ranks == 1
+            else f"{num_ranks} ranks on {os.cpu_count()} cores"
+        )
         parts.append(f"\n### Asynchronous saves: {where}, {nbytes / 1e6:.0f} MB per rank\n")
-        parts.append("| | stall, in copies | step while saving | training lost, in steps |\n|---|---:|---:|---:|")
+        parts.append(
+            "| | stall, in copies | step while saving | training lost, in steps |\n|---|---:|---:|---:|"
+        )
         copies = rows[0].stalls
         parts += [_line(row, copies) for row in rows]
     return "\n".join(parts)
@@ -281,8 +308,15 @@ def _line(row: Row, copies: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=parse_size, default="512M", help="bytes of a rank's state: 64M, 512M (default)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size",
+        type=parse_size,
+        default="512M",
+        help="bytes of a rank's state: 64M, 512M (default)",
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")

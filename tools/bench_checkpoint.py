@@ -31,7 +31,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,7 +83,9 @@ class Bench:
         self.model = model_of(nbytes)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.size,)))
         self.local = {name: self.shard(value) for name, value in self.model.state_dict().items()}
-        self.buffers: list[memoryview] = [t.reshape(-1).view(torch.uint8).numpy().data for t in self.local.values()]
+        self.buffers: list[memoryview] = [
+            t.reshape(-1).view(torch.uint8).numpy().data for t in self.local.values()
+        ]
         self.nbytes = sum(buffer.nbytes for buffer in self.buffers)
 
     @staticmethod
@@ -98,20 +103,32 @@ class Bench:
 
     def ours(self, directory: Path, **options: Any) -> None:
         saver = self.checkpointer(directory, **options)
-        saver.save(discover(SimpleNamespace(model=self.model)), step=1, epoch=0, config_yaml="", losses={}, progress={})
+        saver.save(
+            discover(SimpleNamespace(model=self.model)),
+            step=1,
+            epoch=0,
+            config_yaml="",
+            losses={},
+            progress={},
+        )
         saver.close()
 
     def checkpointer(self, directory: Path, **options: Any) -> Checkpointer:
         return Checkpointer(directory, ranks=self, group=dist.group.WORLD, **options)
 
     def dcp(self, directory: Path) -> None:
-        save(self.model.state_dict(), storage_writer=FileSystemWriter(directory / "dcp", sync_files=False))
+        save(
+            self.model.state_dict(),
+            storage_writer=FileSystemWriter(directory / "dcp", sync_files=False),
+        )
 
     def dcp_hf(self, directory: Path, *, consolidated: bool = False) -> None:
         writer = HuggingFaceStorageWriter(
-            str(directory / "hf"), save_distributed=True, enable_consolidation=consolidated,
+            str(directory / "hf"),
+            save_distributed=True,
+            enable_consolidation=consolidated,
             fqn_to_index_mapping=dict.fromkeys(self.local, 1) if consolidated else None,
-        )  # fmt: skip
+        )
         save(self.model.state_dict(), storage_writer=writer)
 
     def save_file(self, directory: Path) -> None:
@@ -134,14 +151,23 @@ class Bench:
         yield Row("raw write + fsync" if durable else "raw write", ensure(self.raw_write))
         yield Row("ours: shards", self.ours, ours=True)
         yield Row("ours: hf layout", lambda d: self.ours(d, model_layout="hf"), ours=True)
-        yield Row("ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True)
+        yield Row(
+            "ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True
+        )
         if not durable:
             yield Row("ours: shards, not flushed (here only)", unflushed(self.ours))
-            yield Row("ours: hf layout, not flushed (here only)", unflushed(lambda d: self.ours(d, model_layout="hf")))
+            yield Row(
+                "ours: hf layout, not flushed (here only)",
+                unflushed(lambda d: self.ours(d, model_layout="hf")),
+            )
         yield Row("safetensors save_file, one per rank", ensure(self.save_file))
         yield Row("torch DCP FileSystemWriter", ensure(self.dcp))
         yield Row("torch DCP HuggingFaceStorageWriter", ensure(self.dcp_hf), slow=True)
-        yield Row("the same with its consolidation", ensure(lambda d: self.dcp_hf(d, consolidated=True)), slow=True)
+        yield Row(
+            "the same with its consolidation",
+            ensure(lambda d: self.dcp_hf(d, consolidated=True)),
+            slow=True,
+        )
 
     # ---------------------------------------------------------------- loading
 
@@ -203,14 +229,21 @@ class Bench:
         yield Row("raw read into the parameters", lambda _: self.raw_read_into_place(root))
         yield Row("ours: verify none", lambda _: self.load(root / "ours", "none"), ours=True)
         yield Row("ours: verify digest", lambda _: self.load(root / "ours", "digest"), ours=True)
-        yield Row("ours: hf layout, verify digest", lambda _: self.load(root / "layout", "digest"), ours=True)
+        yield Row(
+            "ours: hf layout, verify digest",
+            lambda _: self.load(root / "layout", "digest"),
+            ours=True,
+        )
         yield Row("ours: the check alone", lambda _: self.check(root), ours=True)
         yield Row("safetensors safe_open, copy_", lambda _: self.safetensors(root))
         yield Row(
             "torch DCP HuggingFaceStorageReader",
             lambda _: self.torch_load(HuggingFaceStorageReader(str(root / "torch/hf"))),
         )
-        yield Row("torch DCP FileSystemReader", lambda _: self.torch_load(FileSystemReader(root / "torch/dcp")))
+        yield Row(
+            "torch DCP FileSystemReader",
+            lambda _: self.torch_load(FileSystemReader(root / "torch/dcp")),
+        )
 
     # ---------------------------------------------------------------- rounds
 
@@ -250,17 +283,33 @@ class Bench:
             found.append(Memory(f"{kind}, a rank of {self.size}, {row.name}", float(grown) / 1e6))
         return found
 
-    def rounds(self, group: Group, num_rounds: int, root: Path, prepare: Callable[[], object]) -> None:
-        rounds(group, num_rounds, root / "out", lambda: prepare() if self.rank == 0 else None, self.timed)
+    def rounds(
+        self, group: Group, num_rounds: int, root: Path, prepare: Callable[[], object]
+    ) -> None:
+        rounds(
+            group,
+            num_rounds,
+            root / "out",
+            lambda: prepare() if self.rank == 0 else None,
+            self.timed,
+        )
 
 
 def rank_main(rank: int, port: int, arguments: argparse.Namespace, root: str, queue: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(arguments.ranks))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(arguments.ranks),
+    )
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
     groups, memories = Bench(arguments.size).measure(Path(root), arguments.runs)
     if rank == 0:
-        rows = [(group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows]) for group in groups]
+        rows = [
+            (group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows])
+            for group in groups
+        ]
         queue.put((rows, memories))
     dist.destroy_process_group()
 
@@ -273,7 +322,8 @@ def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], li
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     ranks = [
-        context.Process(target=rank_main, args=(r, port, arguments, str(root), queue)) for r in range(arguments.ranks)
+        context.Process(target=rank_main, args=(r, port, arguments, str(root), queue))
+        for r in range(arguments.ranks)
     ]
     for process in ranks:
         process.start()
@@ -283,28 +333,45 @@ def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], li
         raise SystemExit("a rank failed")
     groups, memories = queue.get()
     return [
-        Group(title, nbytes, [Row(name, print, is_ours, seconds=seconds) for name, is_ours, seconds in rows])
+        Group(
+            title,
+            nbytes,
+            [Row(name, print, is_ours, seconds=seconds) for name, is_ours, seconds in rows],
+        )
         for title, nbytes, rows in groups
     ], memories
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
     parser.add_argument(
-        "--automodel-tool", type=Path, metavar="FILE", help="NeMo AutoModel's offline tool, to run it too"
+        "--automodel-tool",
+        type=Path,
+        metavar="FILE",
+        help="NeMo AutoModel's offline tool, to run it too",
     )
-    parser.add_argument("--docs", action="store_true", help="write docs/performance.md and docs/performance.png")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all times to this file")
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/performance.md and docs/performance.png"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all times to this file"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.directory) as root:
         (Path(root) / "ranks").mkdir()
         groups, memory = by_ranks(arguments, Path(root) / "ranks")
         shutil.rmtree(Path(root) / "ranks")
-        more, other = bench_consolidate.measure(Path(root), arguments.size, arguments.runs, arguments.automodel_tool)
+        more, other = bench_consolidate.measure(
+            Path(root), arguments.size, arguments.runs, arguments.automodel_tool
+        )
     results = as_json([*groups, *more], [*memory, *other], arguments.size)
     print(as_text(results))
     if arguments.json:

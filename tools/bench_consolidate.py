@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
@@ -55,7 +56,9 @@ def copied(source: Path, *, durable: bool) -> Callable[[Path], None]:
     """``cp`` of a checkpoint's shards, clones of whole files excluded."""
 
     def run(directory: Path) -> None:
-        subprocess.run(["cp", "--reflink=never", *map(str, data_files(source)), str(directory)], check=True)
+        subprocess.run(
+            ["cp", "--reflink=never", *map(str, data_files(source)), str(directory)], check=True
+        )
         if durable:
             fsync_all(directory)
 
@@ -63,7 +66,9 @@ def copied(source: Path, *, durable: bool) -> Callable[[Path], None]:
 
 
 def ours(source: Path, cast: str | None = None) -> Callable[[Path], object]:
-    return lambda directory: consolidate(source, directory / "out", cast_dtype=cast, log=lambda _: None)
+    return lambda directory: consolidate(
+        source, directory / "out", cast_dtype=cast, log=lambda _: None
+    )
 
 
 def our_process(source: Path) -> Callable[[Path], object]:
@@ -74,9 +79,13 @@ def our_process(source: Path) -> Callable[[Path], object]:
 
 
 def torchs(source: Path, *, durable: bool) -> Callable[[Path], None]:
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files,
+    )
 
-    numbers = json.loads((source / "model/.hf_metadata/fqn_to_file_index_mapping.json").read_bytes())
+    numbers = json.loads(
+        (source / "model/.hf_metadata/fqn_to_file_index_mapping.json").read_bytes()
+    )
 
     def run(directory: Path) -> None:
         consolidate_safetensors_files(str(source / "model"), str(directory), numbers, num_threads=5)
@@ -90,7 +99,14 @@ def automodels(tool: Path, source: Path, *, durable: bool) -> Callable[[Path], N
     def run(directory: Path) -> None:
         taken = directory / "input"  # the tool moves the side files away from there
         shutil.copytree(source / "model", taken, copy_function=os.link)
-        options = ["--model-name", "model", "--input-dir", str(taken), "--output-dir", str(directory / "out")]
+        options = [
+            "--model-name",
+            "model",
+            "--input-dir",
+            str(taken),
+            "--output-dir",
+            str(directory / "out"),
+        ]
         subprocess.run([sys.executable, str(tool), *options], check=True, capture_output=True)
         shutil.rmtree(taken)
         if durable:
@@ -99,7 +115,9 @@ def automodels(tool: Path, source: Path, *, durable: bool) -> Callable[[Path], N
     return run
 
 
-def rows(found: dict[str, Path], tool: Path | None, *, durable: bool, is_cold: bool) -> Iterator[Row]:
+def rows(
+    found: dict[str, Path], tool: Path | None, *, durable: bool, is_cold: bool
+) -> Iterator[Row]:
     """The rows of one group."""
     one, four, dim1 = found["2 shards"], found["4 files"], found["dim 1"]
     yield Row("cp + fsync" if durable else "cp", copied(one, durable=durable))
@@ -107,24 +125,46 @@ def rows(found: dict[str, Path], tool: Path | None, *, durable: bool, is_cold: b
     yield _row("ours: 2 shards, 4 files", ours(four), four, ours=True)
     yield _row("ours: 8 shards, 1 file", ours(found["8 shards"]), found["8 shards"], ours=True)
     yield _row("ours: 8 shards cut along dim 1, 1 file", ours(dim1), dim1, ours=True)
-    yield _row("ours: F32 cast to BF16, per byte read", ours(found["F32"], "bf16"), found["F32"], ours=True)
+    yield _row(
+        "ours: F32 cast to BF16, per byte read", ours(found["F32"], "bf16"), found["F32"], ours=True
+    )
     yield _row("ours: 2 shards, 1 file, whole process", our_process(one), one, ours=True)
     if not durable:
         yield _row("ours: 2 shards, not flushed (here only)", unflushed(ours(one)), one)
     yield _row("torch: 2 shards, 1 file", torchs(one, durable=durable), one, slow=True)
     if not is_cold:
         yield _row("torch: 2 shards, 4 files", torchs(four, durable=durable), four, slow=True)
-        yield _row("torch: 8 shards cut along dim 1, 1 file", torchs(dim1, durable=durable), dim1, slow=True)
+        yield _row(
+            "torch: 8 shards cut along dim 1, 1 file",
+            torchs(dim1, durable=durable),
+            dim1,
+            slow=True,
+        )
     if tool is not None:
         run = automodels(tool, one, durable=durable)
         yield _row("AutoModel: 2 shards, 1 file, whole process", run, one, slow=True)
 
 
-def _row(name: str, run: Callable[[Path], object], source: Path, *, ours: bool = False, slow: bool = False) -> Row:
-    return Row(name, run, ours=ours, slow=slow, nbytes=sum(path.stat().st_size for path in data_files(source)))
+def _row(
+    name: str,
+    run: Callable[[Path], object],
+    source: Path,
+    *,
+    ours: bool = False,
+    slow: bool = False,
+) -> Row:
+    return Row(
+        name,
+        run,
+        ours=ours,
+        slow=slow,
+        nbytes=sum(path.stat().st_size for path in data_files(source)),
+    )
 
 
-def measure(root: Path, size: int, num_rounds: int, tool: Path | None) -> tuple[list[Group], list[Memory]]:
+def measure(
+    root: Path, size: int, num_rounds: int, tool: Path | None
+) -> tuple[list[Group], list[Memory]]:
     """All groups of consolidation, and the memory that it takes."""
     found = sources(root / "sources", size)
     inputs = [path for source in found.values() for path in data_files(source)]
@@ -135,7 +175,13 @@ def measure(root: Path, size: int, num_rounds: int, tool: Path | None) -> tuple[
             title = f"consolidating, {'cold' if is_cold else 'warm'}, beside cp{' and fsync' if durable else ''}"
             group = Group(title, nbytes, list(rows(found, tool, durable=durable, is_cold=is_cold)))
             warm(inputs)
-            rounds(group, num_rounds, root / "out", lambda: cold(inputs) if is_cold else os.sync(), in_this_process)  # noqa: B023
+            rounds(
+                group,
+                num_rounds,
+                root / "out",
+                partial(cold, inputs) if is_cold else os.sync,
+                in_this_process,
+            )
             groups.append(group)
     memory = memories(found, root / "out")
     shutil.rmtree(root / "sources")
@@ -165,19 +211,28 @@ def memories(found: dict[str, Path], output: Path) -> list[Memory]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
     parser.add_argument(
-        "--automodel-tool", type=Path, metavar="FILE", help="offline_hf_consolidation.py of NeMo AutoModel"
+        "--automodel-tool",
+        type=Path,
+        metavar="FILE",
+        help="offline_hf_consolidation.py of NeMo AutoModel",
     )
     arguments = parser.parse_args()
     from tools.bench_report import as_text
     from tools.bench_rounds import as_json
 
     with tempfile.TemporaryDirectory(prefix="bench-consolidate-", dir=arguments.directory) as root:
-        groups, memory = measure(Path(root), arguments.size, arguments.runs, arguments.automodel_tool)
+        groups, memory = measure(
+            Path(root), arguments.size, arguments.runs, arguments.automodel_tool
+        )
     print(as_text(as_json(groups, memory, arguments.size)))
 
 

@@ -22,26 +22,48 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT, ADAPTERS, IMAGES = (
     str(ROOT / "examples" / name)
     for name in (
-        "llm_finetune/tiny_llama_python_docs.yaml", "llm_finetune/tiny_llama_lora.yaml",
+        "llm_finetune/tiny_llama_python_docs.yaml",
+        "llm_finetune/tiny_llama_lora.yaml",
         "vlm_finetune/tiny_digits.yaml",
     )
-)  # fmt: skip
-_TEXT_SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+)
+_TEXT_SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 _IMAGE_SIZES = {
-    "text_config.hidden_size": 384, "text_config.intermediate_size": 1024, "text_config.num_hidden_layers": 6,
-    "vision_config.hidden_size": 256, "vision_config.num_hidden_layers": 4,
-}  # fmt: skip
-LARGER = [*(f"--model.from_config.{k}={v}" for k, v in _TEXT_SIZES.items()), "--tokenizer.vocab_size=4096"]
+    "text_config.hidden_size": 384,
+    "text_config.intermediate_size": 1024,
+    "text_config.num_hidden_layers": 6,
+    "vision_config.hidden_size": 256,
+    "vision_config.num_hidden_layers": 4,
+}
+LARGER = [
+    *(f"--model.from_config.{k}={v}" for k, v in _TEXT_SIZES.items()),
+    "--tokenizer.vocab_size=4096",
+]
 LARGER_IMAGES = [
     *(f"--model.from_config.{k}={v}" for k, v in _IMAGE_SIZES.items()),
     "--step_scheduler.local_batch_size=8",
 ]
 TWO = ["--nproc-per-node=2"]
-SHORT = ["--step_scheduler.max_steps=3", "--validation_dataset=null", "--checkpoint.save_consolidated=false"]
+SHORT = [
+    "--step_scheduler.max_steps=3",
+    "--validation_dataset=null",
+    "--checkpoint.save_consolidated=false",
+]
 CASES = {
     "tiny": [TEXT],
     "full": [TEXT, *LARGER],
-    "sgd": [TEXT, *LARGER, "--optimizer._target_=torch.optim.SGD", "--optimizer.lr=0.01", "--optimizer.weight_decay=0"],
+    "sgd": [
+        TEXT,
+        *LARGER,
+        "--optimizer._target_=torch.optim.SGD",
+        "--optimizer.lr=0.01",
+        "--optimizer.weight_decay=0",
+    ],
     "bf16": [TEXT, *LARGER, "--model.dtype=bfloat16"],
     "checkpointed": [TEXT, *LARGER, "--model.activation_checkpointing"],
     "fsdp2": [*TWO, TEXT, *LARGER],
@@ -50,7 +72,7 @@ CASES = {
     "lora": [ADAPTERS, *LARGER],
     "vlm": [IMAGES, *LARGER_IMAGES],
     "vlm-fsdp2": [*TWO, IMAGES, *LARGER_IMAGES],
-}  # fmt: skip
+}
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -61,8 +83,14 @@ def measure(words: Sequence[str]) -> tuple[list[float], list[float]]:
         command = [*words, *SHORT, *extra, f"--checkpoint.checkpoint_dir={place}/run"]
         report = train(*command, "--dry-run")
         train(*command)
-        lines = [json.loads(line) for line in Path(place, "run", "training.jsonl").read_text().splitlines()]
-    foretold = [foretold_bytes(pattern, report) for pattern in (r"about SIZE per rank", r"checkpoints: +SIZE each")]
+        lines = [
+            json.loads(line)
+            for line in Path(place, "run", "training.jsonl").read_text().splitlines()
+        ]
+    foretold = [
+        foretold_bytes(pattern, report)
+        for pattern in (r"about SIZE per rank", r"checkpoints: +SIZE each")
+    ]
     saved = [line["bytes"] for line in lines if line.get("event") == "save"]
     return foretold, [max(line.get("mem", 0) for line in lines), saved[-1]]
 
@@ -77,7 +105,9 @@ def foretold_bytes(pattern: str, report: str) -> float:
 def train(*words: str) -> str:
     command = [sys.executable, "-m", "automodel_ckpt.cli.train", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -85,14 +115,18 @@ def train(*words: str) -> str:
 
 def main(names: Sequence[str]) -> int:
     """Print a row for each case."""
-    print("| | memory of a rank, foretold | measured | off by | checkpoint, foretold | written | off by |")
+    print(
+        "| | memory of a rank, foretold | measured | off by | checkpoint, foretold | written | off by |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|")
     is_off = False
     for name in names or CASES:
         foretold, measured = measure(CASES[name])
         errors = [a / b - 1 for a, b in zip(foretold, measured, strict=True)]
         is_off |= abs(errors[0]) > 0.25 or abs(errors[1]) > 0.1
-        memory, size = ([f"{b / 1e6:.0f} MB" for b in pair] for pair in zip(foretold, measured, strict=True))
+        memory, size = (
+            [f"{b / 1e6:.0f} MB" for b in pair] for pair in zip(foretold, measured, strict=True)
+        )
         cells = [name, *memory, f"{errors[0]:+.0%}", *size, f"{errors[1]:+.1%}"]
         print("| " + " | ".join(cells) + " |", flush=True)
     return int(is_off)

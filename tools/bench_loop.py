@@ -37,9 +37,11 @@ GROUPS: dict[str, list[str]] = {
     "One process": ["bare", "bare, once more", "accelerate", "Trainer", "ours"],
     "Two ranks, FSDP2": ["bare, 2 ranks", "ours, 2 ranks"],
     "Short answers (docstrings of at most 512 tokens)": [
-        "bare, padded docstrings", "ours, packed docstrings", "ours, docstrings",
+        "bare, padded docstrings",
+        "ours, packed docstrings",
+        "ours, docstrings",
     ],
-}  # fmt: skip
+}
 """The first of each is what the others are compared with, one by one."""
 OTHER_ROUNDS = 3
 """Of the tables of several ranks and of short answers."""
@@ -56,13 +58,33 @@ def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
     ranks = WAYS[ways[0]][0]
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         output = Path(directory) / "figures"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        places: list[dict[str, str]] = [{}]  # one process without them: Trainer and accelerate would take DDP
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        places: list[dict[str, str]] = [
+            {}
+        ]  # one process without them: Trainer and accelerate would take DDP
         if ranks > 1:
-            environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+            environment |= {
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": _free_port(),
+            }
             places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         environment["BENCH_LOOP_DIRECTORY"] = directory
-        command = [sys.executable, "-m", "tools.bench_loop", "--sizes", size, *options, "--one", str(output), *ways]
+        command = [
+            sys.executable,
+            "-m",
+            "tools.bench_loop",
+            "--sizes",
+            size,
+            *options,
+            "--one",
+            str(output),
+            *ways,
+        ]
         started = time.time()
         ran = [subprocess.Popen(command, cwd=ROOT, env=environment | place) for place in places]
         try:
@@ -75,7 +97,10 @@ def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
         if any(codes):
             raise RuntimeError(f"a process ended with {max(codes, key=abs)}, see above")
         figures: dict[str, Any] = json.loads(output.read_text())
-        return {name: {**way, "first_step": way["first_step"] - started} for name, way in figures.items()}
+        return {
+            name: {**way, "first_step": way["first_step"] - started}
+            for name, way in figures.items()
+        }
 
 
 def _free_port() -> str:
@@ -101,7 +126,11 @@ def compared(found: Found) -> list[dict[str, Any]]:
 
 def _row(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     def turns(clock: str) -> list[tuple[float, float]]:
-        return [pair for base, way in pairs for pair in zip(_by_turn(base, clock), _by_turn(way, clock), strict=True)]
+        return [
+            pair
+            for base, way in pairs
+            for pair in zip(_by_turn(base, clock), _by_turn(way, clock), strict=True)
+        ]
 
     wall, processor = turns("seconds"), turns("processor")
     return {
@@ -111,14 +140,18 @@ def _row(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[
         "added_cpu_ms": 1e3 * statistics.median(way - base for base, way in processor),
         "speed": statistics.median(base / way for base, way in wall),
         "tokens_per_s": statistics.median(_tokens_per_second(way) for _, way in pairs),
-        "useful": statistics.median(_tokens_per_second(way) / _tokens_per_second(base) for base, way in pairs),
+        "useful": statistics.median(
+            _tokens_per_second(way) / _tokens_per_second(base) for base, way in pairs
+        ),
     }
 
 
 def _by_turn(way: dict[str, Any], clock: str) -> list[float]:
     """The median step of each turn."""
     steps, block = way[clock], way["block"]
-    return [statistics.median(steps[start : start + block]) for start in range(0, len(steps), block)]
+    return [
+        statistics.median(steps[start : start + block]) for start in range(0, len(steps), block)
+    ]
 
 
 def _tokens_per_second(way: dict[str, Any]) -> float:
@@ -135,15 +168,25 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     )
     parts = [head]
     for title, table in results["tables"].items():
-        parts += ["", f"### {title}", "", *(_of_samples(table) if "answers" in title else _of_steps(table))]
+        parts += [
+            "",
+            f"### {title}",
+            "",
+            *(_of_samples(table) if "answers" in title else _of_steps(table)),
+        ]
     return "\n".join([*parts, "", *(f"* {name}: {text}" for name, text in results["also"].items())])
 
 
 def _of_steps(table: list[dict[str, Any]]) -> list[str]:
     cells = [
-        f"{row['ms']:.2f} | {row['added_ms']:+.2f} | {row['added_cpu_ms']:+.2f} | {row['speed']:.3f}" for row in table
+        f"{row['ms']:.2f} | {row['added_ms']:+.2f} | {row['added_cpu_ms']:+.2f} | {row['speed']:.3f}"
+        for row in table
     ]
-    return ["| | ms per step | added | of processor time | speed |", "|---|---:|---:|---:|---:|", *_lines(table, cells)]
+    return [
+        "| | ms per step | added | of processor time | speed |",
+        "|---|---:|---:|---:|---:|",
+        *_lines(table, cells),
+    ]
 
 
 def _of_samples(table: list[dict[str, Any]]) -> list[str]:
@@ -162,7 +205,10 @@ def first_steps(size: str, num_rounds: int) -> str:
         recipe = Path(directory) / "recipe.yaml"
         recipe.write_text(json.dumps(recipe_of(SIZES[size], 5, "blocks", 1, packed=False)))
         pairs = [
-            (measure(["bare"], size, "--short")["bare"]["first_step"], first_step_seconds(1, recipe))
+            (
+                measure(["bare"], size, "--short")["bare"]["first_step"],
+                first_step_seconds(1, recipe),
+            )
             for _ in range(num_rounds)
         ]
     bare_seconds, our_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -173,7 +219,9 @@ def first_steps(size: str, num_rounds: int) -> str:
 def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str], str, int]]:
     """(title, ways, size, rounds) of each table."""
     middle = sizes[-2:][0]
-    tables = [("One process", size) for size in sizes] + [(title, middle) for title in GROUPS if title != "One process"]
+    tables = [("One process", size) for size in sizes] + [
+        (title, middle) for title in GROUPS if title != "One process"
+    ]
     return [
         (
             f"{title}, {size}",
@@ -200,7 +248,9 @@ def run_tables(tables: list[tuple[str, list[str], str, int]], results: dict[str,
     also = results["also"]
     missing = [] if importlib.util.find_spec("accelerate") is not None else PEERS
     if missing:
-        also["accelerate and Trainer"] = "not measured, since accelerate is not installed (extra bench)"
+        also["accelerate and Trainer"] = (
+            "not measured, since accelerate is not installed (extra bench)"
+        )
     for title, ways, size, rounds in tables:
         try:
             run_table(title, [way for way in ways if way not in missing], size, rounds, results)
@@ -209,15 +259,24 @@ def run_tables(tables: list[tuple[str, list[str], str, int]], results: dict[str,
             also[title] = f"not measured to the end: {error}"
 
 
-def run_table(title: str, ways: list[str], size: str, num_rounds: int, results: dict[str, Any]) -> None:
+def run_table(
+    title: str, ways: list[str], size: str, num_rounds: int, results: dict[str, Any]
+) -> None:
     """One table of the *results*, better after each round."""
     found: Found = []
     for turn in range(num_rounds):
         started = time.time()
-        found += [measure([ways[0], way], size) for way in ways[1:] if way not in PEERS or turn < PEER_ROUNDS]
+        found += [
+            measure([ways[0], way], size)
+            for way in ways[1:]
+            if way not in PEERS or turn < PEER_ROUNDS
+        ]
         results["tables"][title] = compared(found)
         _keep(results)
-        tell(f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s", results["tables"][title])
+        tell(
+            f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s",
+            results["tables"][title],
+        )
 
 
 def tell(what: str, table: list[dict[str, Any]]) -> None:
@@ -240,18 +299,30 @@ def profile(way: str, size: str) -> None:
     with tempfile.TemporaryDirectory() as directory, profiler:
         os.environ["BENCH_LOOP_DIRECTORY"] = directory
         train_here([way], SIZES[size])
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats(r"automodel_ckpt|recipes|transformers|torch", 70)
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats(
+        r"automodel_ckpt|recipes|transformers|torch", 70
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="processes for each table (default: by table, 2 to 11)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", metavar="TEXT", help="only tables with it in their title; the others as measured before"
+        "--rounds", type=int, help="processes for each table (default: by table, 2 to 11)"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        help="only tables with it in their title; the others as measured before",
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--docs", action="store_true", help="write the figures to docs/performance.md")
-    parser.add_argument("--profile", action="store_true", help="where our loop's time goes, at the first size")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the figures to docs/performance.md"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="where our loop's time goes, at the first size"
+    )
     parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -26,7 +26,9 @@ Found = dict[tuple[str, float], list[dict[str, float]]]
 """(way, part of the positions with a label) -> the figures of each round."""
 
 
-def measure(way: str, labelled: float, vocabulary: int, hidden: int, tokens: int) -> dict[str, float]:
+def measure(
+    way: str, labelled: float, vocabulary: int, hidden: int, tokens: int
+) -> dict[str, float]:
     """Seconds of one step after a small one to warm up, and the peak of memory (MB) above what stood before it."""
     import torch
 
@@ -64,10 +66,19 @@ def _memory(field: str) -> float:
 
 def main() -> None:
     """Measure and print the figures as a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("vocabulary", 128_000), ("hidden", 512), ("tokens", 2048), ("rounds", 3)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("vocabulary", 128_000),
+        ("hidden", 512),
+        ("tokens", 2048),
+        ("rounds", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--docs", action="store_true", help="write the figures to docs/performance.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the figures to docs/performance.md"
+    )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sizes = (given.vocabulary, given.hidden, given.tokens)
@@ -85,7 +96,15 @@ def main() -> None:
 
 
 def _in_a_process(way: str, part: float) -> dict[str, float]:
-    command = [sys.executable, "-m", "tools.bench_loss_head", *sys.argv[1:], "--one", way, str(part)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench_loss_head",
+        *sys.argv[1:],
+        "--one",
+        way,
+        str(part),
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
     answer: dict[str, float] = json.loads(done.stdout)
     return answer
@@ -107,7 +126,9 @@ def as_markdown(found: Found, vocabulary: int, hidden: int, tokens: int) -> str:
             for values in ([run[name] for run in runs], _ratios(runs, found["full", part], name))
         )
         named = "full logits" if way == "full" else "**ours**"
-        table.append(f"| {named} | {part:.0%} | {seconds:.2f} | {ratio:.2f} | {megabytes:.0f} | {part_of:.2f} |")
+        table.append(
+            f"| {named} | {part:.0%} | {seconds:.2f} | {ratio:.2f} | {megabytes:.0f} | {part_of:.2f} |"
+        )
     return "\n".join([head, "", *table])
 
 

@@ -23,7 +23,9 @@ def as_text(results: dict[str, Any]) -> str:
         lines += ["", f"{group['title']:46}{'ratio':>8}{'seconds':>9}{'GB/s':>7}"]
         for row in group["rows"]:
             seconds = statistics.median(row["seconds"])
-            lines.append(f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{group['nbytes'] / 1e9 / seconds:7.2f}")
+            lines.append(
+                f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{group['nbytes'] / 1e9 / seconds:7.2f}"
+            )
     if results["memory"]:
         lines += ["", f"{'memory that no file backs':56}{'MB':>8}"]
         lines += [f"  {entry['name']:54}{entry['megabytes']:8.0f}" for entry in results["memory"]]
@@ -40,12 +42,24 @@ def headline(results: dict[str, Any]) -> str:
 
 def as_markdown(results: dict[str, Any]) -> str:
     """The generated part of docs/performance.md."""
-    parts = [f"{headline(results)}. Medians; the ratio is to the first line of each table.", "", "![](performance.png)"]
+    parts = [
+        f"{headline(results)}. Medians; the ratio is to the first line of each table.",
+        "",
+        "![](performance.png)",
+    ]
     for group in results["groups"]:
-        parts += ["", f"### {group['title'].capitalize()}", "", "| | ratio | seconds |", "|---|---|---|"]
+        parts += [
+            "",
+            f"### {group['title'].capitalize()}",
+            "",
+            "| | ratio | seconds |",
+            "|---|---|---|",
+        ]
         for row in group["rows"]:
             name = f"**{row['name']}**" if row["ours"] else row["name"]
-            parts.append(f"| {name} | {row['ratio']:.2f} | {statistics.median(row['seconds']):.2f} |")
+            parts.append(
+                f"| {name} | {row['ratio']:.2f} | {statistics.median(row['seconds']):.2f} |"
+            )
     if results["memory"]:
         parts += ["", "### Memory that no file backs", "", _MEMORY, "", "| | MB |", "|---|---|"]
         parts += [f"| {entry['name']} | {entry['megabytes']:.0f} |" for entry in results["memory"]]
@@ -75,13 +89,21 @@ def write_plot(results: dict[str, Any], path: Path = PLOT) -> None:
     from matplotlib import pyplot
 
     half = -(-len(results["groups"]) // 2)
-    figure = pyplot.figure(figsize=(12, 0.22 * sum(len(group["rows"]) + 3 for group in results["groups"]) / 2))
+    figure = pyplot.figure(
+        figsize=(12, 0.22 * sum(len(group["rows"]) + 3 for group in results["groups"]) / 2)
+    )
     for column, groups in enumerate((results["groups"][:half], results["groups"][half:])):
         heights = [len(group["rows"]) for group in groups] or [1]
         grid = figure.add_gridspec(
-            len(heights), 1, height_ratios=heights, left=0.16 + 0.51 * column, right=0.47 + 0.51 * column,
-            top=0.97, bottom=0.03, hspace=0.4,
-        )  # fmt: skip
+            len(heights),
+            1,
+            height_ratios=heights,
+            left=0.16 + 0.51 * column,
+            right=0.47 + 0.51 * column,
+            top=0.97,
+            bottom=0.03,
+            hspace=0.4,
+        )
         for number, group in enumerate(groups):
             _draw(figure.add_subplot(grid[number, 0]), group)
     figure.savefig(path, dpi=80)

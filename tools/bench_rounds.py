@@ -50,16 +50,25 @@ class Group:
     def ratio(self, row: Row) -> float:
         """The median over the rounds of the row's time in times of the base in the same round."""
         less = self.nbytes / (row.nbytes or self.nbytes)
-        return statistics.median(less * m / base for m, base in zip(row.seconds, self.rows[0].seconds, strict=False))
+        return statistics.median(
+            less * m / base for m, base in zip(row.seconds, self.rows[0].seconds, strict=False)
+        )
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        rows = [{"name": r.name, "ours": r.ours, "seconds": r.seconds, "ratio": self.ratio(r)} for r in self.rows]
+        rows = [
+            {"name": r.name, "ours": r.ours, "seconds": r.seconds, "ratio": self.ratio(r)}
+            for r in self.rows
+        ]
         return {"title": self.title, "nbytes": self.nbytes, "rows": rows}
 
 
 def rounds(
-    group: Group, num_rounds: int, directory: Path, prepare: Callable[[], object], timed: Callable[[Row, Path], float]
+    group: Group,
+    num_rounds: int,
+    directory: Path,
+    prepare: Callable[[], object],
+    timed: Callable[[Row, Path], float],
 ) -> None:
     """Run every row once per round, each in an empty directory, after *prepare*; so a drift of the machine meets all
     alike."""
@@ -113,7 +122,9 @@ def cold(paths: Iterable[Path]) -> None:
         os.close(descriptor)
 
 
-def llama_shapes(nbytes: int, itemsize: int, at_least: int = 1) -> tuple[dict[str, tuple[int, ...]], int]:
+def llama_shapes(
+    nbytes: int, itemsize: int, at_least: int = 1
+) -> tuple[dict[str, tuple[int, ...]], int]:
     """The matrices of a Llama layer, and how many layers take about *nbytes*: narrower ones where it would be few."""
     width = _WIDTH
     while width > 64 and 8 * _layer_numel(width) * itemsize > nbytes:
@@ -122,8 +133,18 @@ def llama_shapes(nbytes: int, itemsize: int, at_least: int = 1) -> tuple[dict[st
 
 
 def _layer(width: int) -> dict[str, tuple[int, ...]]:
-    attention = {"q": (width, width), "k": (width // 4, width), "v": (width // 4, width), "o": (width, width)}
-    return {**attention, "gate": (3 * width, width), "up": (3 * width, width), "down": (width, 3 * width)}
+    attention = {
+        "q": (width, width),
+        "k": (width // 4, width),
+        "v": (width // 4, width),
+        "o": (width, width),
+    }
+    return {
+        **attention,
+        "gate": (3 * width, width),
+        "up": (3 * width, width),
+        "down": (width, 3 * width),
+    }
 
 
 def _layer_numel(width: int) -> int:
@@ -141,7 +162,9 @@ def fsync_all(directory: Path) -> None:
 
 def data_files(directory: Path) -> list[Path]:
     """The files of weights under a directory."""
-    return sorted(path for path in directory.rglob("*") if path.suffix in (".safetensors", ".distcp"))
+    return sorted(
+        path for path in directory.rglob("*") if path.suffix in (".safetensors", ".distcp")
+    )
 
 
 _WATCH = """
@@ -200,7 +223,10 @@ def machine() -> dict[str, str]:
     model = "unknown processor"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+            model,
+        )
     system = os.uname()
     return {
         "cores": str(len(os.sched_getaffinity(0))),

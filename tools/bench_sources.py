@@ -18,13 +18,21 @@ from tools.bench_rounds import llama_shapes
 
 
 def write_source(
-    checkpoint: Path, nbytes: int, *, dtype: str = "BF16", num_shards: int = 2, dim: int = 0, num_files: int = 1
+    checkpoint: Path,
+    nbytes: int,
+    *,
+    dtype: str = "BF16",
+    num_shards: int = 2,
+    dim: int = 0,
+    num_files: int = 1,
 ) -> Path:
     """A checkpoint of about *nbytes* whose tensors are cut evenly along *dim*, and whose base has *num_files* files."""
     side = checkpoint / "model" / layout.HF_METADATA
     side.mkdir(parents=True)
     layer, num_layers = llama_shapes(nbytes, nbytes_of(dtype, ()), num_files)
-    shapes = {f"layers.{i}.{name}": shape for i in range(num_layers) for name, shape in layer.items()}
+    shapes = {
+        f"layers.{i}.{name}": shape for i in range(num_layers) for name, shape in layer.items()
+    }
     numbers = {fqn: int(fqn.split(".")[1]) * num_files // num_layers + 1 for fqn in shapes}
     (side / "fqn_to_file_index_mapping.json").write_text(json.dumps(numbers))
     (side / "config.json").write_text("{}")
@@ -33,14 +41,21 @@ def write_source(
     for rank in range(num_shards):
         for piece in _write_shard(checkpoint, rank, shapes, dtype, num_shards, dim, random):
             tensors[piece.fqn].append(piece)
-    _write_manifest(checkpoint, {f: Tensor(f, dtype, shapes[f], tuple(pieces)) for f, pieces in tensors.items()})
+    _write_manifest(
+        checkpoint, {f: Tensor(f, dtype, shapes[f], tuple(pieces)) for f, pieces in tensors.items()}
+    )
     return checkpoint
 
 
 def _write_shard(
-    checkpoint: Path, rank: int, shapes: Mapping[str, tuple[int, ...]], dtype: str, num_shards: int, dim: int,
+    checkpoint: Path,
+    rank: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    num_shards: int,
+    dim: int,
     random: np.random.Generator,
-) -> list[Slice]:  # fmt: skip
+) -> list[Slice]:
     entries: list[Entry] = []
     for fqn, shape in shapes.items():
         sizes = tuple(n // num_shards if d == dim else n for d, n in enumerate(shape))
@@ -54,7 +69,9 @@ def _write_shard(
         for fqn, _, offsets, sizes, _ in entries:
             data = random.bytes(nbytes_of(dtype, sizes))
             out.write(data)
-            found.append(Slice(fqn, dtype, offsets, sizes, file, starts[fqn], len(data), digest_of(data)))
+            found.append(
+                Slice(fqn, dtype, offsets, sizes, file, starts[fqn], len(data), digest_of(data))
+            )
     return found
 
 
@@ -64,8 +81,18 @@ def _write_manifest(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
         data = path.read_bytes()
         files[path.relative_to(checkpoint).as_posix()] = FileRecord(len(data), digest_of(data))
     manifest = Manifest(
-        step=1, epoch=0, created=time.time(), world_size=1, dp_size=1, progress={}, losses={}, validated=False,
-        environment={}, lineage={}, state={"model": StateRecord("module", "sharded", "model")},
-        trees={"model": Tree("safetensors", tensors, {})}, files=files,
-    )  # fmt: skip
+        step=1,
+        epoch=0,
+        created=time.time(),
+        world_size=1,
+        dp_size=1,
+        progress={},
+        losses={},
+        validated=False,
+        environment={},
+        lineage={},
+        state={"model": StateRecord("module", "sharded", "model")},
+        trees={"model": Tree("safetensors", tensors, {})},
+        files=files,
+    )
     (checkpoint / layout.MANIFEST).write_bytes(manifest.to_bytes())

@@ -27,7 +27,9 @@ GOAL_SECONDS = 4.5
 
 def first_step_seconds(num_ranks: int, recipe: Path = RECIPE) -> float:
     """Seconds from starting ``ckpt-train`` to the end of its first optimizer step; the run is killed then."""
-    with tempfile.TemporaryDirectory(prefix="bench-startup-", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="bench-startup-", ignore_cleanup_errors=True
+    ) as directory:
         words = ["-m", "automodel_ckpt.cli.train", f"--nproc-per-node={num_ranks}", str(recipe)]
         output = Path(directory) / "output"
         started = time.time()
@@ -40,7 +42,10 @@ def first_step_seconds(num_ranks: int, recipe: Path = RECIPE) -> float:
                 stderr=file,
             )
         try:
-            return _first_timestamp(process, Path(directory) / "checkpoints/training.jsonl", output) - started
+            return (
+                _first_timestamp(process, Path(directory) / "checkpoints/training.jsonl", output)
+                - started
+            )
         finally:
             process.kill()
             process.wait()
@@ -53,7 +58,9 @@ def _first_timestamp(process: subprocess.Popen[bytes], log: Path, output: Path) 
         if lines and lines[0].endswith("\n"):
             return float(json.loads(lines[0])["timestamp"])
         if ended:
-            sys.exit(f"ckpt-train ended with {process.returncode} before its first step:\n{output.read_text()}")
+            sys.exit(
+                f"ckpt-train ended with {process.returncode} before its first step:\n{output.read_text()}"
+            )
         time.sleep(0.02)
 
 
@@ -96,7 +103,9 @@ def main() -> int:
         print(json.dumps(measured))
     else:
         for name, seconds in measured.items():
-            print(f"{name:36}  median {statistics.median(seconds):5.2f} s  best {min(seconds):5.2f} s")
+            print(
+                f"{name:36}  median {statistics.median(seconds):5.2f} s  best {min(seconds):5.2f} s"
+            )
         print(f"goal: the last line below {GOAL_SECONDS} s")
     return 0
 

@@ -106,8 +106,17 @@ def program(name: str) -> str:
 
 
 def train_command(directory: Path) -> list[str]:
-    words = [program("ckpt-train"), "--nproc-per-node=2", RECIPE, "--checkpoint.checkpoint_dir", str(directory)]
-    steps = {"step_scheduler.max_steps": NUM_STEPS, "step_scheduler.ckpt_every_steps": CKPT_EVERY_STEPS}
+    words = [
+        program("ckpt-train"),
+        "--nproc-per-node=2",
+        RECIPE,
+        "--checkpoint.checkpoint_dir",
+        str(directory),
+    ]
+    steps = {
+        "step_scheduler.max_steps": NUM_STEPS,
+        "step_scheduler.ckpt_every_steps": CKPT_EVERY_STEPS,
+    }
     shorter = {**steps, "validation_dataset.max_samples": 16} if NUM_STEPS != 60 else {}
     return words + [f"--{key}={value}" for key, value in shorter.items()]
 
@@ -165,7 +174,10 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def train_undisturbed() -> None:
-    heading("1  Two processes train a small Llama on the Python documentation", "Each process holds half of the model.")
+    heading(
+        "1  Two processes train a small Llama on the Python documentation",
+        "Each process holds half of the model.",
+    )
     run(train_command(UNDISTURBED))
     losses = [record["loss"] for record in steps_of(UNDISTURBED).values()]
     check(len(losses) == NUM_STEPS, f"{NUM_STEPS} steps are in {UNDISTURBED}/training.jsonl")
@@ -200,9 +212,14 @@ def train_and_kill() -> float:
     killed_at = time.time()
     say(f"\n$ kill -KILL -- -{process.pid}      # the launcher and both ranks")
     last = max(steps_of(KILLED))
-    check(CKPT_EVERY_STEPS < last < 2 * CKPT_EVERY_STEPS, f"the last step before the kill was {last}")
+    check(
+        CKPT_EVERY_STEPS < last < 2 * CKPT_EVERY_STEPS, f"the last step before the kill was {last}"
+    )
     complete = checkpoints_of(KILLED)
-    check(len(complete) == 1, f"the only complete checkpoint is {complete[0]}; the steps after it are lost")
+    check(
+        len(complete) == 1,
+        f"the only complete checkpoint is {complete[0]}; the steps after it are lost",
+    )
     return killed_at
 
 
@@ -223,16 +240,24 @@ def resume(killed_at: float) -> None:
 def compare() -> None:
     heading("5  The undisturbed run and the killed and resumed run, side by side")
     expected, found = steps_of(UNDISTURBED), steps_of(KILLED)
-    check(list(expected) == list(found) == list(range(1, NUM_STEPS + 1)), f"both runs have steps 1 to {NUM_STEPS}")
+    check(
+        list(expected) == list(found) == list(range(1, NUM_STEPS + 1)),
+        f"both runs have steps 1 to {NUM_STEPS}",
+    )
     say(f"\n  {'step':>4}  {'loss, undisturbed':20}  {'loss, killed + resumed':22}")
-    unequal = {step for step in expected for name in COMPARED if expected[step][name] != found[step][name]}
+    unequal = {
+        step for step in expected for name in COMPARED if expected[step][name] != found[step][name]
+    }
     for step in sorted(unequal.union(range(5, NUM_STEPS + 1, 5))):
         mark = "DIFFERENT" if step in unequal else "==" + remark(step)
         say(f"  {step:4}  {expected[step]['loss']!r:20}  {found[step]['loss']!r:22}  {mark}")
     say()
     check(not unequal, f"all {NUM_STEPS} steps agree in {', '.join(COMPARED)}, to the last bit")
     digests = [digest_of(export_of(directory)) for directory in (UNDISTURBED, KILLED)]
-    check(digests[0] == digests[1], f"the exported weights are the same bytes (sha256 {digests[0][:16]}...)")
+    check(
+        digests[0] == digests[1],
+        f"the exported weights are the same bytes (sha256 {digests[0][:16]}...)",
+    )
 
 
 def remark(step: int) -> str:
@@ -256,17 +281,24 @@ def digest_of(export: Path) -> str:
 
 def export_and_generate() -> None:
     heading("6  Export, and generate with plain transformers")
-    say("The last checkpoint was exported when the run ended. Other checkpoints can be exported later:")
+    say(
+        "The last checkpoint was exported when the run ended. Other checkpoints can be exported later:"
+    )
     older = ROOT / KILLED / checkpoints_of(KILLED)[0] / "model"
     run(["env", "NUM_THREADS=1", "bash", os.path.relpath(older / "consolidate.sh")])
-    check((older / "consolidated" / "model.safetensors.index.json").is_file(), "the older checkpoint has an export too")
+    check(
+        (older / "consolidated" / "model.safetensors.index.json").is_file(),
+        "the older checkpoint has an export too",
+    )
     script = RUNS / "load_export.py"
     (ROOT / script).write_text(LOAD_EXPORT)
     say(f"\nIn a process that cannot import automodel_ckpt ({script}):")
     run([sys.executable, "-I", str(ROOT / script), str(export_of(KILLED))], cwd=Path("/"))
     say()
     claim("transformers loaded the export with no missing weights and generated text")
-    say(f"    (After {NUM_STEPS} steps the model imitates the look of the documentation, but not yet its meaning.)")
+    say(
+        f"    (After {NUM_STEPS} steps the model imitates the look of the documentation, but not yet its meaning.)"
+    )
 
 
 def prepare() -> None:

@@ -44,11 +44,18 @@ class Size:
     def config(self) -> dict[str, Any]:
         """For transformers."""
         return {
-            "hidden_size": self.hidden, "intermediate_size": 8 * self.hidden // 3, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.hidden // 32, "num_key_value_heads": self.hidden // 32,
-            "vocab_size": self.vocab, "max_position_embeddings": 1024, "tie_word_embeddings": False,
-            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        }  # fmt: skip
+            "hidden_size": self.hidden,
+            "intermediate_size": 8 * self.hidden // 3,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 32,
+            "num_key_value_heads": self.hidden // 32,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
 
 
 SIZES = {
@@ -62,7 +69,10 @@ class Turns:
     """Loops in threads of one process run one at a time, a block of steps each, always in the same order."""
 
     def __init__(self, names: list[str], block: int, blocks: int) -> None:
-        self.steps = {name: Steps(block, (WARM_UP + blocks) * block, partial(self._pass_on, name)) for name in names}
+        self.steps = {
+            name: Steps(block, (WARM_UP + blocks) * block, partial(self._pass_on, name))
+            for name in names
+        }
         self._waiting = list(names)
         self._changed = threading.Condition()
         self._failed = False
@@ -70,7 +80,10 @@ class Turns:
     def run(self, ways: Mapping[str, Callable[[Steps], None]]) -> None:
         """Run all to their ends: the last one in this thread, since ours wants the main one."""
         *others, mine = ways
-        threads = [threading.Thread(target=self._run, args=(name, ways[name]), daemon=True) for name in others]
+        threads = [
+            threading.Thread(target=self._run, args=(name, ways[name]), daemon=True)
+            for name in others
+        ]
         for thread in threads:
             thread.start()
         self._run(mine, ways[mine])
@@ -145,7 +158,9 @@ class Steps:
     def plain(self) -> dict[str, Any]:
         """The counted steps, for JSON."""
         skipped = WARM_UP * self.block
-        counted = {name: getattr(self, name)[skipped:] for name in ("seconds", "processor", "tokens")}
+        counted = {
+            name: getattr(self, name)[skipped:] for name in ("seconds", "processor", "tokens")
+        }
         return {**counted, "block": self.block, "first_step": self.first_step}
 
 
@@ -212,7 +227,9 @@ def _shard(model: Any) -> None:
     fully_shard(model)
 
 
-def ours(steps: Steps, size: Size, data: str = "blocks", num_ranks: int = 1, packed: bool = False) -> None:
+def ours(
+    steps: Steps, size: Size, data: str = "blocks", num_ranks: int = 1, packed: bool = False
+) -> None:
     """The recipe, its log on disk, without checkpoints. It is closed at the end of the process."""
     import torch.distributed as dist
 
@@ -251,7 +268,9 @@ at_end = ExitStack()
 """What ends the loops that others may still need: their process group."""
 
 
-def recipe_of(size: Size, num_steps: int, data: str, num_ranks: int, packed: bool) -> dict[str, Any]:
+def recipe_of(
+    size: Size, num_steps: int, data: str, num_ranks: int, packed: bool
+) -> dict[str, Any]:
     """The recipe file that trains as the bare loop does; JSON is YAML."""
     docs, blocks = "automodel_ckpt.data.python_docs", {"seq_length": size.length}
     builder = {"_target_": f"{docs}.language_modeling", **blocks}
@@ -265,13 +284,16 @@ def recipe_of(size: Size, num_steps: int, data: str, num_ranks: int, packed: boo
         "dataset": builder,
         "optimizer": {"lr": 1e-4},
         "step_scheduler": {
-            "global_batch_size": batch * num_ranks, "local_batch_size": batch,
-            "max_steps": num_steps, "num_epochs": None, "ckpt_every_epochs": None,
+            "global_batch_size": batch * num_ranks,
+            "local_batch_size": batch,
+            "max_steps": num_steps,
+            "num_epochs": None,
+            "ckpt_every_epochs": None,
         },
         "dataloader": {"drop_last": True},
         "logging": {"level": "warning", "log_every_seconds": 600},
         **({"packed_sequence": {"size": PACK}} if packed else {}),
-    }  # fmt: skip
+    }
 
 
 def trainer(steps: Steps, size: Size) -> None:
@@ -287,15 +309,31 @@ def trainer(steps: Steps, size: Size) -> None:
 
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         arguments = TrainingArguments(
-            directory, per_device_train_batch_size=size.batch, max_steps=steps.limit, logging_steps=1,
-            disable_tqdm=True, report_to=[], save_strategy="no", optim="adamw_torch_fused", use_cpu=True,
-            lr_scheduler_type="constant", dataloader_pin_memory=False, dataloader_drop_last=True,
-        )  # fmt: skip
+            directory,
+            per_device_train_batch_size=size.batch,
+            max_steps=steps.limit,
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to=[],
+            save_strategy="no",
+            optim="adamw_torch_fused",
+            use_cpu=True,
+            lr_scheduler_type="constant",
+            dataloader_pin_memory=False,
+            dataloader_drop_last=True,
+        )
         made = Trainer(
-            model_of(size), arguments, train_dataset=dataset_of(size, "blocks"), data_collator=PadCollator(0),
+            model_of(size),
+            arguments,
+            train_dataset=dataset_of(size, "blocks"),
+            data_collator=PadCollator(0),
             callbacks=[Clock()],
-        )  # fmt: skip
-        made.remove_callback(next(c for c in made.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
+        )
+        made.remove_callback(
+            next(
+                c for c in made.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"
+            )
+        )
         made.train()
 
 
@@ -309,7 +347,9 @@ def accelerated(steps: Steps, size: Size) -> None:
 
     accelerator = Accelerator(cpu=True)
     dataset, model = dataset_of(size, "blocks"), model_of(size)
-    loader: Any = DataLoader(dataset, size.batch, shuffle=True, collate_fn=PadCollator(0), drop_last=True)
+    loader: Any = DataLoader(
+        dataset, size.batch, shuffle=True, collate_fn=PadCollator(0), drop_last=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     while True:

@@ -48,7 +48,11 @@ def recipe_page() -> str:
     for name, hint in typing.get_type_hints(RecipeConfig).items():
         section = section_type(members(hint))
         if section is not None:
-            plug_in = " It may be a section with `_target_` instead." if target_type(members(hint)) else ""
+            plug_in = (
+                " It may be a section with `_target_` instead."
+                if target_type(members(hint))
+                else ""
+            )
             lines += [
                 "",
                 f"## {name}",
@@ -85,20 +89,53 @@ def train_page() -> str:
     hints = typing.get_type_hints(LaunchFlags)
     names = [field.name for field in dataclasses.fields(LaunchFlags)]
     kinds = {name: _cell(describe(members(hints[name]))) for name in names}
-    flags = [f"| `--{name.replace('_', '-')}` | {kinds[name]} | {_cell(docs[name])} |" for name in names]
-    return "\n".join([
-        "# ckpt-train", "", "```text", help_page.USAGE.rstrip(), "```", "", "## Launch flags", "",
-        "| flag | type | meaning |", "|---|---|---|", *flags, "", "```text", help_page.MODES.rstrip(), "",
-        help_page.EXIT_CODES.rstrip(), "```", "",
-    ])  # fmt: skip
+    flags = [
+        f"| `--{name.replace('_', '-')}` | {kinds[name]} | {_cell(docs[name])} |" for name in names
+    ]
+    return "\n".join(
+        [
+            "# ckpt-train",
+            "",
+            "```text",
+            help_page.USAGE.rstrip(),
+            "```",
+            "",
+            "## Launch flags",
+            "",
+            "| flag | type | meaning |",
+            "|---|---|---|",
+            *flags,
+            "",
+            "```text",
+            help_page.MODES.rstrip(),
+            "",
+            help_page.EXIT_CODES.rstrip(),
+            "```",
+            "",
+        ]
+    )
 
 
 def ckpt_page() -> str:
     """``ckpt``: every command with its arguments."""
-    lines = ["# ckpt", "", "Looks after checkpoints: on the CPU, without a network, from any directory.", ""]
-    (commands,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    lines = [
+        "# ckpt",
+        "",
+        "Looks after checkpoints: on the CPU, without a network, from any directory.",
+        "",
+    ]
+    (commands,) = [
+        action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     for name, command in commands.choices.items():
-        lines += [f"## ckpt {name}", "", command.description or "", "", "| argument | meaning |", "|---|---|"]
+        lines += [
+            f"## ckpt {name}",
+            "",
+            command.description or "",
+            "",
+            "| argument | meaning |",
+            "|---|---|",
+        ]
         lines += [row for action in command._actions if (row := _argument_row(action))] + [""]
     return "\n".join(lines)
 
@@ -109,7 +146,9 @@ def _argument_row(action: argparse.Action) -> str:
     name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     takes_value = action.option_strings and action.nargs != 0
     value = (
-        f" {action.metavar or '/'.join(map(str, action.choices or ())) or action.dest.upper()}" if takes_value else ""
+        f" {action.metavar or '/'.join(map(str, action.choices or ())) or action.dest.upper()}"
+        if takes_value
+        else ""
     )
     return f"| `{name}{value}` | {_cell(action.help or '')} |"
 
@@ -117,7 +156,9 @@ def _argument_row(action: argparse.Action) -> str:
 def main() -> int:
     """Write the pages, or compare them."""
     command = argparse.ArgumentParser(description="Write docs/reference from the code.")
-    command.add_argument("--check", action="store_true", help="only compare; exit code 1 where they differ")
+    command.add_argument(
+        "--check", action="store_true", help="only compare; exit code 1 where they differ"
+    )
     check = command.parse_args().check
     old = []
     for name, text in pages().items():

@@ -98,7 +98,9 @@ def _count(node: ast.AST, file: Path, shape: Shape) -> None:
         _check_docstring(node, file, shape)
 
 
-def _check_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, file: Path, shape: Shape) -> None:
+def _check_docstring(
+    node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, file: Path, shape: Shape
+) -> None:
     if _ELLIPTICAL.match(ast.get_docstring(node) or ""):
         shape.elliptical.append(f"{file}:{node.lineno} {node.name}")
 
@@ -137,8 +139,14 @@ def figures(shape: Shape) -> list[tuple[str, str]]:
     return [
         ("files, lines", f"{shape.num_files}, {shape.num_lines:,}"),
         ("syntax nodes per line of a function, median", f"{density:.1f}"),
-        ("syntax nodes per function, median / p95", f"{statistics.median(nodes):.0f} / {_percentile(nodes, 0.95)}"),
-        ("lines per function, median / p95", f"{statistics.median(lengths):.0f} / {_percentile(lengths, 0.95)}"),
+        (
+            "syntax nodes per function, median / p95",
+            f"{statistics.median(nodes):.0f} / {_percentile(nodes, 0.95)}",
+        ),
+        (
+            "lines per function, median / p95",
+            f"{statistics.median(lengths):.0f} / {_percentile(lengths, 0.95)}",
+        ),
         (f"functions above {_LONG_LINES} lines", str(num_long)),
         ("comprehensions per 1,000 lines", f"{shape.num_comprehensions / thousands:.1f}"),
         ("conditional expressions per 1,000 lines", f"{shape.num_conditionals / thousands:.1f}"),
@@ -154,9 +162,15 @@ def _percentile(ordered: Sequence[int], part: float) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the figures; the exit code is 2 where there is no Python function to measure."""
-    parser = argparse.ArgumentParser(prog="python -m tools.shape", description="Print how dense the code is.")
-    parser.add_argument("directories", nargs="*", type=Path, help="what to measure (this repository's own code)")
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="also print the N densest functions")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.shape", description="Print how dense the code is."
+    )
+    parser.add_argument(
+        "directories", nargs="*", type=Path, help="what to measure (this repository's own code)"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=0, metavar="N", help="also print the N densest functions"
+    )
     options = parser.parse_args(words)
     directories = options.directories or [ROOT / name for name in OWN_DIRECTORIES]
     shape = shape_of(list(python_files(directories)))

@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer", "HFAssets", "Manifest", "Resumed", "SaveReport", "discover"]
 
 _HOMES = {
-    "Checkpointer": "checkpointer", "Resumed": "checkpointer", "SaveReport": "saving.planner",
-    "HFAssets": "hf_assets", "Manifest": "manifest", "discover": "discovery",
-}  # fmt: skip
+    "Checkpointer": "checkpointer",
+    "Resumed": "checkpointer",
+    "SaveReport": "saving.planner",
+    "HFAssets": "hf_assets",
+    "Manifest": "manifest",
+    "discover": "discovery",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -139,14 +139,21 @@ class Checkpointer:
                 value=model_save_format,
                 remedy=f"remove this key, or set checkpoint.model_layout to shards (now {model_layout})",
             )
-        keep = policy.KeepPolicy(keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode)
+        keep = policy.KeepPolicy(
+            keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode
+        )
         self._ranks, self._group = ranks, group
         self.assets = dict(assets or {})
         self._planner = Planner(
-            RunDirectory(Path(directory), keep, best_metric_key), ranks, self.assets,
-            model_save_format=model_save_format, model_layout=model_layout, save_consolidated=save_consolidated,
-            save_optimizer=save_optimizer, restore_from=restore_from,
-        )  # fmt: skip
+            RunDirectory(Path(directory), keep, best_metric_key),
+            ranks,
+            self.assets,
+            model_save_format=model_save_format,
+            model_layout=model_layout,
+            save_consolidated=save_consolidated,
+            save_optimizer=save_optimizer,
+            restore_from=restore_from,
+        )
         self._chooser = Chooser(verify, ranks, group)
         self._allow_missing = frozenset(allow_missing_state)
         self._allow_changed_model = allow_changed_model
@@ -202,7 +209,11 @@ class Checkpointer:
             elif self._planner.save_optimizer:
                 owners.check_parameters(item)
                 for index, group in enumerate(item.value.param_groups):
-                    options = {f"param_groups.{index}.{key}": group[key] for key in group if key != "params"}
+                    options = {
+                        f"param_groups.{index}.{key}": group[key]
+                        for key in group
+                        if key != "params"
+                    }
                     check_safe_values(item.name, options)
                     places(options)
 
@@ -262,9 +273,14 @@ class Checkpointer:
         reason = ""
         try:
             self._async = AsyncSaves(
-                self._planner, self._group, patience_seconds=self._patience_seconds, on_cuda=on_cuda(state)
+                self._planner,
+                self._group,
+                patience_seconds=self._patience_seconds,
+                on_cuda=on_cuda(state),
             )
-            self._async.reserve(self.forecast(state).nbytes // self._ranks.world_size + _SLACK_BYTES)
+            self._async.reserve(
+                self.forecast(state).nbytes // self._ranks.world_size + _SLACK_BYTES
+            )
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
             reason = str(error)
         reasons = [reason for reason in agree.gather_objects(self._group, reason) if reason]
@@ -273,7 +289,8 @@ class Checkpointer:
             self._end_async()
             if self.is_rank0:
                 log.warning(
-                    "saves will be synchronous: a rank does not support asynchronous checkpointing: %s", reasons[0]
+                    "saves will be synchronous: a rank does not support asynchronous checkpointing: %s",
+                    reasons[0],
                 )
 
     def _end_async(self) -> None:
@@ -311,16 +328,31 @@ class Checkpointer:
         if self.is_rank0:
             log.info("Saving checkpoint to %s", self.directory / str(name))
         make = partial(
-            Save, name, config_yaml=config_yaml, losses=dict(losses), progress=dict(progress), validated=validated,
-            last=last, before_publishing=before_publishing, on_saved=on_saved, started=started,
-        )  # fmt: skip
+            Save,
+            name,
+            config_yaml=config_yaml,
+            losses=dict(losses),
+            progress=dict(progress),
+            validated=validated,
+            last=last,
+            before_publishing=before_publishing,
+            on_saved=on_saved,
+            started=started,
+        )
         with Staging().removed_on_failure() as staging:
-            if self._async is not None and (report := self._async.save_again(state, make, staging)) is not None:
+            if (
+                self._async is not None
+                and (report := self._async.save_again(state, make, staging)) is not None
+            ):
                 return report
             return self._plan_and_save(state, name, make, staging)
 
     def _plan_and_save(
-        self, state: Mapping[str, Any], name: layout.CheckpointName, make: Callable[..., Save], staging: Staging
+        self,
+        state: Mapping[str, Any],
+        name: layout.CheckpointName,
+        make: Callable[..., Save],
+        staging: Staging,
     ) -> SaveReport:
         with self._raise_on_all_ranks(f"saving {name}"):
             snapshot = self._planner.snapshot(state)
@@ -329,7 +361,11 @@ class Checkpointer:
         staging.path = Path(proposals[0].staging or "")
         self._log_items_once(snapshot.items, [proposal.digests for proposal in proposals])
         save = make(staging=staging, snapshot=snapshot)
-        return self._save_now(save, proposals) if self._async is None else self._async.save(save, proposals)
+        return (
+            self._save_now(save, proposals)
+            if self._async is None
+            else self._async.save(save, proposals)
+        )
 
     def _log_items_once(self, items: Iterable[Item], digests: Sequence[Mapping[str, str]]) -> None:
         """Log at the first save what is saved and how. *digests* has the digests of small state by name, for each
@@ -340,7 +376,9 @@ class Checkpointer:
         self._items_are_logged = True
         for item in items:
             also = f" (also {', '.join(item.aliases)})" if item.aliases else ""
-            skipped = item.kind in ("optimizer", "lr_scheduler") and not self._planner.save_optimizer
+            skipped = (
+                item.kind in ("optimizer", "lr_scheduler") and not self._planner.save_optimizer
+            )
             differs = len({of_rank.get(item.name) for of_rank in digests}) > 1
             place = "not saved" if skipped else f"{item.name}/" if differs else item.path
             log.info("  state: %s%s, %s -> %s", item.name, also, item.kind, place)
@@ -354,7 +392,9 @@ class Checkpointer:
                 run_all([*jobs, *objects], save.staging.path, part)
                 if self.is_rank0:
                     planner.write_common(save, part)
-                commit.write_file(save.staging.path / layout.part_file(self._ranks.rank), part.to_bytes())
+                commit.write_file(
+                    save.staging.path / layout.part_file(self._ranks.rank), part.to_bytes()
+                )
             with self._raise_on_all_ranks(f"publishing {name}"):
                 if self.is_rank0:
                     report = self._publish(save)
@@ -429,7 +469,10 @@ class Checkpointer:
 
     def is_exported(self, path: Path) -> bool:
         """Whether a checkpoint has its Hugging Face export."""
-        places = [path / layout.state_directory(attribute) / layout.CONSOLIDATED for attribute in self.assets]
+        places = [
+            path / layout.state_directory(attribute) / layout.CONSOLIDATED
+            for attribute in self.assets
+        ]
         return all(place.is_dir() for place in places)
 
     def export_if_missing(self, resumed: Resumed, *, last: bool) -> None:
@@ -477,10 +520,14 @@ class Checkpointer:
             output = None
             for attribute in self.assets:
                 directory = self._run.root / str(name) / layout.state_directory(attribute)
-                output = consolidate(directory, log=log.info, before_publishing=self.check_lease).output
+                output = consolidate(
+                    directory, log=log.info, before_publishing=self.check_lease
+                ).output
             return output
 
-        with self._raise_on_all_ranks(f"exporting {name} (the checkpoint itself is safe)", ExportFailed):
+        with self._raise_on_all_ranks(
+            f"exporting {name} (the checkpoint itself is safe)", ExportFailed
+        ):
             return agree.while_working(self._group, export)
 
     def _with_export(self, report: SaveReport, save: Save) -> SaveReport:
@@ -491,17 +538,25 @@ class Checkpointer:
         """
         name, snapshot = save.name, save.snapshot
         together: Callable[..., AbstractContextManager[None]] = partial(
-            self._raise_on_all_ranks, f"exporting {name} (the checkpoint itself is safe)", kind=ExportFailed
+            self._raise_on_all_ranks,
+            f"exporting {name} (the checkpoint itself is safe)",
+            kind=ExportFailed,
         )
         try:
             with together():
                 self.check_lease()
             for attribute, assets in self.assets.items():
                 export = export_from_memory(
-                    snapshot.trees[attribute], self._run.root / str(name), assets, snapshot.tied[attribute],
-                    rank=self._ranks.rank, group=self._group, together=together, log=log.info,
+                    snapshot.trees[attribute],
+                    self._run.root / str(name),
+                    assets,
+                    snapshot.tied[attribute],
+                    rank=self._ranks.rank,
+                    group=self._group,
+                    together=together,
+                    log=log.info,
                     before_publishing=self.check_lease,
-                )  # fmt: skip
+                )
                 report = replace(report, export=export)
         except LeaseLost:
             raise
@@ -517,7 +572,10 @@ class Checkpointer:
     # ---------------------------------------------------------------- load
 
     def load(
-        self, state: Mapping[str, Any], *, before_loading: Callable[[Path, Manifest], None] | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        before_loading: Callable[[Path, Manifest], None] | None = None,
     ) -> Resumed | None:
         """Load the newest usable checkpoint, or the one that ``restore_from`` names, into *state*. Collective.
 
@@ -547,7 +605,9 @@ class Checkpointer:
             if manifest.left_out and not self._planner.save_optimizer and self.is_rank0:
                 message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
                 log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
-            if not loader.incompatibilities(items):  # else loading names the tensors that do not fit
+            if not loader.incompatibilities(
+                items
+            ):  # else loading names the tensors that do not fit
                 self._check_same_model(path)
             loader.load(items)
         self._run.went_back_to = manifest.step
@@ -569,7 +629,9 @@ class Checkpointer:
         with self._raise_on_all_ranks(f"comparing with {path.name}", CheckpointUnusable):
             loader = self._loader(path, manifest)
             lines = loader.incompatibilities(classify(state))
-            return lines or ([] if self._allow_changed_model else list(self._model_changes(path).function))
+            return lines or (
+                [] if self._allow_changed_model else list(self._model_changes(path).function)
+            )
 
     def _move_to_sibling(self, path: Path, lines: list[str]) -> None:
         """Continue in the next sibling directory (``checkpoints.sibling-1``, -2, ...); the current one is unchanged."""
@@ -581,7 +643,9 @@ class Checkpointer:
                 "Differences from %s:%s"
             )
             log.warning(message, before.path, self.directory, path.name, first_lines(lines))
-        with self._raise_on_all_ranks("opening a sibling of checkpoint.checkpoint_dir", RecipeError):
+        with self._raise_on_all_ranks(
+            "opening a sibling of checkpoint.checkpoint_dir", RecipeError
+        ):
             before.release()
             if self.is_rank0:
                 self._run.hold()
@@ -604,13 +668,16 @@ class Checkpointer:
         changes = self._model_changes(path)
         if self.is_rank0 and changes.training:
             log.warning(
-                "the model's config changed since %s was saved:%s", path.name, first_lines(list(changes.training))
+                "the model's config changed since %s was saved:%s",
+                path.name,
+                first_lines(list(changes.training)),
             )
         if not self._allow_changed_model:
             require_same_function(path, changes)
         elif self.is_rank0 and changes.function:
             message = (
-                "checkpoint.allow_changed_model: the model computes a different function than the one saved in %s:%s"
+                "checkpoint.allow_changed_model: the model computes "
+                "a different function than the one saved in %s:%s"
             )
             log.warning(message, path.name, first_lines(list(changes.function)))
 
@@ -628,5 +695,7 @@ class Checkpointer:
         self._end_async()
         self._run.release()
 
-    def _raise_on_all_ranks(self, doing: str, kind: type[AutomodelError] = SaveFailed) -> AbstractContextManager[None]:
+    def _raise_on_all_ranks(
+        self, doing: str, kind: type[AutomodelError] = SaveFailed
+    ) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self.directory, kind)

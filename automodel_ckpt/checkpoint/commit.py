@@ -187,7 +187,9 @@ def pointer_text(root: Path, pointer: str) -> str | None:
         name = os.readlink(link).rstrip("/")
     else:
         with contextlib.suppress(OSError):
-            name = read_safely(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
+            name = (
+                read_safely(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
+            )
     if name is None or not layout.is_checkpoint(name):
         return None
     return name
@@ -239,7 +241,9 @@ def discard(path: Path) -> None:
 
     try:
         if not path.is_symlink() and path.is_dir():
-            shutil.rmtree(path, onerror=lambda function, name, info: report(function, name, info[1]))
+            shutil.rmtree(
+                path, onerror=lambda function, name, info: report(function, name, info[1])
+            )
     except OSError as error:
         report(None, str(path), error)
 

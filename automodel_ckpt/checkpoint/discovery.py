@@ -20,7 +20,9 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
 
-_MAX_NAME_BYTES = 200  # a file's name takes 255, of which suffixes such as _global_rank_1023.pt need some
+_MAX_NAME_BYTES = (
+    200  # a file's name takes 255, of which suffixes such as _global_rank_1023.pt need some
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +95,33 @@ def _attributes(recipe: object) -> Iterator[tuple[str, object]]:
     """The recipe's own attributes, then those of its classes that hold state themselves."""
     yield from vars(recipe).items()
     seen = set(vars(recipe))
-    for name, value in ((name, value) for base in type(recipe).__mro__ for name, value in vars(base).items()):
+    for name, value in (
+        (name, value) for base in type(recipe).__mro__ for name, value in vars(base).items()
+    ):
         if name not in seen and _is_stateful(value):
             yield name, value
         seen.add(name)
 
 
-def _stateful_within(name: str, value: object, inside: frozenset[int]) -> Iterator[tuple[str, object]]:
+def _stateful_within(
+    name: str, value: object, inside: frozenset[int]
+) -> Iterator[tuple[str, object]]:
     if _is_stateful(value):
         yield name, value
     elif isinstance(value, (list, tuple, Mapping)) and id(value) not in inside:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, element in items:
-            yield from _stateful_within(f"{name}.{layout.escape_key(key)}", element, inside | {id(value)})
+            yield from _stateful_within(
+                f"{name}.{layout.escape_key(key)}", element, inside | {id(value)}
+            )
 
 
 def _is_stateful(value: object) -> bool:
     if isinstance(value, type):
         return False
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
 def classify(state: Mapping[str, Any]) -> list[Item]:
@@ -140,7 +150,9 @@ def _item(name: str, value: object, aliases: tuple[str, ...]) -> Item:
         return Item(name, value, "lr_scheduler", "replicated", aliases)
     if isinstance(value, torch.utils.data.DataLoader):
         return Item(name, value, "object", "dp_rank", aliases)
-    scope = getattr(value, "checkpoint_scope", None)  # anything, of an object that has every attribute
+    scope = getattr(
+        value, "checkpoint_scope", None
+    )  # anything, of an object that has every attribute
     declared = scope if isinstance(scope, str) and scope in get_args(layout.Scope) else "replicated"
     return Item(name, value, "object", cast(layout.Scope, declared), aliases)
 
@@ -173,7 +185,10 @@ def _check_names(items: Iterable[Item]) -> None:
             remedy = f"rename it, or add {item.name!r} to the recipe's `untracked`"
             problems.append(
                 Problem(
-                    "an attribute's name cannot be used as a file name", "recipe", f"{item.name!r}: {reason}", remedy
+                    "an attribute's name cannot be used as a file name",
+                    "recipe",
+                    f"{item.name!r}: {reason}",
+                    remedy,
                 )
             )
     if problems:

@@ -35,7 +35,11 @@ def clear_checkpoint(checkpoint: Path, log: Log) -> None:
     What cannot be removed is logged, and tried again at the next start.
     """
     try:
-        targets = {path.with_name(name) for path in leftovers_in(checkpoint) if (name := layout.export_of(path.name))}
+        targets = {
+            path.with_name(name)
+            for path in leftovers_in(checkpoint)
+            if (name := layout.export_of(path.name))
+        }
         for target in sorted(targets):
             clear_leftovers(target, log)
     except OSError as error:
@@ -50,9 +54,13 @@ def clear_leftovers(target: Path, log: Log) -> None:
     name = re.escape(target.name)
     for entry in sorted(os.listdir(target.parent)):
         path = target.parent / entry
-        if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(target):
+        if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(
+            target
+        ):
             os.rename(path, target)
             log(f"restored {target}: an earlier export was interrupted while replacing it")
-        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and is_abandoned(path):
+        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and is_abandoned(
+            path
+        ):
             log(f"removing {path}, left by an interrupted export")
             commit.discard(path)

@@ -35,7 +35,8 @@ _DATA_RATIO = 64
 _TASK_BYTES = 64 << 20
 _SHOWN = 5
 _CHANGED_ON_PURPOSE = (
-    f"if you changed the files on purpose, delete {layout.EXPORT_MANIFEST}: the files are then not verified"
+    f"if you changed the files on purpose, delete "
+    f"{layout.EXPORT_MANIFEST}: the files are then not verified"
 )
 
 
@@ -87,26 +88,45 @@ class ExportManifest:
         try:
             real = Path(os.path.realpath(path)) if follow_links else path
             text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
-            files = {name: ListedFile.parse(entry) for name, entry in json.loads(text)["files"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            files = {
+                name: ListedFile.parse(entry) for name, entry in json.loads(text)["files"].items()
+            }
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise CheckpointUnusable(
-                "an export's manifest is missing or malformed", where=str(path), value=repr(error)[:300],
+                "an export's manifest is missing or malformed",
+                where=str(path),
+                value=repr(error)[:300],
                 remedy=_remedy(directory),
-            ) from error  # fmt: skip
+            ) from error
         for name in files:
             if reason := layout.unsafe_path(name):
                 raise CheckpointUnusable(
-                    "an export's manifest names a file outside of it", where=str(path), value=f"{name!r}: {reason}",
+                    "an export's manifest names a file outside of it",
+                    where=str(path),
+                    value=f"{name!r}: {reason}",
                     remedy=_remedy(directory),
-                )  # fmt: skip
+                )
         return cls(directory, files, follow_links)
 
     # ---------------------------------------------------------------- comparing whole files
 
     def problems(
-        self, *, only: Collection[str] | None = None, level: Level = "digest", rank: int = 0, num_ranks: int = 1,
+        self,
+        *,
+        only: Collection[str] | None = None,
+        level: Level = "digest",
+        rank: int = 0,
+        num_ranks: int = 1,
         num_threads: int = 2,
-    ) -> list[Problem]:  # fmt: skip
+    ) -> list[Problem]:
         """Everything that is wrong with the listed files (or with *only* those names), in the manifest's order.
 
         ``size``: each file exists, is regular and has its size. ``digest``: its bytes are also those that were written;
@@ -134,7 +154,9 @@ class ExportManifest:
         else:
             real = self._path(name)
             problem = size_problem(real.parent, real.name, record)
-        return problem and replace(problem, what=_of_export(problem.what), remedy=_remedy(self.directory))
+        return problem and replace(
+            problem, what=_of_export(problem.what), remedy=_remedy(self.directory)
+        )
 
     def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
         """The byte ranges of a file, in groups of about 64 MiB."""
@@ -193,7 +215,9 @@ class ExportManifest:
         if listed is None:
             return
         same_size = len(data) == listed.size
-        if not same_size or any(digest_of(data[r.start : r.start + r.nbytes]) != r.digest for r in listed.ranges):
+        if not same_size or any(
+            digest_of(data[r.start : r.start + r.nbytes]) != r.digest for r in listed.ranges
+        ):
             raise CheckpointUnusable.all_of([self._damage(name, [DigestedRange(0, len(data), "")])])
 
     def check_header(self, name: str) -> None:
@@ -201,9 +225,11 @@ class ExportManifest:
         :class:`CheckpointUnusable`."""
         if name not in self.files:
             raise CheckpointUnusable(
-                "the export's manifest does not list this file", where=str(self.directory / name), value=name,
+                "the export's manifest does not list this file",
+                where=str(self.directory / name),
+                value=name,
                 remedy=_remedy(self.directory),
-            )  # fmt: skip
+            )
         if problem := self._size_problem(name):
             raise CheckpointUnusable.all_of([problem])
         header = self.files[name].ranges[:1]
@@ -240,14 +266,21 @@ class ExportManifest:
             self._raise_wrong_ranges(whole.file, whole.fqn)
         (box,) = boxes
         return replace(
-            whole, offsets=box.offsets, sizes=box.sizes, start=each.start, nbytes=each.nbytes, digest=each.digest
+            whole,
+            offsets=box.offsets,
+            sizes=box.sizes,
+            start=each.start,
+            nbytes=each.nbytes,
+            digest=each.digest,
         )
 
     def _raise_wrong_ranges(self, name: str, fqn: str) -> None:
         raise CheckpointUnusable(
-            f"the export's manifest does not match the tensor {fqn!r}", where=str(self.directory / name),
-            value="its byte ranges are not those of the file's header", remedy=_remedy(self.directory),
-        )  # fmt: skip
+            f"the export's manifest does not match the tensor {fqn!r}",
+            where=str(self.directory / name),
+            value="its byte ranges are not those of the file's header",
+            remedy=_remedy(self.directory),
+        )
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
@@ -293,7 +326,9 @@ def exports_in(checkpoint: Path) -> list[Path]:
 
 
 def _of_export(what: str) -> str:
-    return what.replace("of the checkpoint", "of the export").replace("in a checkpoint", "in an export")
+    return what.replace("of the checkpoint", "of the export").replace(
+        "in a checkpoint", "in an export"
+    )
 
 
 def _remedy(directory: Path) -> str:

@@ -23,8 +23,18 @@ from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
 from automodel_ckpt.checkpoint.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.base_maps import DTYPE_MAP, EXPECTED_TENSORS, FILE_INDEX_MAP, BaseMaps
-from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, read_files
+from automodel_ckpt.checkpoint.sources.base_maps import (
+    DTYPE_MAP,
+    EXPECTED_TENSORS,
+    FILE_INDEX_MAP,
+    BaseMaps,
+)
+from automodel_ckpt.checkpoint.sources.model_files import (
+    GENERATION_CONFIG,
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    read_files,
+)
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -71,7 +81,11 @@ class HFAssets:
         tied: Mapping[str, str] | None = None,
         declared: Iterable[str] = (),
     ) -> None:
-        self._config, self._generation_config, self._tokenizer = config, generation_config, tokenizer
+        self._config, self._generation_config, self._tokenizer = (
+            config,
+            generation_config,
+            tokenizer,
+        )
         self._base_dir = Path(base_dir) if base_dir is not None else None
         self._architecture = architecture
         self._tensors, self._tied = dict(tensors or {}), dict(tied or {})
@@ -79,7 +93,12 @@ class HFAssets:
 
     @classmethod
     def from_model(
-        cls, model: Any, *, tokenizer: Any = None, base_dir: Path | str | None = None, declared: Iterable[str] = ()
+        cls,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        base_dir: Path | str | None = None,
+        declared: Iterable[str] = (),
     ) -> HFAssets:
         """The assets of a transformers model, shared out or not; *base_dir* None: not from a local directory."""
         from automodel_ckpt.checkpoint.module_tensors import unwrap, whole_state
@@ -88,7 +107,9 @@ class HFAssets:
         _, tied = whole_state(inner)
         return cls(
             inner.config,
-            generation_config=getattr(inner, "generation_config", None) if inner.can_generate() else None,
+            generation_config=getattr(inner, "generation_config", None)
+            if inner.can_generate()
+            else None,
             tokenizer=tokenizer,
             base_dir=base_dir,
             architecture=type(inner).__name__.removeprefix("FSDP"),
@@ -113,7 +134,10 @@ class HFAssets:
     def file_index_mapping(self) -> Mapping[str, int]:
         """For each tensor the number (from 1) of its file in an export: as in the base, else 5 GB a file at most."""
         if self._base_files:
-            numbers = {name: index for index, name in enumerate(sorted(set(self._base_files.values())), start=1)}
+            numbers = {
+                name: index
+                for index, name in enumerate(sorted(set(self._base_files.values())), start=1)
+            }
             last = len(numbers)
             return {fqn: numbers.get(self._base_files.get(fqn, ""), last) for fqn in self._exported}
         return _split_by_size(self._exported)
@@ -154,9 +178,13 @@ class HFAssets:
         files["config.json"] = self._config_json()
         if self._tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
-            files[EXPECTED_TENSORS] = _json_bytes({fqn: self._expected(fqn) for fqn in self._exported})
+            files[EXPECTED_TENSORS] = _json_bytes(
+                {fqn: self._expected(fqn) for fqn in self._exported}
+            )
         if self._base_tensors:
-            files[DTYPE_MAP] = _json_bytes({fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())})
+            files[DTYPE_MAP] = _json_bytes(
+                {fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())}
+            )
             self._log_differences()
         return files
 
@@ -177,15 +205,23 @@ class HFAssets:
             return read_files(Path(directory), ("*",)) | self.tokenizer_files()
 
     def _copied(self) -> dict[str, bytes]:
-        return read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG)) if self._base_dir else {}
+        return (
+            read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG)) if self._base_dir else {}
+        )
 
     @functools.cached_property
     def _tokenizer_directory(self) -> Path | None:
         """Where the tokenizer's own files lie, if they do and the tokenizer is still the one that they describe."""
-        origin = Path(getattr(_tokenizer_of(self._tokenizer), "name_or_path", "") or self._base_dir or "")
+        origin = Path(
+            getattr(_tokenizer_of(self._tokenizer), "name_or_path", "") or self._base_dir or ""
+        )
         if self._tokenizer is None or not str(origin) or not origin.is_dir():
             return None
-        return origin if read_files(origin, TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin) else None
+        return (
+            origin
+            if read_files(origin, TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin)
+            else None
+        )
 
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
@@ -207,7 +243,10 @@ class HFAssets:
             return {}
         index = self._base_dir / layout.HF_INDEX
         if index.is_file():
-            return {str(fqn): str(name) for fqn, name in json.loads(index.read_bytes())["weight_map"].items()}
+            return {
+                str(fqn): str(name)
+                for fqn, name in json.loads(index.read_bytes())["weight_map"].items()
+            }
         single = self._base_dir / "model.safetensors"
         return dict.fromkeys(read_header(single).tensors, single.name) if single.is_file() else {}
 
@@ -220,9 +259,11 @@ class HFAssets:
                     tensors |= read_header(self._base_dir / name).tensors
                 except (OSError, CheckpointUnusable) as error:
                     raise RecipeError(
-                        "a file of the base model cannot be read", where=str(self._base_dir / name),
-                        value=str(error), remedy="download the base model again",
-                    ) from error  # fmt: skip
+                        "a file of the base model cannot be read",
+                        where=str(self._base_dir / name),
+                        value=str(error),
+                        remedy="download the base model again",
+                    ) from error
         return tensors
 
     def _expected(self, fqn: str) -> dict[str, Any]:
@@ -244,7 +285,9 @@ class HFAssets:
             "not in the base": [fqn for fqn in self._exported if fqn not in base],
             "in the base only": [fqn for fqn in base if fqn not in self._exported],
             "of another shape than in the base": [
-                fqn for fqn, spec in self._exported.items() if fqn in base and base[fqn].shape != spec.shape
+                fqn
+                for fqn, spec in self._exported.items()
+                if fqn in base and base[fqn].shape != spec.shape
             ],
         }
 
@@ -253,9 +296,16 @@ class HFAssets:
             declared = [fqn for fqn in names if self._is_declared(fqn)]
             others = [fqn for fqn in names if fqn not in declared]
             if declared:
-                log.info("Exports differ from the base as declared: %s: %s", kind, ", ".join(declared))
+                log.info(
+                    "Exports differ from the base as declared: %s: %s", kind, ", ".join(declared)
+                )
             if others:
-                log.warning("Exports will differ from the base: %d tensors %s: %s", len(others), kind, others[:5])
+                log.warning(
+                    "Exports will differ from the base: %d tensors %s: %s",
+                    len(others),
+                    kind,
+                    others[:5],
+                )
 
 
 def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
@@ -274,10 +324,15 @@ def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
     inner = _tokenizer_of(tokenizer)
     try:
         fresh = type(inner).from_pretrained(directory)
-        same: bool = fresh.get_vocab() == inner.get_vocab() and fresh.chat_template == inner.chat_template
+        same: bool = (
+            fresh.get_vocab() == inner.get_vocab() and fresh.chat_template == inner.chat_template
+        )
         if same and inner is not tokenizer:
             whole = type(tokenizer).from_pretrained(directory)
-            same = whole.to_dict() == tokenizer.to_dict() and whole.chat_template == tokenizer.chat_template
+            same = (
+                whole.to_dict() == tokenizer.to_dict()
+                and whole.chat_template == tokenizer.chat_template
+            )
     except (OSError, ValueError, AttributeError, TypeError, ImportError):
         return False
     return same

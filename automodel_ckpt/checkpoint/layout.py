@@ -37,7 +37,9 @@ Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 _CHECKPOINT = re.compile(r"epoch_(0|[1-9][0-9]{0,17})_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _SUPERSEDED = re.compile(r"(epoch_[0-9]+_step_[0-9]+)\.superseded-([1-9][0-9]*)", re.ASCII)
 _STAGING = re.compile(r"\.(.+)\.staging-[0-9a-f]{32}", re.ASCII)
-_EXPORT_LEFTOVER = re.compile(r"\.(consolidated|merged)\.(?:staging|previous)-[0-9a-f]{32}", re.ASCII)
+_EXPORT_LEFTOVER = re.compile(
+    r"\.(consolidated|merged)\.(?:staging|previous)-[0-9a-f]{32}", re.ASCII
+)
 _SIBLING = re.compile(r"(.+)\.sibling-([1-9][0-9]*)", re.ASCII)
 _TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
 _LINK = re.compile(r"\.link-[0-9a-f]{32}", re.ASCII)

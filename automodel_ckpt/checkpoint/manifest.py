@@ -21,7 +21,14 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, in_one_piece, interleaving_fault, nbytes_of, tiling_fault
+from automodel_ckpt.checkpoint.slices import (
+    Slice,
+    Tensor,
+    in_one_piece,
+    interleaving_fault,
+    nbytes_of,
+    tiling_fault,
+)
 from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
@@ -42,8 +49,17 @@ MAX_PLAIN_DEPTH = 8
 # Of a file that several ranks wrote (composed.py).
 COMPOSED = "xxh3_128_parts:"
 _PLAIN_FIELDS = (
-    "step", "epoch", "created", "world_size", "dp_size", "progress", "losses", "validated", "environment", "lineage",
-)  # fmt: skip
+    "step",
+    "epoch",
+    "created",
+    "world_size",
+    "dp_size",
+    "progress",
+    "losses",
+    "validated",
+    "environment",
+    "lineage",
+)
 _TAIL = b'"digest": "%s"\n}\n'
 _TAIL_BYTES = len(_TAIL % digest_of(b"").encode())
 
@@ -122,7 +138,10 @@ class Summary:
                 losses=_mapping(raw["losses"]),
                 validated=_flag(raw["validated"]),
                 lineage=_mapping(raw["lineage"]),
-                has_optimizer=any(r["kind"] == "optimizer" and r["scope"] != NOT_SAVED for r in raw["state"].values()),
+                has_optimizer=any(
+                    r["kind"] == "optimizer" and r["scope"] != NOT_SAVED
+                    for r in raw["state"].values()
+                ),
                 digest=_text(raw["digest"]),
             )
 
@@ -180,8 +199,15 @@ class Manifest:
                 return reason
         if reason := self._overlap_fault() or self._gap_fault():
             return reason
-        return next((f"{f!r} is not among the files" for s in self.state.values() for f in s.files
-                     if f not in self.files), None)  # fmt: skip
+        return next(
+            (
+                f"{f!r} is not among the files"
+                for s in self.state.values()
+                for f in s.files
+                if f not in self.files
+            ),
+            None,
+        )
 
     def _tree_fault(self, name: str, tree: Tree) -> str | None:
         for tensor in tree.stored:
@@ -195,12 +221,20 @@ class Manifest:
         for blob in tree.objects.values():
             if not self._holds(blob):
                 return f"{name}: the value {blob.fqn!r} is not in {blob.file!r}"
-        return next((f"{name}: {alias!r} is tied to {kept!r}, which is not stored"
-                     for alias, kept in tree.tied.items() if kept not in tree.tensors), None)  # fmt: skip
+        return next(
+            (
+                f"{name}: {alias!r} is tied to {kept!r}, which is not stored"
+                for alias, kept in tree.tied.items()
+                if kept not in tree.tensors
+            ),
+            None,
+        )
 
     def _misplaced(self, tensor: Tensor) -> Slice | None:
         """The first slice with a wrong size or outside of its file, or None."""
-        wrong = (piece for piece in tensor.slices if piece.nbytes != nbytes_of(piece.dtype, piece.sizes))
+        wrong = (
+            piece for piece in tensor.slices if piece.nbytes != nbytes_of(piece.dtype, piece.sizes)
+        )
         outside = (piece for piece in in_one_piece(tensor) if not self._holds(piece))
         return next(itertools.chain(wrong, outside), None)
 
@@ -219,7 +253,11 @@ class Manifest:
 
     def _gap_fault(self) -> str | None:
         """The first gap between slices of a file with a Merkle digest, which does not cover bytes in gaps; or None."""
-        sizes = {path: record.size for path, record in self.files.items() if record.digest.startswith(COMPOSED)}
+        sizes = {
+            path: record.size
+            for path, record in self.files.items()
+            if record.digest.startswith(COMPOSED)
+        }
         slices_of: dict[str, list[Slice]] = {path: [] for path in sizes}
         for tree in self.trees.values():
             for tensor in tree.stored:
@@ -243,12 +281,18 @@ class Manifest:
 
     def _holds(self, piece: Slice | Blob) -> bool:
         record = self.files.get(piece.file)
-        return record is not None and piece.start >= 0 and 0 <= piece.nbytes <= record.size - piece.start
+        return (
+            record is not None
+            and piece.start >= 0
+            and 0 <= piece.nbytes <= record.size - piece.start
+        )
 
     @property
     def saved(self) -> frozenset[str]:
         """The names, aliases included, of the attributes whose state is in the checkpoint."""
-        records = [(name, record) for name, record in self.state.items() if name not in self.left_out]
+        records = [
+            (name, record) for name, record in self.state.items() if name not in self.left_out
+        ]
         return frozenset(known for name, record in records for known in (name, *record.aliases))
 
     @property
@@ -271,7 +315,9 @@ def _reject_other_forms(path: Path) -> Iterator[None]:
 
 
 def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(path), value=value, remedy="use another checkpoint of this run")
+    return CheckpointUnusable(
+        what, where=str(path), value=value, remedy="use another checkpoint of this run"
+    )
 
 
 def _read_sealed(path: Path) -> bytes:
@@ -284,15 +330,21 @@ def _read_sealed(path: Path) -> bytes:
     except FileNotFoundError as error:
         if path.parent.is_symlink() and not path.parent.exists():
             target = os.readlink(path.parent)
-            raise _unusable("the checkpoint is a link to a directory that is not there", path.parent, target) from error
-        raise _unusable("there is no manifest: the checkpoint is incomplete", path, "no such file") from error
+            raise _unusable(
+                "the checkpoint is a link to a directory that is not there", path.parent, target
+            ) from error
+        raise _unusable(
+            "there is no manifest: the checkpoint is incomplete", path, "no such file"
+        ) from error
     except OSError as error:
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
 
 
 def _check_size(num_bytes: int, path: Path) -> None:
     if num_bytes > MAX_BYTES:
-        raise _unusable("the manifest is too large", path, f"{num_bytes} bytes; at most {MAX_BYTES} are read")
+        raise _unusable(
+            "the manifest is too large", path, f"{num_bytes} bytes; at most {MAX_BYTES} are read"
+        )
 
 
 def parsed_bytes(data: bytes) -> int:
@@ -317,9 +369,15 @@ def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     version = _claimed_version(data)
     if version is not None and version > FORMAT_VERSION:
-        raise _unusable("the checkpoint has a newer format than this version supports", path, f"version {version}")
+        raise _unusable(
+            "the checkpoint has a newer format than this version supports",
+            path,
+            f"version {version}",
+        )
     if tail != _TAIL % digest_of(head).encode():
-        raise _unusable("the manifest is damaged: its digest does not match", path, f"{len(data)} bytes")
+        raise _unusable(
+            "the manifest is damaged: its digest does not match", path, f"{len(data)} bytes"
+        )
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -393,7 +451,9 @@ def _from_json(raw: Mapping[str, Any]) -> Manifest:
 
 def _state_record(raw: Mapping[str, Any]) -> StateRecord:
     names = {name: _text(raw[name]) for name in ("kind", "scope", "path")}
-    return StateRecord(**names, files=tuple(map(_text, raw["files"])), aliases=tuple(map(_text, raw["aliases"])))
+    return StateRecord(
+        **names, files=tuple(map(_text, raw["files"])), aliases=tuple(map(_text, raw["aliases"]))
+    )
 
 
 def _file_record(raw: Mapping[str, Any]) -> FileRecord:
@@ -415,12 +475,18 @@ def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
     dtype = _text(raw["dtype"])
     pieces = tuple(
         Slice(
-            fqn, dtype, sizes_of(piece["offsets"]), sizes_of(piece["sizes"]), _text(piece["file"]),
-            _integer(piece["start"]), _integer(piece["nbytes"]), _text(piece["digest"]),
+            fqn,
+            dtype,
+            sizes_of(piece["offsets"]),
+            sizes_of(piece["sizes"]),
+            _text(piece["file"]),
+            _integer(piece["start"]),
+            _integer(piece["nbytes"]),
+            _text(piece["digest"]),
             _flag(piece.get("interleaved", False)),
         )
         for piece in raw["slices"]
-    )  # fmt: skip
+    )
     return Tensor(_text(fqn), dtype, sizes_of(raw["shape"]), pieces)
 
 
@@ -479,7 +545,11 @@ def _mapping(value: object) -> dict[str, Any]:
         raise TypeError(f"{_shown(value)} is not a mapping")
     level: list[Any] = [value]
     for _ in range(MAX_PLAIN_DEPTH):
-        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
         if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in level):
             raise ValueError("a number of more than 64 bits")
         level = [item for item in level if isinstance(item, (dict, list))]

@@ -53,7 +53,9 @@ def merkle_digest(head: str, held: Iterable[Held]) -> str:
     """The digest of a file whose first bytes have the digest *head*, and which then holds these slices, in order."""
     lines = [head]
     for piece in (one.piece for one in held):
-        lines.append(f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {piece.digest}")
+        lines.append(
+            f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {piece.digest}"
+        )
     return COMPOSED + xxhash.xxh3_128_hexdigest("".join(f"{line}\n" for line in lines).encode())
 
 

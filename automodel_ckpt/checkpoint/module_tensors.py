@@ -57,7 +57,14 @@ class Whole:
     def of(cls, module: nn.Module) -> Whole:
         """The tensors of a complete *module*, from which no part has been removed yet."""
         state, tied = module_state(module)
-        return cls({name: outline(value) for name, value in state.items() if isinstance(value, torch.Tensor)}, tied)
+        return cls(
+            {
+                name: outline(value)
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor)
+            },
+            tied,
+        )
 
 
 def keep_whole(module: nn.Module) -> None:
@@ -101,20 +108,32 @@ def stored_names(
     named = _names_in_files(module)
     parts = _parts_in_files(module)
     kept = {named.get(fqn, fqn): fqn for fqn in state if fqn not in tied and fqn not in parts}
-    kept.update((name, fqn) for fqn in state if fqn in parts for name in _rows_here(fqn, state[fqn], parts[fqn]))
+    kept.update(
+        (name, fqn)
+        for fqn in state
+        if fqn in parts
+        for name in _rows_here(fqn, state[fqn], parts[fqn])
+    )
     return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
 
 
-def stored_values(module: nn.Module, state: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
+def stored_values(
+    module: nn.Module, state: Mapping[str, Any], kept: Mapping[str, str]
+) -> dict[str, Any]:
     """What a module's *state* has for each stored name (of :func:`stored_names`); of rows a view."""
     parts = _parts_in_files(module)
     rows = {fqn: _local_rows(state[fqn]) for fqn in parts if fqn in state}
-    return {name: state[fqn] if fqn not in rows else _view(*rows[fqn], parts[fqn][name]) for name, fqn in kept.items()}
+    return {
+        name: state[fqn] if fqn not in rows else _view(*rows[fqn], parts[fqn][name])
+        for name, fqn in kept.items()
+    }
 
 
 def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> Iterator[str]:
     """The *parts* of a tensor that this rank holds."""
-    if isinstance(value, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in value.placements):
+    if isinstance(value, DTensor) and any(
+        p.is_shard() and not p.is_shard(0) for p in value.placements
+    ):
         raise RecipeError(
             "experts are sharded across ranks, but a checkpoint stores each expert whole",
             where="distributed.tp_plan",
@@ -129,7 +148,9 @@ def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's rows of a tensor, and the number of the first."""
     if not isinstance(value, DTensor):
         return value.detach(), 0
-    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    _, offsets = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
     return value.to_local().detach(), offsets[0]
 
 
@@ -157,11 +178,18 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         named = get_peft_model_state_dict(
-            module, tokens, name, save_embedding_layers=bool(module.__dict__.get("save_embedding_layers", False))
+            module,
+            tokens,
+            name,
+            save_embedding_layers=bool(module.__dict__.get("save_embedding_layers", False)),
         )
     # Resized embeddings are named once more, with all in them, where they are trained as a whole too.
     twice = (".original_module.", ".modules_to_save.")
-    return {fqns[id(token)]: key for key, token in named.items() if not any(part in key for part in twice)}
+    return {
+        fqns[id(token)]: key
+        for key, token in named.items()
+        if not any(part in key for part in twice)
+    }
 
 
 def name_in_files(module: nn.Module, fqn: str) -> str:
@@ -182,7 +210,10 @@ def _parts_in_files(module: nn.Module) -> Mapping[str, Mapping[str, RowPart]]:
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
     """{name: the name it is tied to} for all but one of the names under which the module holds the same tensor."""
     present = set(state)
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     return _tied(module, ((name, tensor) for name, tensor in tensors if name in present))
 
 
@@ -190,7 +221,11 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
     names: dict[int, list[str]] = {}
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
-    declared = set(getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ())
+    declared = set(
+        getattr(module, "all_tied_weights_keys", None)
+        or getattr(module, "_tied_weights_keys", None)
+        or ()
+    )
     tied: dict[str, str] = {}
     for group in names.values():
         kept = next((name for name in group if name not in declared), group[0])
@@ -198,7 +233,9 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
     return tied
 
 
-def set_module_state(module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool) -> None:
+def set_module_state(
+    module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool
+) -> None:
     """Hand a loaded state (of :func:`module_state`'s form) to the module."""
     whole = {**state, **{name: state[kept] for name, kept in tied.items() if kept in state}}
     present, parts = get_model_state_dict(module), _parts_in_files(module)

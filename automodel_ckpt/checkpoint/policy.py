@@ -67,7 +67,9 @@ class KeepPolicy:
     steps: frozenset[int] = frozenset()
     mode: Mode = "min"
 
-    def removable(self, records: Collection[Record], protected: Collection[str] = ()) -> list[Record]:
+    def removable(
+        self, records: Collection[Record], protected: Collection[str] = ()
+    ) -> list[Record]:
         """The complete checkpoints of a run that need not stay, oldest first.
 
         Never among them: the newest, those *protected* by name (pointed to, pinned, just saved), the best, milestones.
@@ -83,7 +85,11 @@ class KeepPolicy:
     def _best_of(self, records: Iterable[Record]) -> list[Record]:
         """The best records, at most ``self.best``; of equal metrics the earlier checkpoint, as for LOWEST_VAL."""
         sign = 1 if self.mode == "min" else -1
-        ranked = [(sign * r.metric, r.step, r) for r in records if r.metric is not None and math.isfinite(r.metric)]
+        ranked = [
+            (sign * r.metric, r.step, r)
+            for r in records
+            if r.metric is not None and math.isfinite(r.metric)
+        ]
         return [record for _, _, record in sorted(ranked, key=lambda entry: entry[:2])[: self.best]]
 
     def _is_milestone(self, step: int) -> bool:

@@ -36,7 +36,9 @@ class Box:
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Where its elements are in an array of those of *outer*, which holds it."""
         triples = zip(self.offsets, self.sizes, outer.offsets, strict=True)
-        return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in triples)
+        return tuple(
+            slice(offset - origin, offset - origin + size) for offset, size, origin in triples
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,16 @@ def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
 def whole_tensor(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Tensor:
     """A tensor that is stored in a file as one slice, without a digest."""
     nbytes = nbytes_of(dtype, shape)
-    return Tensor(fqn, dtype, shape, (Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes),))
+    return Tensor(
+        fqn, dtype, shape, (Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes),)
+    )
 
 
 def counts(value: object) -> tuple[int, ...] | None:
     """A shape or offsets as a file of another program holds them; None for anything else."""
-    if not isinstance(value, list | tuple) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+    if not isinstance(value, list | tuple) or not all(
+        type(item) is int and 0 <= item < 2**63 for item in value
+    ):
         return None
     return tuple(value)
 
@@ -171,7 +177,9 @@ def _whole(shape: tuple[int, ...]) -> Box:
 def intersection(a: Box, b: Box) -> Box | None:
     """The box common to both, or None where they share no element. Two scalars share their element."""
     starts = tuple(map(max, a.offsets, b.offsets))
-    stops = tuple(min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    stops = tuple(
+        min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
     sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
@@ -191,12 +199,19 @@ def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
     outer = len(common.sizes) - inner
     # The innermost dimensions that both boxes hold entirely, and one more that may be partial, form one run.
     length = math.prod(common.sizes[max(outer - 1, 0) :]) * itemsize
-    source_strides, target_strides = _strides(source.sizes, itemsize), _strides(target.sizes, itemsize)
+    source_strides, target_strides = (
+        _strides(source.sizes, itemsize),
+        _strides(target.sizes, itemsize),
+    )
     source_base = _dot(source_strides, common.offsets, source.offsets)
     target_base = _dot(target_strides, common.offsets, target.offsets)
     for index in itertools.product(*(range(size) for size in common.sizes[: max(outer - 1, 0)])):
-        at_source = source_base + sum(i * stride for i, stride in zip(index, source_strides, strict=False))
-        at_target = target_base + sum(i * stride for i, stride in zip(index, target_strides, strict=False))
+        at_source = source_base + sum(
+            i * stride for i, stride in zip(index, source_strides, strict=False)
+        )
+        at_target = target_base + sum(
+            i * stride for i, stride in zip(index, target_strides, strict=False)
+        )
         yield Run(at_source, at_target, length)
 
 

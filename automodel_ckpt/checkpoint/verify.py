@@ -16,7 +16,13 @@ from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
-from automodel_ckpt.checkpoint.merkle import Held, damaged, has_merkle_digest, head_fits, held_by_file
+from automodel_ckpt.checkpoint.merkle import (
+    Held,
+    damaged,
+    has_merkle_digest,
+    head_fits,
+    held_by_file,
+)
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
 
@@ -28,9 +34,14 @@ _REMEDY = "use another checkpoint of this run, or a copy of the file"
 
 
 def verify(
-    checkpoint: Path, manifest: Manifest, level: Level = "digest", *, rank: int = 0, num_ranks: int = 1,
+    checkpoint: Path,
+    manifest: Manifest,
+    level: Level = "digest",
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
     num_threads: int = 2,
-) -> list[Problem]:  # fmt: skip
+) -> list[Problem]:
     """All that is wrong with a checkpoint's files, in the manifest's order; empty where nothing is.
 
     ``size``: every file is there, regular and as long as it was. ``digest``: and holds the same bytes; a damaged file's
@@ -38,7 +49,11 @@ def verify(
     """
     if level == "none":
         return []
-    problems = [p for path, record in manifest.files.items() if (p := size_problem(checkpoint, path, record))]
+    problems = [
+        p
+        for path, record in manifest.files.items()
+        if (p := size_problem(checkpoint, path, record))
+    ]
     if problems or level == "size":
         return problems
     mine = _share([*_tasks(manifest)], rank, num_ranks)
@@ -88,14 +103,19 @@ def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
 def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
     where = checkpoint / path
     if link := link_on_the_way(checkpoint, path):
-        return Problem("a checkpoint contains a symbolic link", str(checkpoint / link), path, _REMEDY)
+        return Problem(
+            "a checkpoint contains a symbolic link", str(checkpoint / link), path, _REMEDY
+        )
     try:
         status = os.lstat(where)
     except OSError as error:
         return Problem("a file of the checkpoint is missing", str(where), error.strerror, _REMEDY)
     if not stat.S_ISREG(status.st_mode):
         return Problem(
-            "a file of the checkpoint is not a regular file", str(where), stat.filemode(status.st_mode), _REMEDY
+            "a file of the checkpoint is not a regular file",
+            str(where),
+            stat.filemode(status.st_mode),
+            _REMEDY,
         )
     if status.st_size != record.size:
         value = f"{status.st_size} bytes, {record.size} when it was saved"
@@ -111,12 +131,19 @@ def _digest_problem(checkpoint: Path, manifest: Manifest, task: _Task) -> Proble
     try:
         intact, named = _look(checkpoint, manifest, task)
     except OSError as error:
-        return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY)
+        return Problem(
+            "a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY
+        )
     if intact:
         return None
     shown = named[:_SHOWN] + [f"{len(named) - _SHOWN} more"] * (len(named) > _SHOWN)
     value = "damaged: " + ", ".join(shown) if named else "the damage is in no tensor"
-    return Problem("a file of the checkpoint is not what was saved: its digest differs", str(where), value, _REMEDY)
+    return Problem(
+        "a file of the checkpoint is not what was saved: its digest differs",
+        str(where),
+        value,
+        _REMEDY,
+    )
 
 
 def _look(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
@@ -149,7 +176,11 @@ def _damaged(parts: Iterable[Slice | Blob], data: memoryview) -> Iterator[str]:
 
 
 def _named(part: Slice | Blob) -> str:
-    return f"tensor {part.fqn} (slice at {list(part.offsets)})" if isinstance(part, Slice) else f"value {part.fqn}"
+    return (
+        f"tensor {part.fqn} (slice at {list(part.offsets)})"
+        if isinstance(part, Slice)
+        else f"value {part.fqn}"
+    )
 
 
 @contextlib.contextmanager
@@ -180,14 +211,22 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
         with contextlib.suppress(OSError, ValueError):
             if wrong := _disagreeing(checkpoint, manifest, path, parts.get(path, ())):
                 value = ", ".join(wrong)
-                problems.append(Problem("the manifest's digests disagree", str(checkpoint / path), value, _REMEDY))
+                problems.append(
+                    Problem(
+                        "the manifest's digests disagree", str(checkpoint / path), value, _REMEDY
+                    )
+                )
     for path in unlisted_files(checkpoint, manifest):
         remedy = "remove it if it is not yours; nothing reads it"
-        problems.append(Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy))
+        problems.append(
+            Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy)
+        )
     return problems
 
 
-def _disagreeing(checkpoint: Path, manifest: Manifest, path: str, parts: Iterable[Slice | Blob]) -> list[str]:
+def _disagreeing(
+    checkpoint: Path, manifest: Manifest, path: str, parts: Iterable[Slice | Blob]
+) -> list[str]:
     """Of a file that is whole by its own digest: what is damaged by its slices' digests."""
     record = manifest.files[path]
     if has_merkle_digest(record):
@@ -209,4 +248,6 @@ def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
 
 
 def _is_of_export(path: str) -> bool:
-    return any(part in layout.EXPORTS or layout.is_export_leftover(part) for part in path.split("/")[:-1])
+    return any(
+        part in layout.EXPORTS or layout.is_export_leftover(part) for part in path.split("/")[:-1]
+    )

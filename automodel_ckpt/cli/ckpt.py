@@ -10,9 +10,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli.commands import completion, diff, export, import_, ls, maintenance, plot, show, track
+from automodel_ckpt.cli.commands import (
+    completion,
+    diff,
+    export,
+    import_,
+    ls,
+    maintenance,
+    plot,
+    show,
+    track,
+)
 from automodel_ckpt.cli.paths import WHERE, find_checkpoint
-from automodel_ckpt.cli.terminal import leave_reader, occupy_standard_streams, print_error, problem_json
+from automodel_ckpt.cli.terminal import (
+    leave_reader,
+    occupy_standard_streams,
+    print_error,
+    problem_json,
+)
 from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
@@ -29,7 +44,9 @@ class _Parser(argparse.ArgumentParser):
     """One whose mistakes are errors like any other."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message, where=self.prog, value="", remedy=f"`{self.prog} --help` lists the arguments")
+        raise RecipeError(
+            message, where=self.prog, value="", remedy=f"`{self.prog} --help` lists the arguments"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,20 +60,33 @@ def parser() -> argparse.ArgumentParser:
         description="Export the model of a checkpoint to Hugging Face files, and verify its digests.",
     )
     consolidate.add_argument(
-        "path", metavar="DIR", help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest"
+        "path",
+        metavar="DIR",
+        help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest",
     )
     consolidate.add_argument(
-        "--output", "-o", metavar="OUT", help="output directory (default: consolidated/ in the model's directory)"
+        "--output",
+        "-o",
+        metavar="OUT",
+        help="output directory (default: consolidated/ in the model's directory)",
     )
     consolidate.add_argument(
         "--cast-dtype", metavar="T", help="cast floating-point tensors to bf16, fp16, fp32 or fp64"
     )
-    consolidate.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
-    consolidate.add_argument("--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)")
+    consolidate.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)"
+    )
+    consolidate.add_argument(
+        "--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)"
+    )
     own = (
-        ls.add_parser(commands), show.add_parser(commands), consolidate,
-        export.add_parser(commands), import_.add_parser(commands), diff.add_parser(commands),
-    )  # fmt: skip
+        ls.add_parser(commands),
+        show.add_parser(commands),
+        consolidate,
+        export.add_parser(commands),
+        import_.add_parser(commands),
+        diff.add_parser(commands),
+    )
     curves = (plot.add_parser(commands), track.add_parser(commands))
     for command in (*own, *maintenance.add_parsers(commands), *curves):
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -91,9 +121,13 @@ def _failed(error: BaseException, arguments: argparse.Namespace) -> int:
     """Say what is wrong, with ``--json`` also as a document; returns the exit code."""
     if isinstance(error, OSError):
         problem = os_problem(
-            error, "cannot access a file or directory", remedy="check the path, its permissions and the free space"
+            error,
+            "cannot access a file or directory",
+            remedy="check the path, its permissions and the free space",
         )
-        error = (SaveFailed if arguments.command in _WRITING else CheckpointUnusable).all_of([problem])
+        error = (SaveFailed if arguments.command in _WRITING else CheckpointUnusable).all_of(
+            [problem]
+        )
     code, message = describe(error)
     print_error(message)
     if getattr(arguments, "json", False) and isinstance(error, AutomodelError):
@@ -106,9 +140,13 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.cli.commands.consolidate import export as run
 
     report = run(
-        find_checkpoint(Path(arguments.path)), arguments.output, arguments.cast_dtype, arguments.nproc,
-        arguments.num_threads, quiet=arguments.json,
-    )  # fmt: skip
+        find_checkpoint(Path(arguments.path)),
+        arguments.output,
+        arguments.cast_dtype,
+        arguments.nproc,
+        arguments.num_threads,
+        quiet=arguments.json,
+    )
     if arguments.json:
         print(json.dumps(export.report_hf(report), indent=2))
     return EXIT_DONE

@@ -16,7 +16,9 @@ WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
 
 def add_path(command: argparse.ArgumentParser) -> None:
     """Add the optional PATH argument, which defaults to the current directory."""
-    command.add_argument("path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: current directory)")
+    command.add_argument(
+        "path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: current directory)"
+    )
 
 
 def run_directory(path: Path) -> Path | None:
@@ -71,7 +73,11 @@ def find_checkpoint(path: Path) -> Path:
         return _resolved(path) if run is None else _newest(run)
     stem = path.name.removesuffix(".txt")
     target = commit.pointed(path.parent, stem) if stem in layout.POINTERS else None
-    if target is None or not (path.parent / target).is_dir() or _is_second_name(path.parent / target):
+    if (
+        target is None
+        or not (path.parent / target).is_dir()
+        or _is_second_name(path.parent / target)
+    ):
         raise nothing("checkpoint not found", path, _seen(path, target), NAME_ONE)
     return _resolved(path.parent / target)
 
@@ -115,7 +121,9 @@ def whole_checkpoint(path: Path) -> Path:
         if os.path.lexists(directory / layout.MANIFEST):
             return directory
     name = found.name
-    named = layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
+    named = (
+        layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
+    )
     if named or external.kinds_in(found):
         return found
     raise nothing("no checkpoint found", path, "the directory is not in a known format", NAME_ONE)

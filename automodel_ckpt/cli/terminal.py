@@ -20,10 +20,22 @@ if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem
 
 __all__ = [
-    "age_text", "can_print", "coloured", "fitted", "forgiving_streams", "json_text", "leave_reader",
-    "occupy_standard_streams", "print_error", "print_path", "printable", "printable_lines", "problem_json", "size_text",
+    "age_text",
+    "can_print",
+    "coloured",
+    "fitted",
+    "forgiving_streams",
+    "json_text",
+    "leave_reader",
+    "occupy_standard_streams",
+    "print_error",
+    "print_path",
+    "printable",
+    "printable_lines",
+    "problem_json",
+    "size_text",
     "table",
-]  # fmt: skip
+]
 
 _JOINS = ("Mn", "Me")  # marks that take no column of their own
 # What is left of a line for a note, at least.
@@ -81,7 +93,8 @@ def forgiving_streams() -> Iterator[None]:
 def printable(text: str) -> str:
     """*text* with every character that a terminal could obey (controls, escapes, direction marks) written out."""
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
@@ -120,7 +133,9 @@ def leave_reader() -> None:
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
     """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
-    wanted = bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    wanted = bool(os.environ.get("FORCE_COLOR")) or (
+        stream.isatty() and os.environ.get("TERM") != "dumb"
+    )
     if not wanted or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
@@ -129,11 +144,18 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Format rows as lines with aligned columns. *right* holds the indices of right-aligned columns."""
     widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip() for row in rows]
+    return [
+        "  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]
 
 
 def fitted(
-    rows: Sequence[Sequence[str]], right: Collection[int], dropped_first: Sequence[str], *, wrap_last: bool = False
+    rows: Sequence[Sequence[str]],
+    right: Collection[int],
+    dropped_first: Sequence[str],
+    *,
+    wrap_last: bool = False,
 ) -> list[str]:
     """Rows as lines with aligned columns, as :func:`table` makes them, that fit the terminal.
 
@@ -150,15 +172,21 @@ def fitted(
         left = width - max(map(_width, before)) - 2
         needed = min(_LEAST_NOTE, max(_width(row[-1]) for row in rows))
         if left >= needed or not dropped_first:
-            return [_wrapped(line, row[-1], width, left) for line, row in zip(before, rows, strict=True)]
+            return [
+                _wrapped(line, row[-1], width, left) for line, row in zip(before, rows, strict=True)
+            ]
     if not dropped_first:
         return lines
-    empty = [title for title in dropped_first if not any(row[titles.index(title)] for row in rows[1:])]
+    empty = [
+        title for title in dropped_first if not any(row[titles.index(title)] for row in rows[1:])
+    ]
     dropped = empty[0] if empty else dropped_first[0]
     gone = titles.index(dropped)
     fewer = [[*row[:gone], *row[gone + 1 :]] for row in rows]
     left_to_drop = [title for title in dropped_first if title != dropped]
-    return fitted(fewer, [n - (n > gone) for n in right if n != gone], left_to_drop, wrap_last=wrap_last)
+    return fitted(
+        fewer, [n - (n > gone) for n in right if n != gone], left_to_drop, wrap_last=wrap_last
+    )
 
 
 def _wrapped(line: str, note: str, width: int, left: int) -> str:
@@ -168,7 +196,12 @@ def _wrapped(line: str, note: str, width: int, left: int) -> str:
     left = max(left, _LEAST_NOTE)
     first, *others = textwrap.wrap(note, left)
     indent = max(0, width - left)
-    return "\n".join([f"{line}{' ' * (indent - _width(line))}{first}", *(" " * indent + other for other in others)])
+    return "\n".join(
+        [
+            f"{line}{' ' * (indent - _width(line))}{first}",
+            *(" " * indent + other for other in others),
+        ]
+    )
 
 
 def _padded(cell: str, width: int, to_the_right: bool) -> str:
@@ -180,13 +213,20 @@ def _width(text: str) -> int:
     """Width of *text* in terminal columns: wide characters take two, combining marks none."""
     if text.isascii():
         return len(text)
-    return sum(0 if category(c) in _JOINS else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(
+        0 if category(c) in _JOINS else 2 if east_asian_width(c) in "WF" else 1 for c in text
+    )
 
 
 def age_text(created: float) -> str:
     """Time since *created* (seconds since 1970) as text, such as ``5 min``; empty for a time in the future."""
     seconds = time.time() - created
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"), (float("inf"), 86_400, "d")):
+    for limit, unit, name in (
+        (120, 1, "s"),
+        (7200, 60, "min"),
+        (172_800, 3600, "h"),
+        (float("inf"), 86_400, "d"),
+    ):
         if seconds < limit:
             return f"{seconds / unit:.0f} {name}" if seconds >= 0 else ""
     return ""

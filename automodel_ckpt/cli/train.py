@@ -14,7 +14,13 @@ import automodel_ckpt
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.launch.limits import raise_file_limit
 from automodel_ckpt.cli.launch.topology import num_joined
-from automodel_ckpt.cli.terminal import coloured, leave_reader, occupy_standard_streams, print_error, table
+from automodel_ckpt.cli.terminal import (
+    coloured,
+    leave_reader,
+    occupy_standard_streams,
+    print_error,
+    table,
+)
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -158,7 +164,11 @@ def _recipe_path(line: CommandLine) -> str:
     if files:
         rest.remove(files[0])
     for word in rest:
-        remedy = f"did you mean --{word}?" if "=" in word else "give only one recipe file; overrides begin with --"
+        remedy = (
+            f"did you mean --{word}?"
+            if "=" in word
+            else "give only one recipe file; overrides begin with --"
+        )
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", remedy))
     if not files:
         remedy = "run ckpt-train RECIPE.yaml; ckpt-train --list lists the example recipes"
@@ -169,7 +179,12 @@ def _recipe_path(line: CommandLine) -> str:
 
 def _is_local_rank_0() -> bool:
     """Whether this process prints errors that are the same on all ranks of the node."""
-    return os.environ.get("LOCAL_RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_LOCALID", "0") == "0"
+    return (
+        os.environ.get(
+            "LOCAL_RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_LOCALID", "0"
+        )
+        == "0"
+    )
 
 
 def known_ranks(flags: LaunchFlags) -> int | None:
@@ -251,7 +266,9 @@ def _example_lines() -> Iterator[str]:
         return
     for name, title in known.items():
         yield coloured(name, "bold", sys.stdout)
-        yield textwrap.fill(title, get_terminal_size().columns, initial_indent="    ", subsequent_indent="    ")
+        yield textwrap.fill(
+            title, get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "
+        )
 
 
 def copy_example(name: str, directory: str) -> Path:
@@ -263,7 +280,9 @@ def copy_example(name: str, directory: str) -> Path:
     found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]
     if not found:
         meant = closest(name, [*known, *(path.stem for path in known.values())])
-        remedy = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
+        remedy = (
+            f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
+        )
         raise RecipeError("unknown example recipe", where="--copy", value=name, remedy=remedy)
     code = re.search(r"^recipe: (\w+\.py):", found[0].read_text(encoding="utf-8"), re.MULTILINE)
     if code:

@@ -88,7 +88,9 @@ class ClassesOf:
     def names(self, name: str) -> bool:
         """Whether *name* has the form of this entry's names."""
         method = re.escape(f".{self.method}") if self.method else ""
-        return re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
+        return (
+            re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
+        )
 
     def is_entry(self, name: str, found: Any) -> bool:
         """Whether the object *found* under *name* is such a class, or that method of one."""
@@ -96,7 +98,10 @@ class ClassesOf:
         owner = getattr(importlib.import_module(self.package), class_name, None)
         if not isinstance(owner, type) or not issubclass(owner, _object_at(self.base)):
             return False
-        return all(_is_within(getattr(part, "__module__", None), self.defined_in) for part in (owner, found))
+        return all(
+            _is_within(getattr(part, "__module__", None), self.defined_in)
+            for part in (owner, found)
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,9 @@ def _keywords(text: str) -> frozenset[str]:
 # Excluded on purpose: cache_dir and force_download (write and delete where the recipe says), storage_options,
 # download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
 # adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
-_LOADING = _keywords("pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code")
+_LOADING = _keywords(
+    "pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code"
+)
 _TEXT_LOADING = _LOADING | _keywords(
     "use_fast padding_side truncation_side model_max_length bos_token eos_token pad_token unk_token add_bos_token "
     "add_eos_token add_prefix_space clean_up_tokenization_spaces legacy"
@@ -190,7 +197,10 @@ _PROCESSORS = Group(
     (
         Exact(
             "transformers.AutoProcessor.from_pretrained",
-            _TEXT_LOADING | _keywords("size crop_size min_pixels max_pixels do_resize do_rescale do_image_splitting"),
+            _TEXT_LOADING
+            | _keywords(
+                "size crop_size min_pixels max_pixels do_resize do_rescale do_image_splitting"
+            ),
         ),
         Exact("automodel_ckpt.data.digits.processor"),
     ),
@@ -204,7 +214,9 @@ _MODELS = Group(
             "transformers.models.auto",
             method="from_pretrained",
             pattern=r"AutoModel\w*",
-            arguments=_LOADING | _MODEL_SETTINGS | _keywords("quantization_config use_safetensors variant"),
+            arguments=_LOADING
+            | _MODEL_SETTINGS
+            | _keywords("quantization_config use_safetensors variant"),
         ),
         ClassesOf(
             "transformers",
@@ -220,10 +232,17 @@ _CONFIGS = Group(
     "configurations of transformers models: plain settings",
     (
         Exact("transformers.AutoConfig.from_pretrained", _LOADING),
-        ClassesOf("transformers", "transformers.PreTrainedConfig", "transformers.models", pattern=r"[A-Z]\w*Config"),
+        ClassesOf(
+            "transformers",
+            "transformers.PreTrainedConfig",
+            "transformers.models",
+            pattern=r"[A-Z]\w*Config",
+        ),
     ),
 )
-_QUANTIZATION = Group("the settings of bitsandbytes: plain settings", (Exact("transformers.BitsAndBytesConfig"),))
+_QUANTIZATION = Group(
+    "the settings of bitsandbytes: plain settings", (Exact("transformers.BitsAndBytesConfig"),)
+)
 _PEFT_CONFIGS = Group(
     "configurations of adapters: plain settings",
     (ClassesOf("peft", "peft.PeftConfig", "peft", pattern=r"[A-Z]\w*Config"),),
@@ -258,7 +277,9 @@ ALLOWED["recipe"] = (
 # Builders of `datasets` that read plain tables. Others unpickle (pandas), run SQL or load classes by name (iceberg).
 SAFE_READERS = frozenset({"arrow", "csv", "imagefolder", "json", "parquet", "text"})
 _SCHEMES = frozenset({"gs", "hf", "http", "https", "s3"})
-_LOCATIONS = frozenset({"path", "data_dir", "data_files", "dataset_path", "pretrained_model_name_or_path"})
+_LOCATIONS = frozenset(
+    {"path", "data_dir", "data_files", "dataset_path", "pretrained_model_name_or_path"}
+)
 
 
 def purpose_of(key: str, sections: Container[str]) -> str:
@@ -293,7 +314,13 @@ def entry_of(purpose: str, name: str, found: Any) -> Exact | ClassesOf | None:
 
 def defaults(name: str) -> dict[str, Any]:
     """Arguments that a callable gets unless the recipe gives them: no Auto class asks whether to run remote code."""
-    found = (entry for groups in ALLOWED.values() for group in groups for entry in group.entries if entry.names(name))
+    found = (
+        entry
+        for groups in ALLOWED.values()
+        for group in groups
+        for entry in group.entries
+        if entry.names(name)
+    )
     takes = any(entry.arguments and "trust_remote_code" in entry.arguments for entry in found)
     return {"trust_remote_code": False} if takes else {}
 
@@ -333,7 +360,9 @@ def _listed(purpose: str) -> list[str]:
             prefix = entry.pattern.partition("\\")[0] if entry.pattern.startswith("Auto") else ""
             method = f".{entry.method}" if entry.method else ""
             base = entry.base.rpartition(".")[2].strip("_")
-            listed.append(f"{entry.package}.{prefix}*{method}" + ("" if method else f" (each {base})"))
+            listed.append(
+                f"{entry.package}.{prefix}*{method}" + ("" if method else f" (each {base})")
+            )
     return listed
 
 
@@ -363,7 +392,11 @@ def wrong_location(name: str, value: Any) -> str | None:
     text = os.fspath(value)
     scheme, is_url, _ = text.partition("://")
     if "::" in text or (is_url and scheme not in _SCHEMES):
-        return "only local paths, Hub names, and URLs with the scheme " + ", ".join(sorted(_SCHEMES)) + " are allowed"
+        return (
+            "only local paths, Hub names, and URLs with the scheme "
+            + ", ".join(sorted(_SCHEMES))
+            + " are allowed"
+        )
     if name == "path" and text.isidentifier() and text not in SAFE_READERS and text in _readers():
         return f"only these builders of `datasets` are allowed: {', '.join(sorted(SAFE_READERS))}"
     return None

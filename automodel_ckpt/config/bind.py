@@ -96,7 +96,9 @@ def join(*parts: str) -> str:
 class Binder:
     """Converts nodes to typed values; problems are appended to ``problems``."""
 
-    def __init__(self, schema: type[Any], problems: list[Problem], *, open_top: bool = False) -> None:
+    def __init__(
+        self, schema: type[Any], problems: list[Problem], *, open_top: bool = False
+    ) -> None:
         """``open_top`` leaves unknown top-level sections to a custom recipe that is not imported yet."""
         self.schema, self.problems, self.open_top = schema, problems, open_top
 
@@ -134,7 +136,11 @@ class Binder:
         self._expand(annotation, node)
         if len(self.problems) > num_before:
             return INVALID
-        if node.value == "" and not node.quoted and not self._accepts_no_content(alternatives, node, key):
+        if (
+            node.value == ""
+            and not node.quoted
+            and not self._accepts_no_content(alternatives, node, key)
+        ):
             return INVALID
         if isinstance(node.value, dict):
             return self._mapping(alternatives, node, key)
@@ -183,13 +189,20 @@ class Binder:
         self.problems += problems
         node.value, node.text = value, text
 
-    def _field(self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str) -> Any:
+    def _field(
+        self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str
+    ) -> Any:
         assert isinstance(section.value, dict)
         full_key, default = join(key, field.name), default_of(field)
         node = section.value.get(field.name)
         if node is None:
             if default == MISSING or getattr(default, "_target_", "") == MISSING:
-                self.note(f"{full_key} is missing", section, "", f"add {full_key}: {describe(members(annotation))}")
+                self.note(
+                    f"{full_key} is missing",
+                    section,
+                    "",
+                    f"add {full_key}: {describe(members(annotation))}",
+                )
                 return INVALID
             node = section.value[field.name] = default_node(field, annotation)
         elif isinstance(default, list | tuple):
@@ -217,7 +230,10 @@ class Binder:
             return self.section(section, node, key)
         if (kind := find(alternatives, *_MAPPINGS)) or anything or section:
             inner = (typing.get_args(kind) or (Any, Any))[1]
-            values = {name: self.value(inner, child, join(key, name)) for name, child in node.value.items()}
+            values = {
+                name: self.value(inner, child, join(key, name))
+                for name, child in node.value.items()
+            }
             return INVALID if INVALID in values.values() else values
         return self._note_invalid(key, node, describe(alternatives))
 
@@ -261,7 +277,11 @@ class Binder:
         assert isinstance(node.value, str)
         try:
             text = resolve(node.value)
-            return typed("null" if text is None else text, alternatives, quoted=node.quoted and text is not None)
+            return typed(
+                "null" if text is None else text,
+                alternatives,
+                quoted=node.quoted and text is not None,
+            )
         except ReferenceFailed as error:
             self.note(f"{key}: {error}", node, node, error.remedy)
         except ValueError:
@@ -303,7 +323,12 @@ class Binder:
         for name in condition.keys:
             node = section.at(name)
             if node is not None and is_changed(cls, values, name):
-                self.note(f"{join(key, name)} has no effect: {condition.says}", node, node, condition.remedy)
+                self.note(
+                    f"{join(key, name)} has no effect: {condition.says}",
+                    node,
+                    node,
+                    condition.remedy,
+                )
 
     def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
@@ -311,21 +336,30 @@ class Binder:
         beside = closest(name, hints_of(cls))
         elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
         meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
-        remedy = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
+        remedy = (
+            f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
+        )
         self.note(f"unknown key {join(key, name)}", node, node, remedy)
 
-    def _note_invalid(self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = "") -> Any:
+    def _note_invalid(
+        self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = ""
+    ) -> Any:
         meant = closest(str(node.value), listed)
         if meant:
             remedy = f"did you mean {meant}?"
         self.note(
-            f"{key} must be {expected}", node, node, remedy or "correct the value, or remove the key to use its default"
+            f"{key} must be {expected}",
+            node,
+            node,
+            remedy or "correct the value, or remove the key to use its default",
         )
         return INVALID
 
     def note(self, what: str, node: Node, value: object, remedy: str) -> None:
         """Add a problem. The resolved value of an environment reference is not shown, since it may be a secret."""
-        hidden = isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
+        hidden = (
+            isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
+        )
         shown = f"{value} (resolved value hidden)" if hidden else str(value)
         self.problems.append(Problem(what, node.origin, shown, remedy))
 
@@ -342,7 +376,11 @@ def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
     name, _, inner = key.partition(".")
     value = values[name]
     if inner:
-        return dataclasses.is_dataclass(value) and hasattr(value, inner) and is_changed(type(value), vars(value), inner)
+        return (
+            dataclasses.is_dataclass(value)
+            and hasattr(value, inner)
+            and is_changed(type(value), vars(value), inner)
+        )
     (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
     return bool(value != default_of(field))
 
@@ -361,9 +399,20 @@ def unused_without_checkpoints(recipe: Any) -> list[str]:
     """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
     if recipe.checkpoint.enabled:
         return []
-    describe_when = [f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")]
-    of_checkpoints = ("checkpoint.", *describe_when, "step_scheduler.mtbf_hours", "logging.sample_ids")
-    return [key for key in _changed_keys(recipe) if key.startswith(of_checkpoints) and key != "checkpoint.enabled"]
+    describe_when = [
+        f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")
+    ]
+    of_checkpoints = (
+        "checkpoint.",
+        *describe_when,
+        "step_scheduler.mtbf_hours",
+        "logging.sample_ids",
+    )
+    return [
+        key
+        for key in _changed_keys(recipe)
+        if key.startswith(of_checkpoints) and key != "checkpoint.enabled"
+    ]
 
 
 def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:
@@ -386,7 +435,11 @@ def _is_quoted_word(text: str, accepts_any: bool) -> bool:
 def _patch(node: Node, default: Node) -> None:
     """Apply ``--key.0 value`` to a list that exists only as a default: replace that item in the default list."""
     assert isinstance(default.value, list)
-    if not isinstance(node.value, dict) or not node.value or not all(is_number(part) for part in node.value):
+    if (
+        not isinstance(node.value, dict)
+        or not node.value
+        or not all(is_number(part) for part in node.value)
+    ):
         return
     items = list(default.value)
     for part, child in sorted(node.value.items(), key=lambda item: int(item[0])):

@@ -33,10 +33,19 @@ _RULES = {
 }
 """Limits that parameters of these names have in every builder here."""
 _NAMES: dict[str, Any] = {
-    "Any": Any, "Literal": Literal, "Optional": typing.Optional, "Union": typing.Union,
-    "bool": bool, "dict": dict, "float": float, "int": int, "list": list, "str": str, "tuple": tuple,
+    "Any": Any,
+    "Literal": Literal,
+    "Optional": typing.Optional,
+    "Union": typing.Union,
+    "bool": bool,
+    "dict": dict,
+    "float": float,
+    "int": int,
+    "list": list,
+    "str": str,
+    "tuple": tuple,
     "Tensor": type("Tensor", (), {"__module__": "torch"}),  # which no text is read as
-}  # fmt: skip
+}
 """What annotations of scalars, lists and mappings are made of; any other name says nothing about text."""
 
 
@@ -71,9 +80,13 @@ def builder_problems(root: Node, schema: type[Any]) -> list[Problem]:
             if name in plugin.own or not parameters:
                 continue
             if name not in ("_target_", *parameters):
-                binder.problems.append(unknown_argument(plugin.key, plugin.name, name, node, parameters))
+                binder.problems.append(
+                    unknown_argument(plugin.key, plugin.name, name, node, parameters)
+                )
             elif name in parameters and not is_plugin(node):
-                _check_value(binder, parameters[name].annotation, name, node, join(plugin.key, name))
+                _check_value(
+                    binder, parameters[name].annotation, name, node, join(plugin.key, name)
+                )
         given = {*dict(plugin.node.children()), *plugin.supplied}
         for name in [name for name, parameter in parameters.items() if parameter.is_required]:
             if name not in given:
@@ -91,7 +104,12 @@ def _check_value(binder: Binder, annotation: Any, name: str, node: Node, key: st
     value = binder.value(annotation, node, key)
     rule = _RULES.get(name)
     if rule is not None and type(value) is int and not rule.holds(value):
-        binder.note(f"{key} must be {rule.says}", node, node, "correct the value, or remove the key to use its default")
+        binder.note(
+            f"{key} must be {rule.says}",
+            node,
+            node,
+            "correct the value, or remove the key to use its default",
+        )
 
 
 def plugins(root: Node, schema: type[Any]) -> Iterator[Plugin]:
@@ -127,7 +145,9 @@ def _declared(schema: type[Any], key: str) -> tuple[tuple[str, ...], tuple[str, 
     for field in fields(section) if section else ():
         if field.name == last:
             kinds = members(hints_of(section)[last])
-            plug_ins = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Target)]
+            plug_ins = [
+                kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Target)
+            ]
             own = [name for kind in plug_ins for name in own_keys(kind)]
             return tuple(field.metadata.get("supplied", ())), tuple(own)
     return None
@@ -143,7 +163,9 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
         return None
     if isinstance(found, ast.FunctionDef):
         return _parameters(found.args, skip=0)
-    made = [each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    made = [
+        each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+    ]
     return _parameters(made[0].args, skip=1) if made else None
 
 
@@ -169,7 +191,11 @@ def _definition(name: str, depth: int = 0) -> ast.FunctionDef | ast.ClassDef | N
         if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == parts[0]:
             return statement
         if isinstance(statement, ast.ImportFrom):
-            imported = [alias.name for alias in statement.names if (alias.asname or alias.name) in (parts[0], "*")]
+            imported = [
+                alias.name
+                for alias in statement.names
+                if (alias.asname or alias.name) in (parts[0], "*")
+            ]
             for original in imported:
                 wanted = parts[0] if original == "*" else original
                 found = _definition(f"{_source_of(statement, package)}.{wanted}", depth + 1)
@@ -192,7 +218,10 @@ def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Paramete
         return None
     positional = arguments.args
     num_required = len(positional) - len(arguments.defaults)
-    found = {each.arg: Parameter(_type(each), number < num_required) for number, each in enumerate(positional)}
+    found = {
+        each.arg: Parameter(_type(each), number < num_required)
+        for number, each in enumerate(positional)
+    }
     for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         found[each.arg] = Parameter(_type(each), default is None)
     return dict(list(found.items())[skip:])
@@ -208,7 +237,9 @@ def _type(argument: ast.arg) -> Any:
     return eval(ast.unparse(argument.annotation), {"__builtins__": {}}, _NAMES)
 
 
-def unknown_argument(key: str, target: str, name: str, node: Node, parameters: typing.Iterable[str]) -> Problem:
+def unknown_argument(
+    key: str, target: str, name: str, node: Node, parameters: typing.Iterable[str]
+) -> Problem:
     """The problem of an argument that a plug-in does not take."""
     parameters = list(parameters)
     meant = closest(name, parameters)

@@ -33,7 +33,9 @@ def settle(node: Node, value: Any, *, with_arguments: bool) -> None:
             _settle_child(node, name, getattr(value, name), with_arguments=with_arguments)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            _settle_child(node, field.name, getattr(value, field.name), with_arguments=with_arguments)
+            _settle_child(
+                node, field.name, getattr(value, field.name), with_arguments=with_arguments
+            )
     elif isinstance(node.value, str):
         _settle_scalar(node, value)
     elif isinstance(value, dict | list | tuple):
@@ -41,7 +43,9 @@ def settle(node: Node, value: Any, *, with_arguments: bool) -> None:
             _settle_child(node, str(name), item, with_arguments=with_arguments)
 
 
-def _settle_child(node: Node, name: str, value: Any, *, with_arguments: bool, is_argument: bool = False) -> None:
+def _settle_child(
+    node: Node, name: str, value: Any, *, with_arguments: bool, is_argument: bool = False
+) -> None:
     child = dict(node.children()).get(name)
     if child is None:
         return

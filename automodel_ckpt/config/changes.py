@@ -42,7 +42,9 @@ def recipe_of(config_yaml: str) -> dict[str, str]:
     return dict(leaves(read_text(config_yaml, "", [])))
 
 
-def changed_keys(saved: Mapping[str, str], now: Mapping[str, str], given: Collection[str]) -> list[Change]:
+def changed_keys(
+    saved: Mapping[str, str], now: Mapping[str, str], given: Collection[str]
+) -> list[Change]:
     """The keys whose values differ between two recipes, by name; a list counts as one value.
 
     *given* are the keys of *now* that a user wrote: of a key that the saved recipe lacks, a default is no change, since
@@ -57,7 +59,9 @@ def changed_keys(saved: Mapping[str, str], now: Mapping[str, str], given: Collec
     return changes
 
 
-def ignored_by_resume(changes: Iterable[Change], saved: Collection[str], on_resume: str) -> list[Change]:
+def ignored_by_resume(
+    changes: Iterable[Change], saved: Collection[str], on_resume: str
+) -> list[Change]:
     """Those of *changes* that a resume does not apply, because it takes the value from the checkpoint.
 
     *saved* are the attributes whose state the checkpoint has, *on_resume* is ``optimizer.on_resume``.
@@ -67,13 +71,17 @@ def ignored_by_resume(changes: Iterable[Change], saved: Collection[str], on_resu
     for change in changes:
         if change.key == "peft.init" and NOT_SET in (change.saved, change.now):
             continue  # the whole section came or went: that is another model, which the load reports
-        is_option = change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
+        is_option = (
+            change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
+        )
         if change.key.startswith(_IGNORED) or (is_option and keeps_options):
             ignored.append(change)
     return ignored
 
 
-def check_overrides(ignored: Iterable[Change], overridden: Collection[str], checkpoint: Path) -> None:
+def check_overrides(
+    ignored: Iterable[Change], overridden: Collection[str], checkpoint: Path
+) -> None:
     """Raise :class:`RecipeError` for changes that a resume would ignore although the command line asked for them.
 
     *overridden* are the dotted keys that the command line gives.
@@ -90,7 +98,8 @@ def check_overrides(ignored: Iterable[Change], overridden: Collection[str], chec
 def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
     """The problem of an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
     new_run = (
-        f"start a new run from its weights (--init_from.path {checkpoint} and another --checkpoint.checkpoint_dir)"
+        f"start a new run from its weights (--init_from.path "
+        f"{checkpoint} and another --checkpoint.checkpoint_dir)"
     )
     ways = ["remove the override", new_run]
     if flag.partition(".")[0] == "optimizer":

@@ -24,7 +24,9 @@ _FLOAT = re.compile(
 # Where a field is a number, leading zeros are harmless. Python's int() and float() also take 1_000 and digits of every
 # alphabet, which other readers of the recipe do not.
 _DIGITS = re.compile(r"[-+]?[0-9]+")
-_DECIMAL = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.?inf(inity)?|[-+]?\.?nan")
+_DECIMAL = re.compile(
+    r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.?inf(inity)?|[-+]?\.?nan"
+)
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -39,25 +41,35 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
     """The first alternative whose type is one of *kinds*, with its type arguments; None if there is none."""
-    return next((member for member in alternatives if (typing.get_origin(member) or member) in kinds), None)
+    return next(
+        (member for member in alternatives if (typing.get_origin(member) or member) in kinds), None
+    )
 
 
 def section_type(alternatives: Iterable[Any]) -> type[Any] | None:
     """The alternative that is a section of keys."""
     for kind in alternatives:
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not issubclass(kind, Target):
+        if (
+            isinstance(kind, type)
+            and dataclasses.is_dataclass(kind)
+            and not issubclass(kind, Target)
+        ):
             return kind
     return None
 
 
 def target_type(alternatives: Iterable[Any]) -> type[Target] | None:
     """The alternative that is a plug-in: :class:`Target`, or a subclass with more keys of its own."""
-    return next((kind for kind in alternatives if isinstance(kind, type) and issubclass(kind, Target)), None)
+    return next(
+        (kind for kind in alternatives if isinstance(kind, type) and issubclass(kind, Target)), None
+    )
 
 
 def is_text_only(annotation: Any) -> bool:
     """Whether every alternative is a scalar, so that brackets in its text are plain characters."""
-    return all(_parser(member) is not None or member is type(None) for member in members(annotation))
+    return all(
+        _parser(member) is not None or member is type(None) for member in members(annotation)
+    )
 
 
 def untyped(text: str, *, quoted: bool = False) -> Any:
@@ -111,7 +123,9 @@ def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> 
 def is_open(member: Any) -> bool:
     """Whether a type does not determine how text is parsed: Any, a callable, or a library's class except tensors."""
     known = (type(None), Target, dict, list, tuple, set, *_PARSERS)
-    if (typing.get_origin(member) or member) in (*known, Literal) or dataclasses.is_dataclass(member):
+    if (typing.get_origin(member) or member) in (*known, Literal) or dataclasses.is_dataclass(
+        member
+    ):
         return False
     return not (isinstance(member, type) and (issubclass(member, enum.Enum) or _is_tensor(member)))
 
@@ -122,7 +136,11 @@ def _is_tensor(member: Any) -> bool:
 
 def describe(alternatives: tuple[Any, ...]) -> str:
     """Describe the accepted values of a type."""
-    words = [_word(member) for member in alternatives if member is not type(None) and not _is_tensor(member)]
+    words = [
+        _word(member)
+        for member in alternatives
+        if member is not type(None) and not _is_tensor(member)
+    ]
     if type(None) in alternatives:
         words.append("null")
     return " or ".join(dict.fromkeys(words))
@@ -148,7 +166,13 @@ def _word(member: Any) -> str:
         return "a section with _target_"
     if find((member,), dict) or dataclasses.is_dataclass(member):
         return "a section"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        Path: "a path",
+    }
     return names.get(member, getattr(member, "__name__", str(member)))
 
 
@@ -175,8 +199,17 @@ def _parser(member: Any) -> Callable[[str], Any] | None:
     if typing.get_origin(member) is Literal:
         return {str(choice): choice for choice in typing.get_args(member)}.__getitem__
     if isinstance(member, type) and issubclass(member, enum.Enum):
-        return {**member.__members__, **{str(choice.value): choice for choice in member}}.__getitem__
+        return {
+            **member.__members__,
+            **{str(choice.value): choice for choice in member},
+        }.__getitem__
     return _PARSERS.get(member)
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {bool: _boolean, int: _whole_number, float: _number, str: str, Path: Path}
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: _boolean,
+    int: _whole_number,
+    float: _number,
+    str: str,
+    Path: Path,
+}

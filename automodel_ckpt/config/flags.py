@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 
 from automodel_ckpt.config.schema import AT_LEAST_0, NOT_EMPTY, Rule, setting
 
-RANKS = Rule(lambda text: bool(re.fullmatch(r"[1-9][0-9]*|auto|gpu|cpu", text)), "a number from 1, auto, gpu or cpu")
+RANKS = Rule(
+    lambda text: bool(re.fullmatch(r"[1-9][0-9]*|auto|gpu|cpu", text)),
+    "a number from 1, auto, gpu or cpu",
+)
 PORT = Rule(lambda port: 0 < port < 65536, "a port from 1 to 65535")
 
 
 def _is_node_range(text: str) -> bool:
     parts = text.split(":")
-    return bool(re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text)) and int(parts[0]) <= int(parts[-1])
+    return bool(re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text)) and int(parts[0]) <= int(
+        parts[-1]
+    )
 
 
 @dataclass

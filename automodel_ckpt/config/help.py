@@ -77,12 +77,16 @@ def _sections(schema: type[Any]) -> Iterator[str]:
     yield from _rows(schema, "", skip={name for name, section in sections.items() if section})
     for name, section in sections.items():
         if section:
-            plug_in = "; or _target_ with keyword arguments" if target_type(members(hints[name])) else ""
+            plug_in = (
+                "; or _target_ with keyword arguments" if target_type(members(hints[name])) else ""
+            )
             yield f"\n{name}: {(section.__doc__ or '').rstrip('.')}{plug_in}"
             yield from _rows(section, f"{name}.")
 
 
-def _rows(section: type[Any], prefix: str, *, dashes: bool = False, skip: Collection[str] = ()) -> Iterator[str]:
+def _rows(
+    section: type[Any], prefix: str, *, dashes: bool = False, skip: Collection[str] = ()
+) -> Iterator[str]:
     hints = typing.get_type_hints(section)
     docs = field_docs(section)
     fields = [field for field in dataclasses.fields(section) if field.name not in skip]

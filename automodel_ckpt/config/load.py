@@ -38,7 +38,11 @@ class LoadedRecipe:
     @property
     def directory(self) -> Path:
         """Base directory of relative file names in the recipe: its own directory, or the current one for a stream."""
-        return Path() if is_stream(self.path) or self.path.parts[:2] == ("/", "dev") else self.path.parent
+        return (
+            Path()
+            if is_stream(self.path) or self.path.parts[:2] == ("/", "dev")
+            else self.path.parent
+        )
 
     @property
     def origins(self) -> dict[str, str]:
@@ -53,7 +57,10 @@ class LoadedRecipe:
         """Return the resolved recipe as YAML, with the origin of each value in a comment."""
         rows = list(lines(self.tree))
         width = min(60, max(len(text) for text, _ in rows))
-        return "\n".join(f"{text:{width}}  # {origin}" if origin else text for text, origin in rows) + "\n"
+        return (
+            "\n".join(f"{text:{width}}  # {origin}" if origin else text for text, origin in rows)
+            + "\n"
+        )
 
 
 def load_recipe(
@@ -85,7 +92,10 @@ def load_recipe(
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")
-    of_plugins = [*builder_problems(root, binder.schema), *(check(root) if check is not None else ())]
+    of_plugins = [
+        *builder_problems(root, binder.schema),
+        *(check(root) if check is not None else ()),
+    ]
     if found or (of_plugins and not needs_import(root)):
         raise RecipeError.all_of(distinct([*found, *of_plugins]))
     settle(root, config, with_arguments=False)
@@ -94,7 +104,9 @@ def load_recipe(
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
     """Remove duplicates with the same message and place."""
-    return list({(problem.where, problem.what): problem for problem in reversed(list(problems))}.values())[::-1]
+    return list(
+        {(problem.where, problem.what): problem for problem in reversed(list(problems))}.values()
+    )[::-1]
 
 
 def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
@@ -124,9 +136,15 @@ def _missing_file(path: Path) -> Problem:
     is_directory = os.path.isdir(path)
     what = "the recipe path is a directory" if is_directory else "recipe file not found"
     folder = path if is_directory else path.parent
-    recipes = [str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
+    recipes = [
+        str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))
+    ]
     near = recipes if is_directory else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
-    remedy = f"did you mean {', '.join(near[:5])}?" if near else "ckpt-train --list lists the example recipes"
+    remedy = (
+        f"did you mean {', '.join(near[:5])}?"
+        if near
+        else "ckpt-train --list lists the example recipes"
+    )
     return Problem(what, str(path.absolute()), "", remedy)
 
 

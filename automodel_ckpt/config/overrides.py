@@ -16,9 +16,17 @@ from automodel_ckpt.config.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
 
 MODES = {
-    "help": [], "version": [], "print_config": [], "dry_run": [], "list": [], "copy": ["NAME", "DIR"],
-    "selftest_resume": [], "selftest_steps": ["N"], "selftest_nproc": ["N"], "json": [],
-}  # fmt: skip
+    "help": [],
+    "version": [],
+    "print_config": [],
+    "dry_run": [],
+    "list": [],
+    "copy": ["NAME", "DIR"],
+    "selftest_resume": [],
+    "selftest_steps": ["N"],
+    "selftest_nproc": ["N"],
+    "json": [],
+}
 """Options that do something other than training, with the names of their arguments."""
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
@@ -95,7 +103,11 @@ class _Parser:
             value = None
         given, words[: len(wanted)] = words[: len(wanted)], []
         if value is not None or len(given) < len(wanted):
-            self._note(flag, f"{flag} takes {' '.join(wanted) or 'no value'}", "ckpt-train --help lists all options")
+            self._note(
+                flag,
+                f"{flag} takes {' '.join(wanted) or 'no value'}",
+                "ckpt-train --help lists all options",
+            )
             return
         self.line.modes[name] = given
 
@@ -139,7 +151,9 @@ class _Parser:
             is_untyped = annotation_at(self.schema, override.key) in (Any, None)
             if is_untyped and text.endswith((".yaml", ".yml")):
                 self.line.words.append(text)
-                self.line.overrides[index] = Override(override.key, Node("true", override.node.origin))
+                self.line.overrides[index] = Override(
+                    override.key, Node("true", override.node.origin)
+                )
 
     def _meant_flag(self, name: str) -> str | None:
         if name in hints_of(self.schema):
@@ -166,7 +180,14 @@ def graft(root: Node, override: Override, problems: list[Problem]) -> None:
         _put(_container(node, origin, problems), last, override.node)
     except LookupError as error:
         what = f"{override.key} cannot be set: {error.args[0]}"
-        problems.append(Problem(what, origin, str(override.node), "ckpt-train --print-config shows the current values"))
+        problems.append(
+            Problem(
+                what,
+                origin,
+                str(override.node),
+                "ckpt-train --print-config shows the current values",
+            )
+        )
 
 
 def _container(node: Node, origin: str, problems: list[Problem]) -> Node:

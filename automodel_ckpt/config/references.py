@@ -11,7 +11,9 @@ import re
 
 from automodel_ckpt.errors import hide
 
-ALLOWED = "the only interpolations are ${oc.env:NAME} and ${oc.env:NAME,default}; \\${ is a literal ${"
+ALLOWED = (
+    "the only interpolations are ${oc.env:NAME} and ${oc.env:NAME,default}; \\${ is a literal ${"
+)
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _ENVIRONMENT = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:")
 _VARIABLE = re.compile(r"\$\{oc\.env:([^,${}]*)\}")

@@ -64,13 +64,22 @@ BELOW_1 = Rule(lambda number: 0 <= number < 1, "from 0 to below 1")
 BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
 NOT_EMPTY = Rule(bool, "not empty")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-KNOWN_TRACKERS = Rule(lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}")
-OPTIONS = Rule(lambda given: all(isinstance(value, dict) for value in given.values()), "sections of options, as {}")
+KNOWN_TRACKERS = Rule(
+    lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}"
+)
+OPTIONS = Rule(
+    lambda given: all(isinstance(value, dict) for value in given.values()),
+    "sections of options, as {}",
+)
 POSITIVE_OR_WORD = Rule(lambda size: isinstance(size, str) or size >= 1, "1 or more, or tokenizer")
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """The rest is taken by Python, torch or the system: what asks for a stop must not be their message to each other."""
-KNOWN_SIGNALS = Rule(lambda names: set(names) <= set(STOP_SIGNALS), f"a list out of {', '.join(STOP_SIGNALS)}")
-DURATION = Rule(lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS")
+KNOWN_SIGNALS = Rule(
+    lambda names: set(names) <= set(STOP_SIGNALS), f"a list out of {', '.join(STOP_SIGNALS)}"
+)
+DURATION = Rule(
+    lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS"
+)
 
 
 def setting(default: T, *rules: Rule) -> T:
@@ -325,7 +334,9 @@ class DistributedConfig:
         ),
         Relation(
             ("cpu_offload", "backend"),
-            lambda ranks: not ranks.cpu_offload or ranks.backend in (None, "gloo") or "cpu:" in ranks.backend,
+            lambda ranks: (
+                not ranks.cpu_offload or ranks.backend in (None, "gloo") or "cpu:" in ranks.backend
+            ),
             "cpu_offload needs a backend that also reduces CPU tensors",
             "remove backend, or set it to cpu:gloo,cuda:nccl",
         ),
@@ -355,7 +366,9 @@ class DataloaderConfig:
     """Shuffle the samples in each epoch, with a seeded permutation."""
     num_workers: int = setting(0, AT_LEAST_0)
     """Worker processes per rank."""
-    collate_fn: Target | None = field(default=None, metadata={"supplied": ("tokenizer", "processor")})
+    collate_fn: Target | None = field(
+        default=None, metadata={"supplied": ("tokenizer", "processor")}
+    )
     """Builder of the function that collates samples into a batch; null: pad to the longest sample."""
     drop_last: bool = False
     """Drop the last incomplete global batch of each epoch."""
@@ -435,7 +448,9 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
     """Parameters without weight decay: auto (norms and biases), none, or a list of glob patterns."""
-    groups: list[OptimizerGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
+    groups: list[OptimizerGroup | TargetGroup] = field(
+        default_factory=list, metadata={"supplied": ("params",)}
+    )
     """Parameter groups with their own options or optimizer; the first match wins: [{params: ['*.bias'], lr: 1e-5}]."""
     on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
     """Where a resumed run takes its optimizer options and peak learning rates from."""
@@ -447,7 +462,9 @@ class OptimizerTarget(Target):
 
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
     """Parameters without weight decay: auto (norms and biases; none if _target_ is a function), none, or globs."""
-    groups: list[OptionsGroup | TargetGroup] = field(default_factory=list, metadata={"supplied": ("params",)})
+    groups: list[OptionsGroup | TargetGroup] = field(
+        default_factory=list, metadata={"supplied": ("params",)}
+    )
     """Parameter groups with their own options or optimizer."""
     on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
     """Where a resumed run takes its optimizer options and peak learning rates from."""
@@ -458,9 +475,17 @@ class LRSchedulerConfig:
     """Learning rate schedule from transformers. Without this section the learning rate is constant."""
 
     name: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-        "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
-    ] = "cosine"  # fmt: skip
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = "cosine"
     """Name of the schedule."""
     warmup_steps: int | None = setting(None, AT_LEAST_0)
     """Warmup, in optimizer steps."""
@@ -508,7 +533,8 @@ class StepSchedulerConfig:
     val_every_steps: int | None = setting(None, AT_LEAST_1)
     """Validate every N steps, in addition to the validation at each checkpoint."""
     stop_signals: list[str] = field(
-        default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"], metadata={"rules": (KNOWN_SIGNALS,)}
+        default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"],
+        metadata={"rules": (KNOWN_SIGNALS,)},
     )
     """Save and stop when any rank or the launcher receives one of these signals. SIGINT (Ctrl-C) is always handled.
     SIGHUP is sent when a terminal closes; nohup ignores it."""
@@ -600,13 +626,19 @@ class CheckpointConfig:
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             ("model_layout", "model_save_format"),
-            lambda section: section.model_layout not in ("hf", "adapter") or section.model_save_format == "safetensors",
+            lambda section: (
+                section.model_layout not in ("hf", "adapter")
+                or section.model_save_format == "safetensors"
+            ),
             "model_save_format torch_save requires model_layout shards",
             "remove model_save_format: Hugging Face files are safetensors",
         ),
         Relation(
             ("save_consolidated", "export_best", "model_layout"),
-            lambda section: section.model_layout != "hf" or not (section.save_consolidated or section.export_best),
+            lambda section: (
+                section.model_layout != "hf"
+                or not (section.save_consolidated or section.export_best)
+            ),
             "save_consolidated and export_best have no effect with model_layout hf",
             "remove them: model/ in each checkpoint already holds the Hugging Face files",
         ),
@@ -639,7 +671,9 @@ class LoggingConfig:
     """Seconds between progress lines when the output is not a terminal."""
     sample_ids: bool = False
     """Log the sample indices of each global batch to training.jsonl."""
-    trackers: dict[str, Any] = field(default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS)})
+    trackers: dict[str, Any] = field(
+        default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS)}
+    )
     """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
 
 
@@ -657,9 +691,13 @@ class RecipeConfig:
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
     peft: PeftConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    dataset: Target = field(default_factory=Target, metadata={"supplied": ("tokenizer", "processor")})
+    dataset: Target = field(
+        default_factory=Target, metadata={"supplied": ("tokenizer", "processor")}
+    )
     """Builder of the training data: a map-style or iterable dataset. Receives the tokenizer or the processor."""
-    validation_dataset: Target | None = field(default=None, metadata={"supplied": ("tokenizer", "processor")})
+    validation_dataset: Target | None = field(
+        default=None, metadata={"supplied": ("tokenizer", "processor")}
+    )
     """Builder of the validation data; null: no validation."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     packed_sequence: PackedSequenceConfig | None = None
@@ -708,13 +746,19 @@ class RecipeConfig:
         ),
         Relation(
             ("peft.use_dora", "distributed.tp_size"),
-            lambda recipe: recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1,
+            lambda recipe: (
+                recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1
+            ),
             "peft.use_dora and tp_size cannot be combined: DoRA needs the norms of unsharded weights",
             "remove peft.use_dora, or remove tp_size and use fsdp2",
         ),
         Relation(
             ("peft.quantize_base", "distributed.tp_size"),
-            lambda recipe: recipe.peft is None or not recipe.peft.quantize_base or recipe.distributed.tp_size == 1,
+            lambda recipe: (
+                recipe.peft is None
+                or not recipe.peft.quantize_base
+                or recipe.distributed.tp_size == 1
+            ),
             "peft.quantize_base and tp_size cannot be combined",
             "remove peft.quantize_base, or remove tp_size",
         ),
@@ -743,7 +787,12 @@ class RecipeConfig:
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
-            ("checkpoint.keep_best", "checkpoint.export_best", "checkpoint.best_metric_key", "checkpoint.best_mode"),
+            (
+                "checkpoint.keep_best",
+                "checkpoint.export_best",
+                "checkpoint.best_metric_key",
+                "checkpoint.best_mode",
+            ),
             ("validation_dataset",),
             lambda recipe: recipe.validation_dataset is not None,
             "the best checkpoint is undefined without a validation_dataset",

@@ -47,7 +47,9 @@ _SECTIONS = frozenset(field.name for field in dataclasses.fields(RecipeConfig))
 Entry = allowlist.Exact | allowlist.ClassesOf
 _FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 
-_checked: dict[str, Callable[..., Any]] = {}  # what check_targets resolved, for build() in this process and its forks
+_checked: dict[
+    str, Callable[..., Any]
+] = {}  # what check_targets resolved, for build() in this process and its forks
 
 
 class Rejected(Exception):
@@ -63,7 +65,9 @@ class Trust:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         """The names of ``--trust``, to which those of the environment variable are added."""
-        self.names = frozenset(filter(None, [*names, *re.split(r"[\s,:]+", os.environ.get(ENVIRONMENT, ""))]))
+        self.names = frozenset(
+            filter(None, [*names, *re.split(r"[\s,:]+", os.environ.get(ENVIRONMENT, ""))])
+        )
 
     def covers(self, name: str) -> bool:
         """Whether a module or a dotted name is trusted; never those of Python itself."""
@@ -72,7 +76,9 @@ class Trust:
     def covers_file(self, path: Path) -> bool:
         """Whether a ``.py`` file, or a directory above it, is trusted."""
         trusted = {Path(name).resolve() for name in self.names}
-        return path.stem in self.names or not trusted.isdisjoint([path.resolve(), *path.resolve().parents])
+        return path.stem in self.names or not trusted.isdisjoint(
+            [path.resolve(), *path.resolve().parents]
+        )
 
 
 def _within(name: str, packages: Sequence[str] | frozenset[str]) -> bool:
@@ -97,8 +103,12 @@ def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any],
         return found, entry
     inner = _innermost(found)
     module = getattr(inner, "__module__", None)
-    if not isinstance(module, str) or not (trust.covers(module) or allowlist.is_listed(purpose, inner)):
-        raise Rejected(f"{name} is defined in {module or 'no module'}, which is not trusted", _remedy(module))
+    if not isinstance(module, str) or not (
+        trust.covers(module) or allowlist.is_listed(purpose, inner)
+    ):
+        raise Rejected(
+            f"{name} is defined in {module or 'no module'}, which is not trusted", _remedy(module)
+        )
     return typing.cast(Callable[..., Any], found), None
 
 
@@ -112,7 +122,9 @@ def _innermost(function: Any) -> Any:
 def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
     """Check a dotted name before anything is imported. Raises :class:`Rejected`."""
     parts = name.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
+    if len(parts) < 2 or not all(
+        part.isidentifier() and not part.startswith("__") for part in parts
+    ):
         raise Rejected(f"{name!r} is not a dotted name", "use the form package.module.callable")
     if trust.covers(name):
         if parts[0] not in _OWN_PACKAGES:
@@ -141,7 +153,10 @@ def _find(name: str, trust: Trust) -> Any:
         sys.path.append(os.getcwd())  # last, so that nothing installed is shadowed
     path, found = root, _import(root)
     if found is None:
-        raise Rejected(f"package {root} not found", "install it, or run ckpt-train in the directory that contains it")
+        raise Rejected(
+            f"package {root} not found",
+            "install it, or run ckpt-train in the directory that contains it",
+        )
     for part in rest:
         parent, found = found, _attribute(found, part)
         is_package = getattr(parent, "__name__", None) == path and hasattr(parent, "__path__")
@@ -150,7 +165,9 @@ def _find(name: str, trust: Trust) -> Any:
             found = _import(path)
         if found is None:
             meant = closest(part, dir(parent))
-            raise Rejected(f"{path} not found", f"did you mean {meant}?" if meant else "correct the name")
+            raise Rejected(
+                f"{path} not found", f"did you mean {meant}?" if meant else "correct the name"
+            )
     return found
 
 
@@ -195,7 +212,9 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> type[Any]:
         recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.directory)
     except Rejected as error:
         raise RecipeError.all_of([_problem("recipe", error, recipe)]) from error
-    complete = load_recipe(loaded.path, loaded.overrides, schema=getattr(recipe_class, "Config", RecipeConfig))
+    complete = load_recipe(
+        loaded.path, loaded.overrides, schema=getattr(recipe_class, "Config", RecipeConfig)
+    )
     loaded.config, loaded.tree = complete.config, complete.tree
     check_targets(loaded, trust)
     for section, library in _NEEDED_BY.items():
@@ -213,13 +232,19 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
         found = _from_file(folder, match["path"], match["name"], trust)
     else:
         found = resolve(registered().get(name, name).replace(":", "."), trust, "recipe")
-    missing = [method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))]
+    missing = [
+        method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))
+    ]
     if not isinstance(found, type) or missing:
         raise Rejected(
-            f"{name} is not a recipe", "a recipe is a class with the methods setup, run and close; see recipes/base.py"
+            f"{name} is not a recipe",
+            "a recipe is a class with the methods setup, run and close; see recipes/base.py",
         )
     if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
-        raise Rejected(f"{name}.Config is not a RecipeConfig", "subclass automodel_ckpt.config.schema.RecipeConfig")
+        raise Rejected(
+            f"{name}.Config is not a RecipeConfig",
+            "subclass automodel_ckpt.config.schema.RecipeConfig",
+        )
     return found
 
 
@@ -229,7 +254,9 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
         places = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
         raise Rejected(f"file {written} not found", f"searched {' and '.join(places)}")
     if not trust.covers_file(path):
-        raise Rejected(f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}")
+        raise Rejected(
+            f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}"
+        )
     module_name = f"_recipe_{path.stem}"
     register_user_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -282,7 +309,9 @@ def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
     return problems
 
 
-def _names(node: Node, trust: Trust, key: str = "", purpose: str | None = None) -> Iterator[tuple[str, Node, str]]:
+def _names(
+    node: Node, trust: Trust, key: str = "", purpose: str | None = None
+) -> Iterator[tuple[str, Node, str]]:
     """(key, node of ``_target_``, purpose) of every plug-in.
 
     *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins.
@@ -384,20 +413,29 @@ class _Checker:
             if name in parameters or takes_any:
                 self._check_allowed(target, name, node, join(key, name), entry)
                 inner = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
-                self._argument(target, name, hints.get(name, Any), node, join(key, name), supplied, inner)
+                self._argument(
+                    target, name, hints.get(name, Any), node, join(key, name), supplied, inner
+                )
             else:
                 self._unknown(target, key, name, node, parameters)
         given = {*target.kwargs, *supplied}
         for number, group in enumerate(getattr(target, "groups", ())):
             if isinstance(group, OptionsGroup):
-                self._options(target, group, parameters, hints, takes_any, join(key, "groups", str(number)))
+                self._options(
+                    target, group, parameters, hints, takes_any, join(key, "groups", str(number))
+                )
         for name in [name for name, needed in parameters.items() if needed and name not in given]:
             self.problems.append(missing_argument(key, target._target_, name, self.tree.at(key)))
 
     def _options(
-        self, target: Target, group: OptionsGroup, parameters: dict[str, bool], hints: dict[str, Any],
-        takes_any: bool, key: str,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        group: OptionsGroup,
+        parameters: dict[str, bool],
+        hints: dict[str, Any],
+        takes_any: bool,
+        key: str,
+    ) -> None:
         """The options of a parameter group have the names and types of the optimizer's arguments."""
         for name in list(group.kwargs):
             node = self.tree.at(join(key, name))
@@ -415,15 +453,28 @@ class _Checker:
             remedy = "write a wrapper with keyword arguments in your own package, and trust it"
             self.problems.append(Problem(what, where.origin if where else "", "", remedy))
 
-    def _check_allowed(self, target: Target, name: str, node: Node, key: str, entry: Entry | None) -> None:
+    def _check_allowed(
+        self, target: Target, name: str, node: Node, key: str, entry: Entry | None
+    ) -> None:
         """Note an argument that a callable of the allowlist may not have without trust."""
-        reason = allowlist.argument_problem(entry, name, target.kwargs[name]) if entry is not None else None
+        reason = (
+            allowlist.argument_problem(entry, name, target.kwargs[name])
+            if entry is not None
+            else None
+        )
         if reason is not None:
             what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
             self.problems.append(Problem(what, node.origin, str(node), _remedy(target._target_)))
 
     def _argument(
-        self, target: Target, name: str, annotation: Any, node: Node, key: str, supplied: tuple[str, ...], inner: str
+        self,
+        target: Target,
+        name: str,
+        annotation: Any,
+        node: Node,
+        key: str,
+        supplied: tuple[str, ...],
+        inner: str,
     ) -> None:
         """Convert one argument in place, and check the plug-ins in it for the purpose *inner*."""
         if not isinstance(target.kwargs[name], Target):
@@ -432,7 +483,9 @@ class _Checker:
         for inner_key, plug_in, _ in _targets(target.kwargs[name], key):
             self.check(inner_key, plug_in, supplied, inner)
 
-    def _unknown(self, target: Target, key: str, name: str, node: Node, parameters: dict[str, bool]) -> None:
+    def _unknown(
+        self, target: Target, key: str, name: str, node: Node, parameters: dict[str, bool]
+    ) -> None:
         self.problems.append(unknown_argument(key, target._target_, name, node, parameters))
 
 
@@ -481,7 +534,11 @@ def build(target: Target, /, **supplied: Any) -> Any:
     """
     function = callable_of(target)
     parameters, _ = _parameters(function)
-    added = {name: value for name, value in supplied.items() if name in parameters and name not in target.kwargs}
+    added = {
+        name: value
+        for name, value in supplied.items()
+        if name in parameters and name not in target.kwargs
+    }
     arguments = {**allowlist.defaults(target._target_), **_built(target.kwargs, supplied), **added}
     try:
         return function(**arguments)
@@ -491,7 +548,9 @@ def build(target: Target, /, **supplied: Any) -> Any:
         value = f"{type(error).__name__}: {error}"
         remedy = "correct the arguments of this section"
         what = f"calling {target._target_} failed"
-        raise RecipeError(what, where=f"_target_: {target._target_}", value=value, remedy=remedy) from error
+        raise RecipeError(
+            what, where=f"_target_: {target._target_}", value=value, remedy=remedy
+        ) from error
 
 
 def callable_of(target: Target) -> Callable[..., Any]:
@@ -504,12 +563,17 @@ def _allowed(target: Target) -> Callable[..., Any]:
     try:
         function, entry = _resolve(target._target_, Trust(()), CUSTOM)
     except Rejected as error:
-        raise RecipeError(str(error), where="_target_", value=target._target_, remedy=error.remedy) from error
+        raise RecipeError(
+            str(error), where="_target_", value=target._target_, remedy=error.remedy
+        ) from error
     for name, value in target.kwargs.items():
         reason = allowlist.argument_problem(entry, name, value) if entry is not None else None
         if reason is not None:
             raise RecipeError(
-                reason, where=f"_target_: {target._target_}", value=f"{name}: {value}", remedy="remove the argument"
+                reason,
+                where=f"_target_: {target._target_}",
+                value=f"{name}: {value}",
+                remedy="remove the argument",
             )
     return function
 
@@ -519,4 +583,8 @@ def _built(value: Any, supplied: dict[str, Any]) -> Any:
         return build(value, **supplied)
     if isinstance(value, dict):
         return {key: _built(item, supplied) for key, item in value.items()}
-    return type(value)(_built(item, supplied) for item in value) if isinstance(value, list | tuple) else value
+    return (
+        type(value)(_built(item, supplied) for item in value)
+        if isinstance(value, list | tuple)
+        else value
+    )

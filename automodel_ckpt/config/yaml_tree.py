@@ -61,7 +61,11 @@ class Node:
         """(key or index, node) pairs of a mapping or list; empty for a scalar."""
         if isinstance(self.value, dict):
             return list(self.value.items())
-        return [(str(index), item) for index, item in enumerate(self.value)] if isinstance(self.value, list) else []
+        return (
+            [(str(index), item) for index, item in enumerate(self.value)]
+            if isinstance(self.value, list)
+            else []
+        )
 
     def at(self, key: str) -> Node | None:
         """The node at a dotted key, with list items addressed by index; None if it does not exist."""
@@ -83,7 +87,10 @@ def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
 def node_of(value: Any, origin: str = DEFAULT) -> Node:
     """Convert a Python value, such as a schema default, to a node that parses back to it."""
     if dataclasses.is_dataclass(value):
-        return Node({f.name: node_of(getattr(value, f.name), origin) for f in dataclasses.fields(value)}, origin)
+        return Node(
+            {f.name: node_of(getattr(value, f.name), origin) for f in dataclasses.fields(value)},
+            origin,
+        )
     if isinstance(value, dict):
         return Node({str(key): node_of(item, origin) for key, item in value.items()}, origin)
     if isinstance(value, list | tuple):
@@ -103,7 +110,9 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
 def is_stream(path: str | Path) -> bool:
     """Whether a recipe is read from a pipe: ``-`` (standard input), a shell's ``<(...)``, or a named pipe."""
     try:
-        return str(path) == "-" or not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode))
+        return str(path) == "-" or not (
+            stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)
+        )
     except (OSError, ValueError):
         return False
 
@@ -122,21 +131,35 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
         content = _from_stream(path) if is_stream(path) else path.read_bytes()[: MAX_FILE_BYTES + 1]
         text = content.decode("utf-8-sig")
     except OSError as error:
-        problems.append(os_problem(error, "the recipe cannot be read", remedy="grant this user read permission"))
+        problems.append(
+            os_problem(error, "the recipe cannot be read", remedy="grant this user read permission")
+        )
         return None
     except UnicodeDecodeError as error:
         problems.append(
-            Problem("the recipe is not UTF-8 text", f"{origin}, byte {error.start}", "", "save it as UTF-8")
+            Problem(
+                "the recipe is not UTF-8 text",
+                f"{origin}, byte {error.start}",
+                "",
+                "save it as UTF-8",
+            )
         )
         return None
     if len(text.encode()) > MAX_FILE_BYTES:
-        problems.append(Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes", "shorten it"))
+        problems.append(
+            Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes", "shorten it")
+        )
         return None
     num_before = len(problems)
     root = read_text(text, origin, problems, lines=True)
     if not isinstance(root.value, dict) and len(problems) == num_before:
         problems.append(
-            Problem("a recipe must be a mapping of sections", origin, str(root), "see examples/ for recipes")
+            Problem(
+                "a recipe must be a mapping of sections",
+                origin,
+                str(root),
+                "see examples/ for recipes",
+            )
         )
     return root if isinstance(root.value, dict) else None
 
@@ -152,7 +175,11 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
         where = f"{origin}:{mark.line + 1}" if mark and lines else origin
         said = [getattr(error, "context", None), getattr(error, "problem", None)]
         what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
-        bare = bool(_MARKED_WORD.match(mark.buffer[mark.index - 1 :])) if mark and mark.buffer else False
+        bare = (
+            bool(_MARKED_WORD.match(mark.buffer[mark.index - 1 :]))
+            if mark and mark.buffer
+            else False
+        )
         problems.append(Problem(f"invalid YAML: {what}", where, "", QUOTED if bare else UNREADABLE))
     return Node("", origin)
 
@@ -179,7 +206,11 @@ def _key(text: str) -> Node:
     """Node of a mapping's key, quoted if a YAML reader could take it for something other than text."""
     resolver: Any = _RESOLVER
     tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
-    return Node(text, "", quoted=tag != "tag:yaml.org,2002:str" or text[:1] in "+-.0123456789" or text == "None")
+    return Node(
+        text,
+        "",
+        quoted=tag != "tag:yaml.org,2002:str" or text[:1] in "+-.0123456789" or text == "None",
+    )
 
 
 def _to_yaml(node: Node) -> yaml.Node:
@@ -187,7 +218,9 @@ def _to_yaml(node: Node) -> yaml.Node:
         pairs = [(_to_yaml(_key(key)), _to_yaml(child)) for key, child in node.value.items()]
         return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=True)
     if isinstance(node.value, list):
-        return yaml.SequenceNode("tag:yaml.org,2002:seq", [_to_yaml(item) for item in node.value], flow_style=True)
+        return yaml.SequenceNode(
+            "tag:yaml.org,2002:seq", [_to_yaml(item) for item in node.value], flow_style=True
+        )
     # none may be one of the values that a field lists: it is shown as it was written.
     text = "null" if node.is_null and node.value not in _NONE_WORDS else node.value
     if "\n" in text or not text.isprintable():
@@ -213,7 +246,11 @@ class _Reader(yaml.SafeLoader):
         event = self._peek()
         if getattr(event, "tag", None):
             remedy = "remove the tag; the key determines the type of its value"
-            self.problems.append(Problem("YAML tags are not allowed", self.place(event.start_mark), event.tag, remedy))
+            self.problems.append(
+                Problem(
+                    "YAML tags are not allowed", self.place(event.start_mark), event.tag, remedy
+                )
+            )
         self.depth += 1
         self._limit(self.depth, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -231,7 +268,10 @@ class _Reader(yaml.SafeLoader):
         if isinstance(tree, yaml.MappingNode):
             return Node(self._mapping(tree, depth), origin)
         if isinstance(tree, yaml.SequenceNode):
-            return Node([self.node(item, self.place(item.start_mark), depth + 1) for item in tree.value], origin)
+            return Node(
+                [self.node(item, self.place(item.start_mark), depth + 1) for item in tree.value],
+                origin,
+            )
         assert isinstance(tree, yaml.ScalarNode)
         return Node(tree.value, origin, quoted=tree.style is not None)
 
@@ -253,10 +293,14 @@ class _Reader(yaml.SafeLoader):
         if self.lines:
             line, other_line = (origin.rpartition(":")[2] for origin in (first, second))
             lines = f" (lines {line} and {other_line})"
-        self.problems.append(Problem(f"duplicate key {key!r}{lines}", second, "", "remove one of them"))
+        self.problems.append(
+            Problem(f"duplicate key {key!r}{lines}", second, "", "remove one of them")
+        )
 
     def _limit(self, depth: int, mark: yaml.Mark) -> None:
         if depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=mark
+            )
         if self.num_nodes > MAX_NODES:
             raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} values", problem_mark=mark)

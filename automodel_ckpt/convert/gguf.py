@@ -105,15 +105,21 @@ def _library() -> Any:
         return importlib.import_module("gguf")
     except ImportError as error:
         raise RecipeError(
-            "writing GGUF needs the package gguf", where="ckpt export --to gguf", value=str(error),
+            "writing GGUF needs the package gguf",
+            where="ckpt export --to gguf",
+            value=str(error),
             remedy="pip install 'automodel_ckpt[gguf]'",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _open(path: Path) -> Source:
     real = Path(os.path.realpath(path))
     sealed = any(os.path.lexists(place / layout.MANIFEST) for place in (real, real.parent))
-    return open_hf(real) if not sealed and real.is_dir() and is_hf_directory(real) else open_source(path)
+    return (
+        open_hf(real)
+        if not sealed and real.is_dir() and is_hf_directory(real)
+        else open_source(path)
+    )
 
 
 def _beside(root: Path) -> Path:
@@ -123,9 +129,11 @@ def _beside(root: Path) -> Path:
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.is_dir() or (os.path.lexists(target) and not overwrite):
         raise SaveFailed(
-            "there is something already", where=str(target), value="a directory" if target.is_dir() else "a file",
+            "there is something already",
+            where=str(target),
+            value="a directory" if target.is_dir() else "a file",
             remedy="choose another --output, or say --force to replace the file",
-        )  # fmt: skip
+        )
 
 
 def _check_digests(source: Source, num_threads: int) -> None:
@@ -137,42 +145,60 @@ def _check_digests(source: Source, num_threads: int) -> None:
 
 def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
     where = str(source.model_directory)
-    plan = make_plan(source.tensors, source.tied, maps_of(source), cast_dtype=cast_code, where=where)
+    plan = make_plan(
+        source.tensors, source.tied, maps_of(source), cast_dtype=cast_code, where=where
+    )
     found = {tensor.fqn: tensor for file in plan.files for tensor in file.tensors}
     for fqn, tensor in found.items():
         if tensor.dtype not in _FILE_TYPES:
             raise CheckpointUnusable(
-                f"a tensor of dtype {tensor.dtype} is not written as GGUF", where=where, value=fqn,
+                f"a tensor of dtype {tensor.dtype} is not written as GGUF",
+                where=where,
+                value=fqn,
                 remedy="F64 weights can be cast: --cast-dtype fp32",
-            )  # fmt: skip
+            )
     return found
 
 
 def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[list[KeyValue], Llama]:
     """All keys of the file, and the model that they describe; the tensors are found to be that model's."""
     side = source.metadata_directory or source.model_directory
-    config, tokenizer = (read_json(side, name, source.export) for name in ("config.json", "tokenizer.json"))
+    config, tokenizer = (
+        read_json(side, name, source.export) for name in ("config.json", "tokenizer.json")
+    )
     for name, value in (("config.json", config), ("tokenizer.json", tokenizer)):
         if value is None:
             raise CheckpointUnusable(
-                f"GGUF needs the model's {name}", where=str(side), value="no such file",
+                f"GGUF needs the model's {name}",
+                where=str(side),
+                value="no such file",
                 remedy="put the file there, or export Hugging Face files (--to hf)",
-            )  # fmt: skip
+            )
     assert config is not None and tokenizer is not None
     model = read_llama(config, str(side / "config.json"))
     if fault := layers_fault(model.num_layers, tensors):
         raise CheckpointUnusable(
-            "config.json does not fit the tensors", where=str(side / "config.json"), value=fault,
+            "config.json does not fit the tensors",
+            where=str(side / "config.json"),
+            value=fault,
             remedy="restore the file from another copy, or use another checkpoint",
-        )  # fmt: skip
-    if fault := name_faults(model.tensors(), {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}):
+        )
+    if fault := name_faults(
+        model.tensors(), {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
+    ):
         raise CheckpointUnusable(
-            "the tensors are not those of the config", where=str(side / "config.json"), value=fault,
+            "the tensors are not those of the config",
+            where=str(side / "config.json"),
+            value=fault,
             remedy="use another checkpoint, or export Hugging Face files (--to hf)",
-        )  # fmt: skip
+        )
     settings = read_json(side, "tokenizer_config.json", source.export) or {}
     vocabulary = tokenizer_keys(
-        tokenizer, settings, model.vocab_size, str(side / "tokenizer.json"), _chat_template(side, source.export)
+        tokenizer,
+        settings,
+        model.vocab_size,
+        str(side / "tokenizer.json"),
+        _chat_template(side, source.export),
     )
     return [*_general(source, tensors), *model.key_values(), *vocabulary], model
 
@@ -187,19 +213,24 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointUnusable(
-            "the chat template cannot be read", where=str(side / _TEMPLATE), value=repr(error)[:200],
+            "the chat template cannot be read",
+            where=str(side / _TEMPLATE),
+            value=repr(error)[:200],
             remedy="restore the file from another copy",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyValue]:
-    nbytes = {code: sum(t.nbytes for t in tensors.values() if t.dtype == code) for code in _FILE_TYPES}
+    nbytes = {
+        code: sum(t.nbytes for t in tensors.values() if t.dtype == code) for code in _FILE_TYPES
+    }
     kind = max(nbytes, key=lambda code: nbytes[code])
     name = os.fsencode(source.root.name).decode(errors="replace")
     return [
-        ("general.type", "string", "model"), ("general.name", "string", name),
+        ("general.type", "string", "model"),
+        ("general.name", "string", name),
         ("general.file_type", "uint32", _FILE_TYPES[kind]),
-    ]  # fmt: skip
+    ]
 
 
 def _warnings(keys: list[KeyValue]) -> Iterator[str]:
@@ -227,7 +258,9 @@ def _staged(target: Path, log: Log) -> Iterator[Path]:
     except OSError as error:
         error.filename = error.filename or str(target)
         remedy = "free space or choose another --output"
-        raise SaveFailed.all_of([os_problem(error, "the GGUF file could not be written", remedy=remedy)]) from error
+        raise SaveFailed.all_of(
+            [os_problem(error, "the GGUF file could not be written", remedy=remedy)]
+        ) from error
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
@@ -235,14 +268,21 @@ def _staged(target: Path, log: Log) -> Iterator[Path]:
 
 def _clear_leftovers(target: Path, log: Log) -> None:
     for entry in os.scandir(target.parent):
-        is_left = layout.staged_name(entry.name) == target.name and entry.is_file(follow_symlinks=False)
+        is_left = layout.staged_name(entry.name) == target.name and entry.is_file(
+            follow_symlinks=False
+        )
         if is_left and is_abandoned(Path(entry.path)):
             log(f"removing {entry.path}, left by an interrupted export")
             os.unlink(entry.path)
 
 
 def _write(
-    library: Any, path: Path, root: Path, keys: list[KeyValue], model: Llama, tensors: Mapping[str, ExportTensor]
+    library: Any,
+    path: Path,
+    root: Path,
+    keys: list[KeyValue],
+    model: Llama,
+    tensors: Mapping[str, ExportTensor],
 ) -> None:
     writer = library.GGUFWriter(None, "llama")
     try:
@@ -251,12 +291,16 @@ def _write(
         names = {fqn: name for fqn, (name, _) in model.tensors().items()}
         factors = np.array(model.rope_factors(), np.float32)
         if factors.size:
-            writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+            writer.add_tensor_info(
+                "rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes
+            )
         for fqn, name in names.items():
             code = _code(tensors[fqn])
             dtype, kind = storage_dtype(code, DTYPE_BITS[code]), library.GGMLQuantizationType[code]
             shape = tensors[fqn].stored.shape
-            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kind)
+            writer.add_tensor_info(
+                name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kind
+            )
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -20,14 +20,21 @@ KeyValue = tuple[str, str, Any]
 """Key, the GGUF type's name as in ``GGUFWriter.add_<type>``, value."""
 
 _TOP = {
-    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
-}  # fmt: skip
+}
 _LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 _LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
 
 
@@ -66,7 +73,9 @@ class Llama:
         ]
         if self.rope_scaling.get("rope_type") == "linear":
             found.append(("llama.rope.scaling.type", "string", "linear"))
-            found.append(("llama.rope.scaling.factor", "float32", float(self.rope_scaling["factor"])))
+            found.append(
+                ("llama.rope.scaling.factor", "float32", float(self.rope_scaling["factor"]))
+            )
         return found
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -74,10 +83,16 @@ class Llama:
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         wide, hidden = self.intermediate_size, self.hidden_size
         shapes = {
-            "attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q": (heads, hidden), "attn_k": (kv, hidden),
-            "attn_v": (kv, hidden), "attn_output": (hidden, heads), "ffn_gate": (wide, hidden),
-            "ffn_up": (wide, hidden), "ffn_down": (hidden, wide),
-        }  # fmt: skip
+            "attn_norm": (hidden,),
+            "ffn_norm": (hidden,),
+            "attn_q": (heads, hidden),
+            "attn_k": (kv, hidden),
+            "attn_v": (kv, hidden),
+            "attn_output": (hidden, heads),
+            "ffn_gate": (wide, hidden),
+            "ffn_up": (wide, hidden),
+            "ffn_down": (hidden, wide),
+        }
         vocabulary = (self.vocab_size, hidden)
         found: dict[str, tuple[str, tuple[int, ...]]] = {
             fqn: (name, (hidden,) if name == "output_norm.weight" else vocabulary)
@@ -86,7 +101,10 @@ class Llama:
         }
         for layer in range(self.num_layers):
             for fqn, name in _LAYER.items():
-                found[f"model.layers.{layer}.{fqn}.weight"] = (f"blk.{layer}.{name}.weight", shapes[name])
+                found[f"model.layers.{layer}.{fqn}.weight"] = (
+                    f"blk.{layer}.{name}.weight",
+                    shapes[name],
+                )
         return found
 
     def heads_of(self, name: str) -> int | None:
@@ -102,7 +120,9 @@ class Llama:
         scaling = self.rope_scaling
         if scaling.get("rope_type") != "llama3":
             return []
-        factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        factor, low, high = (
+            float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        )
         old = float(scaling["original_max_position_embeddings"])
         factors = []
         for index in range(0, self.head_dim, 2):
@@ -116,7 +136,10 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     """The row of transformers' query or key projection that stands at each row of llama.cpp's."""
     half = head_dim // 2
     return [
-        head * head_dim + part * half + pair for head in range(num_heads) for pair in range(half) for part in (0, 1)
+        head * head_dim + part * half + pair
+        for head in range(num_heads)
+        for pair in range(half)
+        for part in (0, 1)
     ]
 
 
@@ -126,21 +149,33 @@ def read_llama(config: Mapping[str, Any], where: str) -> Llama:
     Raises :class:`CheckpointUnusable` for another architecture, and for variants that GGUF's ``llama`` does not have.
     """
     _check_supported(config, where)
-    heads, hidden = _integer(config, "num_attention_heads", where), _integer(config, "hidden_size", where)
+    heads, hidden = (
+        _integer(config, "num_attention_heads", where),
+        _integer(config, "hidden_size", where),
+    )
     head_dim = _integer(config, "head_dim", where, default=hidden // heads)
     kv_heads = _integer(config, "num_key_value_heads", where, default=heads)
     if head_dim % 2 or heads % kv_heads:
-        raise refused("these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}")
+        raise refused(
+            "these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}"
+        )
     scaling = _rope(config)
     return Llama(
-        vocab_size=_integer(config, "vocab_size", where), hidden_size=hidden,
+        vocab_size=_integer(config, "vocab_size", where),
+        hidden_size=hidden,
         intermediate_size=_integer(config, "intermediate_size", where),
-        num_layers=_integer(config, "num_hidden_layers", where), num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, context_length=_integer(config, "max_position_embeddings", where, default=2048),
+        num_layers=_integer(config, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=_integer(config, "max_position_embeddings", where, default=2048),
         rms_norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
-        rope_theta=_number(scaling, "rope_theta", where, _number(config, "rope_theta", where, 10_000.0)),
-        rope_scaling=_known_scaling(scaling, where), tied=bool(config.get("tie_word_embeddings", False)),
-    )  # fmt: skip
+        rope_theta=_number(
+            scaling, "rope_theta", where, _number(config, "rope_theta", where, 10_000.0)
+        ),
+        rope_scaling=_known_scaling(scaling, where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
 
 
 def _check_supported(config: Mapping[str, Any], where: str) -> None:
@@ -148,7 +183,11 @@ def _check_supported(config: Mapping[str, Any], where: str) -> None:
     known = names == [ARCHITECTURE] or (not names and config.get("model_type") == "llama")
     if not known:
         shown = names or config.get("model_type")
-        raise refused(f"only {ARCHITECTURE} is written as GGUF so far", where, f"architectures: {shown!r:.200}")
+        raise refused(
+            f"only {ARCHITECTURE} is written as GGUF so far",
+            where,
+            f"architectures: {shown!r:.200}",
+        )
     for key, plain in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
         if config.get(key, plain) != plain:
             raise refused("GGUF's llama has no such variant", where, f"{key}: {config[key]!r:.100}")
@@ -165,17 +204,34 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known_scaling(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     needed = {
-        "default": (), "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }.get(str(settings["rope_type"]))  # fmt: skip
+        "default": (),
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }.get(str(settings["rope_type"]))
     if needed is None:
-        raise refused("this scaling of positions is not written as GGUF", where, f"{settings['rope_type']!r:.100}")
+        raise refused(
+            "this scaling of positions is not written as GGUF",
+            where,
+            f"{settings['rope_type']!r:.100}",
+        )
     for key in needed:
         _number(settings, key, where)
     if "factor" not in needed:
         return {}
-    if settings["rope_type"] == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
-        raise refused("config.json holds no usable value", where, "low_freq_factor is not below high_freq_factor")
+    if (
+        settings["rope_type"] == "llama3"
+        and settings["low_freq_factor"] >= settings["high_freq_factor"]
+    ):
+        raise refused(
+            "config.json holds no usable value",
+            where,
+            "low_freq_factor is not below high_freq_factor",
+        )
     return settings
 
 
@@ -204,7 +260,9 @@ def layers_fault(num_layers: int, names: Iterable[str]) -> str | None:
     return f"num_hidden_layers: {num_layers}, but there are tensors of {len(found)} layers"
 
 
-def name_faults(expected: Mapping[str, tuple[str, Sequence[int]]], found: Mapping[str, Sequence[int]]) -> str | None:
+def name_faults(
+    expected: Mapping[str, tuple[str, Sequence[int]]], found: Mapping[str, Sequence[int]]
+) -> str | None:
     """What keeps the exported tensors (name to shape) from being those of the config, or None."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:

@@ -19,11 +19,20 @@ _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPECIAL_KEYS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
 
 
 def tokenizer_keys(
-    tokenizer: Mapping[str, Any], settings: Mapping[str, Any], vocab_size: int, where: str, template: str | None = None
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    where: str,
+    template: str | None = None,
 ) -> list[KeyValue]:
     """The keys for *tokenizer* (the content of tokenizer.json, at *where*).
 
@@ -40,14 +49,21 @@ def tokenizer_keys(
     ids = {token: index for index, token in enumerate(tokens)}
     special = _special_ids(settings, ids)
     keys: list[KeyValue] = [
-        ("tokenizer.ggml.model", "string", "gpt2"), ("tokenizer.ggml.pre", "string", pre),
-        ("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", types),
+        ("tokenizer.ggml.model", "string", "gpt2"),
+        ("tokenizer.ggml.pre", "string", pre),
+        ("tokenizer.ggml.tokens", "array", tokens),
+        ("tokenizer.ggml.token_type", "array", types),
         ("tokenizer.ggml.merges", "array", _merges(model, where)),
         *((f"tokenizer.ggml.{name}_token_id", "uint32", index) for name, index in special.items()),
-    ]  # fmt: skip
+    ]
     begins, ends = _added(tokenizer.get("post_processor"), ids, special, where)
-    keys += [("tokenizer.ggml.add_bos_token", "bool", begins), ("tokenizer.ggml.add_eos_token", "bool", ends)]
-    return keys + ([("tokenizer.chat_template", "string", template)] if isinstance(template, str) else [])
+    keys += [
+        ("tokenizer.ggml.add_bos_token", "bool", begins),
+        ("tokenizer.ggml.add_eos_token", "bool", ends),
+    ]
+    return keys + (
+        [("tokenizer.chat_template", "string", template)] if isinstance(template, str) else []
+    )
 
 
 def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where: str) -> str:
@@ -58,23 +74,41 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where
         raise refused("this tokenizer changes the text before splitting it", where, "normalizer")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise refused("this tokenizer has what llama.cpp's lacks", where, f"model.{key}: {model[key]!r:.100}")
+            raise refused(
+                "this tokenizer has what llama.cpp's lacks",
+                where,
+                f"model.{key}: {model[key]!r:.100}",
+            )
     steps = _steps(tokenizer.get("pre_tokenizer"))
     if len(steps) == 1 and _is_byte_level(steps[0], splits=True):
         pre = "gpt-2"
-    elif len(steps) == 2 and _is_split(steps[0], _LLAMA_3) and _is_byte_level(steps[1], splits=False):
+    elif (
+        len(steps) == 2 and _is_split(steps[0], _LLAMA_3) and _is_byte_level(steps[1], splits=False)
+    ):
         pre = "llama-bpe"
     else:
         kinds = [step.get("type") for step in steps]
-        raise refused("llama.cpp knows no pre-tokenizer like this one", where, f"pre_tokenizer: {kinds!r:.200}")
+        raise refused(
+            "llama.cpp knows no pre-tokenizer like this one",
+            where,
+            f"pre_tokenizer: {kinds!r:.200}",
+        )
     # llama.cpp takes whole words that are tokens without merging for the one, and never for the other.
     if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
-        raise refused("this tokenizer merges words otherwise than llama.cpp's of its kind", where, "ignore_merges")
+        raise refused(
+            "this tokenizer merges words otherwise than llama.cpp's of its kind",
+            where,
+            "ignore_merges",
+        )
     return pre
 
 
 def _steps(value: Any) -> list[Mapping[str, Any]]:
-    steps = value.get("pretokenizers") if isinstance(value, Mapping) and value.get("type") == "Sequence" else [value]
+    steps = (
+        value.get("pretokenizers")
+        if isinstance(value, Mapping) and value.get("type") == "Sequence"
+        else [value]
+    )
     return [step for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else []
 
 
@@ -84,7 +118,12 @@ def _is_byte_level(step: Mapping[str, Any], *, splits: bool) -> bool:
 
 
 def _is_split(step: Mapping[str, Any], pattern: str) -> bool:
-    wanted = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    wanted = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return dict(step) == wanted
 
 
@@ -96,10 +135,20 @@ def _tokens(
     entries: list[tuple[Any, Any, int]]
     entries = [(text, index, _NORMAL) for text, index in model["vocab"].items()]
     for entry in tokenizer.get("added_tokens") or []:
-        entries.append((entry.get("content"), entry.get("id"), _CONTROL if entry.get("special") else _USER_DEFINED))
+        entries.append(
+            (
+                entry.get("content"),
+                entry.get("id"),
+                _CONTROL if entry.get("special") else _USER_DEFINED,
+            )
+        )
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
-            raise refused("a token has no place in the model's vocabulary", where, f"{text!r:.80}: {index!r:.40}")
+            raise refused(
+                "a token has no place in the model's vocabulary",
+                where,
+                f"{text!r:.80}: {index!r:.40}",
+            )
         tokens[index], types[index] = text, kind
     return tokens, types
 
@@ -109,7 +158,11 @@ def _merges(model: Mapping[str, Any], where: str) -> list[str]:
     found = []
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) and " " not in p for p in pair):
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or not all(isinstance(p, str) and " " not in p for p in pair)
+        ):
             raise refused("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
@@ -126,13 +179,29 @@ def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[st
     return found
 
 
-def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int], where: str) -> tuple[bool, bool]:
+def _added(
+    post: Any, ids: Mapping[str, int], special: Mapping[str, int], where: str
+) -> tuple[bool, bool]:
     """Whether encoding puts a token of beginning in front of the text, and one of end behind it."""
-    steps = post.get("processors") if isinstance(post, Mapping) and post.get("type") == "Sequence" else [post]
-    templates = [step for step in steps or [] if isinstance(step, Mapping) and step.get("type") == "TemplateProcessing"]
-    others = [step for step in steps or [] if step and step.get("type") not in ("TemplateProcessing", "ByteLevel")]
+    steps = (
+        post.get("processors")
+        if isinstance(post, Mapping) and post.get("type") == "Sequence"
+        else [post]
+    )
+    templates = [
+        step
+        for step in steps or []
+        if isinstance(step, Mapping) and step.get("type") == "TemplateProcessing"
+    ]
+    others = [
+        step
+        for step in steps or []
+        if step and step.get("type") not in ("TemplateProcessing", "ByteLevel")
+    ]
     parts = [_part(part, ids) for template in templates for part in template.get("single") or []]
-    before, after = (parts[: parts.index(None)], parts[parts.index(None) + 1 :]) if None in parts else ([], [])
+    before, after = (
+        (parts[: parts.index(None)], parts[parts.index(None) + 1 :]) if None in parts else ([], [])
+    )
     bos, eos = [special.get("bos", -1)], [special.get("eos", -1)]
     if (
         others
@@ -142,7 +211,9 @@ def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int], where:
         or after not in ([], eos)
     ):
         raise refused(
-            "this tokenizer adds other tokens than one for the beginning and the end", where, "post_processor"
+            "this tokenizer adds other tokens than one for the beginning and the end",
+            where,
+            "post_processor",
         )
     return before == bos, after == eos
 
@@ -199,11 +270,16 @@ def _list(value: Any, key: str, where: str) -> list[Any]:
 
 
 def _mappings(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
-    return [_mapping(item, f"{key}.{number}", where) for number, item in enumerate(_list(value, key, where))]
+    return [
+        _mapping(item, f"{key}.{number}", where)
+        for number, item in enumerate(_list(value, key, where))
+    ]
 
 
 def _check_type(value: Any, key: str, wanted: str, where: str) -> NoReturn:
-    raise refused("this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}")
+    raise refused(
+        "this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}"
+    )
 
 
 def _require_text(value: Any, where: str) -> None:
@@ -215,7 +291,9 @@ def _require_text(value: Any, where: str) -> None:
             try:
                 each.encode()
             except UnicodeEncodeError:
-                raise refused("a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]) from None
+                raise refused(
+                    "a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]
+                ) from None
         elif isinstance(each, Mapping):
             left += [*each.keys(), *each.values()]
         elif isinstance(each, list):

@@ -54,7 +54,13 @@ _MAX_SIDE_BYTES = 128 << 20
 # It is parsed, and then takes up to 25 times its size.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RECIPE_BYTES = 1 << 20
-_WEIGHT_FILES = (".safetensors", ".distcp", layout.HF_INDEX, layout.DCP_METADATA, layout.EXPORT_MANIFEST)
+_WEIGHT_FILES = (
+    ".safetensors",
+    ".distcp",
+    layout.HF_INDEX,
+    layout.DCP_METADATA,
+    layout.EXPORT_MANIFEST,
+)
 SINGLE = "a safetensors file"
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 _REMEDY = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
@@ -92,12 +98,19 @@ class Import:
     @property
     def has_digests(self) -> bool:
         """Whether the source has digests that its tensors are compared with."""
-        slices = [piece for tensor in self.weights.tensors.values() for piece in tensor.slices if piece.nbytes]
+        slices = [
+            piece
+            for tensor in self.weights.tensors.values()
+            for piece in tensor.slices
+            if piece.nbytes
+        ]
         return bool(slices) and all(piece.digest is not None for piece in slices)
 
     @property
     def nbytes(self) -> int:
-        return self.plan.nbytes + sum(map(len, [*self.side_files.values(), *self.other_files.values()]))
+        return self.plan.nbytes + sum(
+            map(len, [*self.side_files.values(), *self.other_files.values()])
+        )
 
 
 def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import:
@@ -136,9 +149,17 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
-        source, kind, weights, plan, side, dict(_recipe(place)), losses_in(place), run, name,
+        source,
+        kind,
+        weights,
+        plan,
+        side,
+        dict(_recipe(place)),
+        losses_in(place),
+        run,
+        name,
         tuple(_left_out(source, directory, kind, weights)),
-    )  # fmt: skip
+    )
 
 
 def run_import(planned: Import) -> Path:
@@ -170,7 +191,9 @@ def _located(source: Path) -> tuple[Path, str]:
         raise _unusable("there is nothing to import", source, "no such file or directory")
     if unsupported := unsupported_directory(source):
         raise unsupported.error(source)
-    if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(source.parent / layout.MANIFEST):
+    if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(
+        source.parent / layout.MANIFEST
+    ):
         raise CheckpointUnusable(
             "this is already a checkpoint of automodel_ckpt: there is nothing to import",
             where=str(source),
@@ -179,7 +202,11 @@ def _located(source: Path) -> tuple[Path, str]:
         )
     for place in _PLACES:
         directory = source / place
-        if not directory.is_symlink() and directory.is_dir() and (kind := _kind(directory)) is not None:
+        if (
+            not directory.is_symlink()
+            and directory.is_dir()
+            and (kind := _kind(directory)) is not None
+        ):
             return directory, kind
     raise _unusable("no weights that can be imported were found", source, _found(source))
 
@@ -187,10 +214,11 @@ def _located(source: Path) -> tuple[Path, str]:
 def _kind(directory: Path) -> str | None:
     if os.path.lexists(directory / layout.ADAPTER_MODEL):
         raise CheckpointUnusable(
-            "an adapter cannot be imported without its base, which it does not identify", where=str(directory),
+            "an adapter cannot be imported without its base, which it does not identify",
+            where=str(directory),
             value=layout.ADAPTER_MODEL,
             remedy="use a recipe with the base and the peft section, and set init_from.path to this adapter",
-        )  # fmt: skip
+        )
     _check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
     if os.path.lexists(directory / layout.DCP_METADATA):
         return DCP
@@ -217,31 +245,47 @@ def _check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
         allowed.append(directory.parent.parent / "blobs")
     for path in directory.iterdir():
         target = Path(os.path.realpath(path))
-        if concerned(path.name) and path.is_symlink() and not any(target.is_relative_to(root) for root in allowed):
-            raise _unusable("a symbolic link points outside of the directory", path, os.readlink(path))
+        if (
+            concerned(path.name)
+            and path.is_symlink()
+            and not any(target.is_relative_to(root) for root in allowed)
+        ):
+            raise _unusable(
+                "a symbolic link points outside of the directory", path, os.readlink(path)
+            )
 
 
 def _check_not_sparse(weights: Tensors) -> None:
-    for file in sorted({piece.file for tensor in weights.tensors.values() for piece in tensor.slices}):
+    for file in sorted(
+        {piece.file for tensor in weights.tensors.values() for piece in tensor.slices}
+    ):
         status = os.lstat(weights.root / file)
         if is_sparse(status):
             raise _unusable(
-                "this file is sparse: nearly all of it is unallocated", weights.root / file, f"{status.st_size} bytes"
+                "this file is sparse: nearly all of it is unallocated",
+                weights.root / file,
+                f"{status.st_size} bytes",
             )
 
 
 def _check_name_is_free(target: Path) -> None:
     if os.path.lexists(target):
         raise CheckpointUnusable(
-            "a checkpoint of this step already exists", where=str(target), value=target.name,
+            "a checkpoint of this step already exists",
+            where=str(target),
+            value=target.name,
             remedy="import into another run directory, or under another --step",
-        )  # fmt: skip
+        )
 
 
 def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     """A run of training resumes from its newest checkpoint: weights alone may not become that."""
     newest = resume.newest(run) if run.is_dir() else None
-    if newest is None or (newest.step, newest.epoch) > name or not Summary.read(run / newest.name).has_optimizer:
+    if (
+        newest is None
+        or (newest.step, newest.epoch) > name
+        or not Summary.read(run / newest.name).has_optimizer
+    ):
         return
     raise CheckpointUnusable(
         "the imported weights would become the newest checkpoint of an existing training run",
@@ -256,7 +300,9 @@ def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
     for place in (directory / layout.HF_METADATA, directory, source):
         if place.is_symlink() or not place.is_dir():
             continue
-        names = sorted(path.name for path in place.iterdir() if is_side_file(path.name) and path.is_file())
+        names = sorted(
+            path.name for path in place.iterdir() if is_side_file(path.name) and path.is_file()
+        )
         if _CONFIG in names:
             _check_links(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
             limits = dict.fromkeys(names, _MAX_SIDE_BYTES) | {_CONFIG: _MAX_CONFIG_BYTES}
@@ -290,7 +336,11 @@ def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Ite
             yield others_text(others)
         if content.values:
             yield values_text(len(content.values))
-    yield from (name for name in ("dataloader", "rng", "step_scheduler.pt") if os.path.lexists(source / name))
+    yield from (
+        name
+        for name in ("dataloader", "rng", "step_scheduler.pt")
+        if os.path.lexists(source / name)
+    )
 
 
 # ---------------------------------------------------------------- writing
@@ -316,10 +366,18 @@ def _write(planned: Import, run: Path) -> Path:
 
 def _jobs(planned: Import) -> Iterator[FileJob]:
     for file in planned.plan.files:
-        yield FileJob(f"{MODEL}/{file.name}", list(_pieces(planned.weights, file)), MODEL, file.nbytes)
+        yield FileJob(
+            f"{MODEL}/{file.name}", list(_pieces(planned.weights, file)), MODEL, file.nbytes
+        )
     script = no_need_script().encode()
-    beside = {layout.HF_INDEX: planned.plan.index(), layout.CONSOLIDATE_SCRIPT: script, **planned.side_files}
-    contents = {f"{MODEL}/{name}": data for name, data in beside.items()} | dict(planned.other_files)
+    beside = {
+        layout.HF_INDEX: planned.plan.index(),
+        layout.CONSOLIDATE_SCRIPT: script,
+        **planned.side_files,
+    }
+    contents = {f"{MODEL}/{name}": data for name, data in beside.items()} | dict(
+        planned.other_files
+    )
     contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
     for name, data in contents.items():
         yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
@@ -328,7 +386,9 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
 def _pieces(weights: Tensors, file: OutputFile) -> Iterator[Chunk]:
     yield Chunk(0, file.header)
     for tensor, start in file.placed():
-        entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, f"{MODEL}/{file.name}", start)
+        entry = whole_tensor(
+            tensor.fqn, tensor.dtype, tensor.stored.shape, f"{MODEL}/{file.name}", start
+        )
         yield Chunk(start, partial(_row_major, weights.root, tensor.stored), entry)
 
 
@@ -341,7 +401,11 @@ def _row_major(root: Path, tensor: Tensor) -> memoryview:
 def _losses(planned: Import) -> dict[str, Any]:
     """The entries of the source's losses.json that are finite numbers or null."""
     found = {key: planned.losses.get(key) for key in ("train_loss", "val_loss")}
-    return {"step": planned.name.step, "epoch": planned.name.epoch, **{key: _finite(v) for key, v in found.items()}}
+    return {
+        "step": planned.name.step,
+        "epoch": planned.name.epoch,
+        **{key: _finite(v) for key, v in found.items()},
+    }
 
 
 def _finite(value: object) -> float | None:
@@ -354,13 +418,24 @@ def _finite(value: object) -> float | None:
 
 def _manifest(planned: Import, part: Part) -> Manifest:
     return Manifest(
-        step=planned.name.step, epoch=planned.name.epoch, created=time.time(), world_size=1, dp_size=1, progress={},
-        losses=_losses(planned), validated=False, environment=environment(),
+        step=planned.name.step,
+        epoch=planned.name.epoch,
+        created=time.time(),
+        world_size=1,
+        dp_size=1,
+        progress={},
+        losses=_losses(planned),
+        validated=False,
+        environment=environment(),
         lineage={"imported_from": str(planned.source), "imported_kind": planned.kind},
         state={MODEL: StateRecord("module", "replicated", f"{MODEL}/")},
-        trees={MODEL: _without_ties(merge_tree(MODEL, _FORMAT, [part], {}), planned.side_files.get(_CONFIG))},
+        trees={
+            MODEL: _without_ties(
+                merge_tree(MODEL, _FORMAT, [part], {}), planned.side_files.get(_CONFIG)
+            )
+        },
         files=merge_files([part]),
-    )  # fmt: skip
+    )
 
 
 def _without_ties(tree: Tree, config: bytes | None) -> Tree:
@@ -369,11 +444,17 @@ def _without_ties(tree: Tree, config: bytes | None) -> Tree:
         return tree
     tied = {}
     for head in (fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")):
-        same = (fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight") and _equal(tree, fqn, head))
+        same = (
+            fqn
+            for fqn in tree.tensors
+            if fqn.endswith("embed_tokens.weight") and _equal(tree, fqn, head)
+        )
         if (kept := next(same, None)) is not None:
             tied[head] = kept
     tensors = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn not in tied}
-    return replace(tree, tensors=tensors, tied=tied, copies={fqn: tree.tensors[fqn] for fqn in tied})
+    return replace(
+        tree, tensors=tensors, tied=tied, copies={fqn: tree.tensors[fqn] for fqn in tied}
+    )
 
 
 def _equal(tree: Tree, one: str, other: str) -> bool:

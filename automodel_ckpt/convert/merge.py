@@ -25,9 +25,20 @@ from automodel_ckpt.checkpoint.export.adapter_record import find_base, read_peft
 from automodel_ckpt.checkpoint.export.base_identity import files_of_index, identify_base
 from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
-from automodel_ckpt.checkpoint.export.files import agreeing_config, cast_lines, write_manifest, write_side_files
+from automodel_ckpt.checkpoint.export.files import (
+    agreeing_config,
+    cast_lines,
+    write_manifest,
+    write_side_files,
+)
 from automodel_ckpt.checkpoint.export.output import Output, create_output
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile, Plan, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.plan import (
+    ExportTensor,
+    OutputFile,
+    Plan,
+    make_plan,
+    parse_cast_dtype,
+)
 from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
@@ -83,8 +94,14 @@ def merge(
     """
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
-    checkpoint, name = (source, "model") if os.path.lexists(source / layout.MANIFEST) else (source.parent, source.name)
-    target = Path(os.path.realpath(output if output is not None else checkpoint / name / layout.MERGED))
+    checkpoint, name = (
+        (source, "model")
+        if os.path.lexists(source / layout.MANIFEST)
+        else (source.parent, source.name)
+    )
+    target = Path(
+        os.path.realpath(output if output is not None else checkpoint / name / layout.MERGED)
+    )
     check_target(target)
     manifest = Manifest.read(checkpoint)
     base_dir = _base(checkpoint, name, base, directory_of, cache)
@@ -97,15 +114,27 @@ def merge(
         with staged(target, log) as staging:
             parts = [part for file in plan.files for part in _write(file, model, staging)]
             write_side_files(beside, staging)
-            write_manifest(plan, Source(checkpoint, checkpoint / name, {}, manifest=manifest), staging, parts)
+            write_manifest(
+                plan, Source(checkpoint, checkpoint / name, {}, manifest=manifest), staging, parts
+            )
     return ConsolidationReport(
-        target, len(plan.files), len(model.tensors), plan.nbytes, time.monotonic() - started, True, plan.casts,
+        target,
+        len(plan.files),
+        len(model.tensors),
+        plan.nbytes,
+        time.monotonic() - started,
+        True,
+        plan.casts,
         tuple(warnings),
-    )  # fmt: skip
+    )
 
 
 def _base(
-    checkpoint: Path, name: str, given: str | None, directory_of: Callable[[str], Path | None], cache: Path | None
+    checkpoint: Path,
+    name: str,
+    given: str | None,
+    directory_of: Callable[[str], Path | None],
+    cache: Path | None,
 ) -> Path:
     """Where the base's files are; they are those that the adapter was trained on."""
     record = read_peft_record(checkpoint, name)
@@ -113,7 +142,9 @@ def _base(
     directory = directory_of(called)
     if directory is None:
         remedy = "load it once while there is a network, or name its place with --base"
-        raise RecipeError("the base model is not on this machine", where="--base", value=called, remedy=remedy)
+        raise RecipeError(
+            "the base model is not on this machine", where="--base", value=called, remedy=remedy
+        )
     identity = identify_base(called, directory, run=checkpoint.parent, cache=cache)
     if identity.digest != record["base"].get("digest"):
         raise CheckpointUnusable(
@@ -131,19 +162,28 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
     with contextlib.ExitStack() as stack:
         directory = checkpoint / name
         if f"{name}/{layout.ADAPTER_MODEL}" in manifest.files:
-            files = {path: record for path, record in manifest.files.items() if path.startswith(f"{name}/")}
+            files = {
+                path: record
+                for path, record in manifest.files.items()
+                if path.startswith(f"{name}/")
+            }
             if problems := verify(checkpoint, dataclasses.replace(manifest, files=files), "digest"):
                 raise CheckpointUnusable.all_of(problems)
         else:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-"))) / "adapter"
+            directory = (
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-")))
+                / "adapter"
+            )
             consolidate(checkpoint / name, directory)
         tensors = tensors_of_file(directory / layout.ADAPTER_MODEL)
         config = read_json(directory, layout.ADAPTER_CONFIG)
         if config is None:
             raise CheckpointUnusable(
-                "the description of the adapters is not there", where=str(directory), value=layout.ADAPTER_CONFIG,
+                "the description of the adapters is not there",
+                where=str(directory),
+                value=layout.ADAPTER_CONFIG,
                 remedy="restore the file from another copy, or use another checkpoint",
-            )  # fmt: skip
+            )
         yield Adapter(directory, tensors, config)
 
 
@@ -154,7 +194,9 @@ def tensors_of_file(path: Path, export: ExportManifest | None = None) -> dict[st
     if export is not None:
         export.check_header(path.name)
     found = read_header(real).tensors.items()
-    tensors = {key: whole_tensor(key, dtype, shape, real, start) for key, (dtype, shape, start, _) in found}
+    tensors = {
+        key: whole_tensor(key, dtype, shape, real, start) for key, (dtype, shape, start, _) in found
+    }
     if export is None:
         return tensors
     return {key: export.with_digests(path.name, tensor) for key, tensor in tensors.items()}
@@ -168,9 +210,11 @@ def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
         names = files_of_index(index)
     elif not (directory / _SINGLE).is_file():
         raise RecipeError(
-            "the base is not in safetensors files", where="--base", value=str(directory),
+            "the base is not in safetensors files",
+            where="--base",
+            value=str(directory),
             remedy="merge with peft in your own code (merge_and_unload): its digest is of these files",
-        )  # fmt: skip
+        )
     export = find_export_manifest(directory, follow_links=True)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
@@ -190,7 +234,9 @@ class MergedModel:
         self.changes = self._by_file(changes_by(adapter.tensors, adapter.where))
         self.notes: list[str] = []
         self.untied = self._untie()
-        self.tensors = {name: self._described(name) for name in {*self._base, *self.changes, *self.untied}}
+        self.tensors = {
+            name: self._described(name) for name in {*self._base, *self.changes, *self.untied}
+        }
 
     @property
     def maps(self) -> BaseMaps:
@@ -215,7 +261,9 @@ class MergedModel:
 
     def _by_file(self, changes: Mapping[str, Change]) -> dict[str, tuple[str, Change]]:
         """{name in files: (name in memory, change)}."""
-        found = {self._naming.files.get(name, name): (name, change) for name, change in changes.items()}
+        found = {
+            self._naming.files.get(name, name): (name, change) for name, change in changes.items()
+        }
         for file_name, (name, _) in found.items():
             if file_name not in self._base and self._holder(name) not in self._base:
                 self._refuse("the adapter changes a tensor that the base lacks", name)
@@ -223,7 +271,11 @@ class MergedModel:
 
     def _holder(self, name: str) -> str:
         """The name in files of the tensor that *name* (in memory) is, or is tied to."""
-        group = [name, self._naming.tied.get(name, name), *(a for a, k in self._naming.tied.items() if k == name)]
+        group = [
+            name,
+            self._naming.tied.get(name, name),
+            *(a for a, k in self._naming.tied.items() if k == name),
+        ]
         names = [self._naming.files.get(each, each) for each in group]
         return next((each for each in names if each in self._base), names[0])
 
@@ -231,7 +283,9 @@ class MergedModel:
         """The base's tensor of that name, or the one that it is tied to there."""
         if file_name in self._base:
             return self._base[file_name]
-        name = next((name for name, each in self._naming.files.items() if each == file_name), file_name)
+        name = next(
+            (name for name, each in self._naming.files.items() if each == file_name), file_name
+        )
         return self._base[self._holder(name)]
 
     def _untie(self) -> set[str]:
@@ -243,9 +297,13 @@ class MergedModel:
             if len(changed) == 1 or (changed and not self._agree(*pair)):
                 untied.update(pair)
             elif changed:
-                self.changes = {n: c for n, c in self.changes.items() if n in self._base or n not in pair}
+                self.changes = {
+                    n: c for n, c in self.changes.items() if n in self._base or n not in pair
+                }
         if untied:
-            self.notes.append(f"no longer tied, since the adapter changed one of them: {', '.join(sorted(untied))}")
+            self.notes.append(
+                f"no longer tied, since the adapter changed one of them: {', '.join(sorted(untied))}"
+            )
         return untied
 
     def _agree(self, one: str, other: str) -> bool:
@@ -256,7 +314,11 @@ class MergedModel:
     def _described(self, name: str) -> Tensor:
         stored = self._stored(name)
         change = self.changes[name][1] if name in self.changes else None
-        shape = self._adapter.tensors[change.whole].shape if change is not None and change.whole else stored.shape
+        shape = (
+            self._adapter.tensors[change.whole].shape
+            if change is not None and change.whole
+            else stored.shape
+        )
         return Tensor(name, stored.dtype, shape, ())
 
     def _changed(self, file_name: str, entry: tuple[str, Change]) -> tuple[Array, str]:
@@ -266,12 +328,20 @@ class MergedModel:
         if not change.factors:
             return whole_checked(Path("/"), start), start.dtype
         if start.dtype not in ORDINARY_FLOATS:
-            self._refuse(f"a layer of the base is stored as {start.dtype}, which nothing can be added to", name)
+            self._refuse(
+                f"a layer of the base is stored as {start.dtype}, which nothing can be added to",
+                name,
+            )
         width = "F64" if start.dtype == "F64" else "F32"
-        factors = {place: self._wide(self._adapter.tensors[key], width) for place, key in change.factors.items()}
+        factors = {
+            place: self._wide(self._adapter.tensors[key], width)
+            for place, key in change.factors.items()
+        }
         transposed = name.removesuffix(".weight") in self._naming.transposed
         try:
-            return merged(self._wide(start, width), factors, self._adapter.config, transposed=transposed), width
+            return merged(
+                self._wide(start, width), factors, self._adapter.config, transposed=transposed
+            ), width
         except ValueError as error:
             self._refuse(f"an adapter does not fit its layer: {error}", name)
 
@@ -284,12 +354,26 @@ class MergedModel:
         raise CheckpointUnusable(what, where=self._adapter.where, value=name, remedy=remedy)
 
 
-def _side_files(adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan) -> tuple[dict[str, bytes], list[str]]:
+def _side_files(
+    adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
+) -> tuple[dict[str, bytes], list[str]]:
     """The base's own, the tokenizer's as the checkpoint has them, and a config that agrees with the weights."""
-    names = [path.relative_to(adapter.directory).as_posix() for path in adapter.directory.rglob("*") if path.is_file()]
-    tokenizer = {name: (adapter.directory / name).read_bytes() for name in names if is_tokenizer_file(name)}
-    files = {name: data for name, data in base_files(base_dir).items() if not tokenizer or not is_tokenizer_file(name)}
-    config, warnings = agreeing_config(files["config.json"], plan, model.maps, base_dir / "config.json")
+    names = [
+        path.relative_to(adapter.directory).as_posix()
+        for path in adapter.directory.rglob("*")
+        if path.is_file()
+    ]
+    tokenizer = {
+        name: (adapter.directory / name).read_bytes() for name in names if is_tokenizer_file(name)
+    }
+    files = {
+        name: data
+        for name, data in base_files(base_dir).items()
+        if not tokenizer or not is_tokenizer_file(name)
+    }
+    config, warnings = agreeing_config(
+        files["config.json"], plan, model.maps, base_dir / "config.json"
+    )
     own = {"config.json": _changed_config(config, model), layout.HF_INDEX: plan.index()}
     return files | tokenizer | own, warnings
 
@@ -297,7 +381,14 @@ def _side_files(adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
 def _changed_config(raw: bytes, model: MergedModel) -> bytes:
     """config.json of a model whose embeddings are tied no more, or have other rows; else the same bytes."""
     config = json.loads(raw)
-    places = [config, *(value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict))]
+    places = [
+        config,
+        *(
+            value
+            for key, value in config.items()
+            if key.endswith("_config") and isinstance(value, dict)
+        ),
+    ]
     changed = False
     for place in places:
         if model.untied and (place is config or "tie_word_embeddings" in place):

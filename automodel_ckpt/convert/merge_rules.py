@@ -21,8 +21,16 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST_ALPHA = 1e9
 _PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
-_PLACES = {"lora_A": "a", "lora_B": "b", "lora_embedding_A": "a", "lora_embedding_B": "b", "lora_magnitude_vector": "m"}
+_FACTOR = re.compile(
+    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
+)
+_PLACES = {
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "m",
+}
 
 
 @dataclass(slots=True)
@@ -55,7 +63,9 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
         if match := _FACTOR.fullmatch(name):
             changes.setdefault(f"{match[1]}.weight", Change()).factors[_PLACES[match[2]]] = key
         elif name == key or "lora_" in name:
-            raise _unusable("this tensor is not one of LoRA, rsLoRA, DoRA or a whole module", where, key)
+            raise _unusable(
+                "this tensor is not one of LoRA, rsLoRA, DoRA or a whole module", where, key
+            )
         else:
             changes.setdefault(name.replace(".base_layer.", "."), Change()).whole = key
     for name, change in changes.items():
@@ -67,12 +77,18 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
 def scale_of(config: Mapping[str, Any], rank: int) -> float:
     """The scale of an adapter of that *rank* by its adapter_config.json. Raises ValueError where it gives none."""
     alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _LARGEST_ALPHA:
+    if (
+        isinstance(alpha, bool)
+        or not isinstance(alpha, (int, float))
+        or not abs(alpha) <= _LARGEST_ALPHA
+    ):
         raise ValueError(f"lora_alpha is {str(alpha)[:50]}")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def merged(weight: Array, factors: Mapping[str, Array], config: Mapping[str, Any], *, transposed: bool) -> Array:
+def merged(
+    weight: Array, factors: Mapping[str, Array], config: Mapping[str, Any], *, transposed: bool
+) -> Array:
     """The *weight* with its adapter, of the same shape: all floats of one width, *factors* by a, b and m."""
     plain = weight.T if transposed else weight.reshape(len(weight), -1)
     a, b = (factors[name].reshape(len(factors[name]), -1) for name in "ab")

@@ -70,7 +70,12 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
     if is_hf_directory(found, follow_links=True):
         export = find_export_manifest(found, follow_links=True)
         names = _file_names(found, export)
-        return Weights(found, {MODEL: _hugging_face(found, names, export)}, export=export, files=frozenset(names))
+        return Weights(
+            found,
+            {MODEL: _hugging_face(found, names, export)},
+            export=export,
+            files=frozenset(names),
+        )
     if unsupported := unsupported_directory(found):
         raise unsupported.error(found)
     return Weights(found, {MODEL: _opened(found)})
@@ -89,13 +94,22 @@ def open_file(path: Path) -> Weights:
     directory = Path(os.path.realpath(path.parent))
     export = find_export_manifest(directory, follow_links=True)
     if (directory / layout.HF_INDEX).is_file() and len(names := _file_names(directory, export)) > 1:
-        raise _unusable("this file is a part of a model", path, f"one of {len(names)}: name the directory")
+        raise _unusable(
+            "this file is a part of a model", path, f"one of {len(names)}: name the directory"
+        )
     if SHARDING_INFO in read_header(_real(path)).metadata:
-        raise _unusable("this file is a rank's shard of a model", path, "name the directory of the shards")
+        raise _unusable(
+            "this file is a rank's shard of a model", path, "name the directory of the shards"
+        )
     if path.name == layout.ADAPTER_MODEL:
         raise _unusable("this file is an adapter, not a model", path, "name its directory")
     names = [path.name]
-    return Weights(path, {MODEL: _hugging_face(directory, names, export)}, export=export, files=frozenset(names))
+    return Weights(
+        path,
+        {MODEL: _hugging_face(directory, names, export)},
+        export=export,
+        files=frozenset(names),
+    )
 
 
 def _is_pointer(path: Path) -> bool:
@@ -119,9 +133,14 @@ def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
     modules = {name for name, record in manifest.state.items() if record.kind == "module"}
     trees = {name: tree for name, tree in manifest.trees.items() if name in modules}
     if not trees:
-        raise _unusable("this checkpoint holds no module", checkpoint, ", ".join(manifest.state) or "no state")
+        raise _unusable(
+            "this checkpoint holds no module", checkpoint, ", ".join(manifest.state) or "no state"
+        )
     whole = {
-        name: {fqn: replace(tensor, slices=in_one_piece(tensor)) for fqn, tensor in tree.tensors.items()}
+        name: {
+            fqn: replace(tensor, slices=in_one_piece(tensor))
+            for fqn, tensor in tree.tensors.items()
+        }
         for name, tree in trees.items()
     }
     return {name: Tensors(checkpoint, whole[name], tree.tied) for name, tree in trees.items()}
@@ -129,9 +148,16 @@ def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
 
 def _module_in(directory: Path) -> Tensors:
     """The module that a checkpoint keeps in *directory*."""
-    modules = {layout.state_directory(name): module for name, module in _modules_of(directory.parent).items()}
+    modules = {
+        layout.state_directory(name): module
+        for name, module in _modules_of(directory.parent).items()
+    }
     if directory.name not in modules:
-        raise _unusable("this directory of a checkpoint holds no module", directory, f"those of it: {sorted(modules)}")
+        raise _unusable(
+            "this directory of a checkpoint holds no module",
+            directory,
+            f"those of it: {sorted(modules)}",
+        )
     return modules[directory.name]
 
 
@@ -170,8 +196,14 @@ def _file_names(directory: Path, export: ExportManifest | None = None) -> list[s
         weight_map = json.loads(content)["weight_map"]
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unusable("the index of the weights cannot be read", index, repr(error)[:200]) from error
-    unsafe = [name for name in names if not isinstance(name, str) or "/" in name or layout.unsafe_path(name)]
+        raise _unusable(
+            "the index of the weights cannot be read", index, repr(error)[:200]
+        ) from error
+    unsafe = [
+        name
+        for name in names
+        if not isinstance(name, str) or "/" in name or layout.unsafe_path(name)
+    ]
     if unsafe:
         raise _unusable("the index names files elsewhere", index, unsafe[0])
     return names

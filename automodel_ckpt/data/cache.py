@@ -63,7 +63,9 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
                 _build(final, build)
     except OSError as error:
         remedy = "set the environment variable AUTOMODEL_CKPT_CACHE to a writable directory with enough free space"
-        raise RecipeError.all_of([os_problem(error, "prepared data cannot be stored", remedy=remedy)]) from error
+        raise RecipeError.all_of(
+            [os_problem(error, "prepared data cannot be stored", remedy=remedy)]
+        ) from error
     return final
 
 

@@ -89,23 +89,33 @@ def messages(
     require_choice("learn", learn, ("all", "last"))
     policy, source = Truncation(truncation, seq_length), Source.of(path, name, split)
     template = ChatTemplate(
-        tokenizer, template_of(tokenizer, chat_template), dict(template_kwargs or {}), learn == "last"
+        tokenizer,
+        template_of(tokenizer, chat_template),
+        dict(template_kwargs or {}),
+        learn == "last",
     )
     log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
     if template.writes_the_date:
         log.warning(
             "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
-            "for example dataset.template_kwargs.date_string '26 Jul 2024'", source.path,
-        )  # fmt: skip
+            "for example dataset.template_kwargs.date_string '26 Jul 2024'",
+            source.path,
+        )
 
     def encode(rows: Rows) -> list[TokenizedSample]:
         return conversations(template, rows, [messages_field], tools_field, turns_of)
 
     return samples_of(
-        source, tokenizer, encode, policy,
-        fields=(messages_field, tools_field), key=("messages", messages_field, tools_field, *template.key),
-        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
-    )  # fmt: skip
+        source,
+        tokenizer,
+        encode,
+        policy,
+        fields=(messages_field, tools_field),
+        key=("messages", messages_field, tools_field, *template.key),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
 
 
 @dataclass(frozen=True)
@@ -207,7 +217,9 @@ class ChatTemplate:
 
     def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with objects instead of JSON text as arguments of calls, if the template requires objects."""
-        has_text = any(isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn))
+        has_text = any(
+            isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn)
+        )
         if not has_text or not self.needs_objects:
             return turns
         return [with_functions(turn, _with_arguments_read) for turn in turns]
@@ -226,14 +238,17 @@ class ChatTemplate:
         lost = sorted(name for name in names if name + _MARK not in text)
         if lost:
             raise UnusableSample(
-                "the chat template omits the tool calls in this conversation", ", ".join(lost),
+                "the chat template omits the tool calls in this conversation",
+                ", ".join(lost),
                 "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
-            )  # fmt: skip
+            )
 
     def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         text, labeled_spans = self._marks(turns, tools)
         try:
-            encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            encoded: Any = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         except NotImplementedError as error:
             raise UnusableSample(
                 "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
@@ -297,21 +312,36 @@ class ChatTemplate:
         numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
         return numbers[-1:] if self.last_only else numbers
 
-    def _prefixes(self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str) -> tuple[str, str]:
+    def _prefixes(
+        self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+    ) -> tuple[str, str]:
         """The conversation's text up to the start of the assistant's answer in turn *number*, and up to its end."""
         if number == 0:
             what = "without generation markers, the first message must not be the assistant's: its header is unknown"
-            raise UnusableSample(what, self.method, "begin the conversation with a user or system message")
+            raise UnusableSample(
+                what, self.method, "begin the conversation with a user or system message"
+            )
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
         if self._header and whole.startswith(before + self._header):
-            before += self._header  # some templates write a header without a prompt, for example after a tool's result
-        after = self._apply(turns[: number + 1], tools, tokenize=False) if number + 1 < len(turns) else whole
+            before += (
+                self._header
+            )  # some templates write a header without a prompt, for example after a tool's result
+        after = (
+            self._apply(turns[: number + 1], tools, tokenize=False)
+            if number + 1 < len(turns)
+            else whole
+        )
         end = getattr(self.tokenizer, "eos_token", None) or ""
         if not whole.startswith(after) and whole.startswith(after.removesuffix(end)):
-            after = after.removesuffix(end)  # for example Phi's template ends the conversation with it, not each turn
+            after = after.removesuffix(
+                end
+            )  # for example Phi's template ends the conversation with it, not each turn
         if calls_of(turns[number]):
             after = self._without_header_of_tool(after, turns[: number + 1], tools)
-        for text, part in ((before, f"the first {number} messages"), (after, f"the first {number + 1} messages")):
+        for text, part in (
+            (before, f"the first {number} messages"),
+            (after, f"the first {number + 1} messages"),
+        ):
             if not whole.startswith(text):
                 same = _num_equal(text, whole)
                 raise UnusableSample(
@@ -390,7 +420,9 @@ class ChatTemplate:
         apply: Any = self.tokenizer.apply_chat_template
         rendered = [as_rendered(turn) for turn in turns]
         with self._reporting_errors():
-            return apply(rendered, tools=tools, chat_template=self.template, **options, **self.variables)
+            return apply(
+                rendered, tools=tools, chat_template=self.template, **options, **self.variables
+            )
 
     @contextmanager
     def _reporting_errors(self) -> Iterator[None]:
@@ -401,7 +433,9 @@ class ChatTemplate:
         except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
             remedy = "correct the conversation, the template, or dataset.template_kwargs"
-            raise UnusableSample("the chat template cannot render this conversation", value, remedy) from error
+            raise UnusableSample(
+                "the chat template cannot render this conversation", value, remedy
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -451,7 +485,9 @@ def read_template(given: str) -> str:
         remedy = "give the path of a text file in UTF-8, or the template itself"
         value = f"{given} ({getattr(error, 'strerror', error)})"
         what = "the chat template cannot be read"
-        raise RecipeError(what, where="dataset.chat_template", value=value, remedy=remedy) from error
+        raise RecipeError(
+            what, where="dataset.chat_template", value=value, remedy=remedy
+        ) from error
 
 
 def conversations(
@@ -474,15 +510,24 @@ def conversations(
             sample = template.sample(conversation, offered)
         except UnusableSample as error:
             where = f"sample {row} ({rows.place(row)})"
-            raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+            raise RecipeError(
+                error.what, where=where, value=error.value, remedy=error.remedy
+            ) from error
         samples.append(sample._replace(is_empty=any(map(is_empty, conversation))))
     return samples
 
 
 def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
     """A conversation with a tool call, to test how a template writes it."""
-    call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-    return [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    call = {
+        "id": "probe0000",
+        "type": "function",
+        "function": {"name": "probe", "arguments": arguments},
+    }
+    return [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
 def _with_marked_name(call: dict[str, Any]) -> dict[str, Any]:
@@ -507,11 +552,14 @@ def _text_of(content: Any) -> Any:
     given = [part.get("text") if isinstance(part, dict) else part for part in content]
     texts = [text for text in given if isinstance(text, str)]
     if len(texts) < len(given):
-        odd = next(part for part, text in zip(content, given, strict=True) if not isinstance(text, str))
+        odd = next(
+            part for part, text in zip(content, given, strict=True) if not isinstance(text, str)
+        )
         raise UnusableSample(
-            "a message has a part that is not text, but the chat template supports only text", repr(odd)[:80],
+            "a message has a part that is not text, but the chat template supports only text",
+            repr(odd)[:80],
             "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
-        )  # fmt: skip
+        )
     return "".join(texts)
 
 

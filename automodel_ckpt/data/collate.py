@@ -72,7 +72,9 @@ def _check(sample: Mapping[str, Sequence[int]]) -> None:
     remedy = 'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        raise RecipeError("a sample lacks input_ids or labels", where="dataset", value=found, remedy=remedy)
+        raise RecipeError(
+            "a sample lacks input_ids or labels", where="dataset", value=found, remedy=remedy
+        )
     check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
     if lengths["input_ids"] != lengths["labels"] or lengths["input_ids"] == 0:

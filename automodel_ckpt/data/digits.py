@@ -40,7 +40,9 @@ def processor(vocab_size: int = 512) -> LlavaProcessor:
     from transformers import CLIPImageProcessorPil
 
     tokenizer = train_tokenizer(vocab_size)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<|user|>", "<|assistant|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<image>", "<|user|>", "<|assistant|>"]}
+    )
     size = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
     images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
     return LlavaProcessor(  # type: ignore[no-untyped-call]
@@ -54,7 +56,9 @@ def processor(vocab_size: int = 512) -> LlavaProcessor:
     )
 
 
-def scans(processor: Any, split: str = "train", max_samples: int | None = None) -> DigitConversations:
+def scans(
+    processor: Any, split: str = "train", max_samples: int | None = None
+) -> DigitConversations:
     """A conversation for each scan: :data:`QUESTION`, and the digit in figures as the answer.
 
     *split* is ``train`` or ``validation``, a fixed set of 300 scans that ``train`` does not contain.
@@ -84,7 +88,9 @@ class DigitConversations:
         try:
             return image_text(self.template, turns, [self.image(index)], where=where)
         except UnusableSample as error:
-            raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+            raise RecipeError(
+                error.what, where=where, value=error.value, remedy=error.remedy
+            ) from error
 
     def image(self, index: int) -> Any:
         """A scan as a Pillow image, dark on white."""

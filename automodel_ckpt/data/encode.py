@@ -43,7 +43,10 @@ class Truncation:
         if self.seq_length < 2:
             remedy = "give at least 2 (a token and the one it predicts)"
             raise RecipeError(
-                "seq_length is too small", where="dataset.seq_length", value=self.seq_length, remedy=remedy
+                "seq_length is too small",
+                where="dataset.seq_length",
+                value=self.seq_length,
+                remedy=remedy,
             )
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
@@ -71,7 +74,9 @@ class Truncation:
         self.num_cut += 1
         return TokenizedSample(sample.tokens[: self.seq_length], sample.labelled[: self.seq_length])
 
-    def apply_to_all(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> TokenizedDataset:
+    def apply_to_all(
+        self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
+    ) -> TokenizedDataset:
         """The data set of the truncated *samples*, without those that have no label left.
 
         ``where(n)`` is the location of sample n in the data. With the policy ``error``, one :class:`RecipeError`
@@ -86,7 +91,9 @@ class Truncation:
                 remaining.append(truncated)
         return TokenizedDataset.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
 
-    def _require_short(self, samples: Sequence[TokenizedSample], where: Callable[[int], str]) -> None:
+    def _require_short(
+        self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
+    ) -> None:
         used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
         lengths = np.array([len(samples[number].tokens) for number in used], dtype=np.int64)
         too_long = np.flatnonzero(lengths > self.seq_length)
@@ -98,7 +105,9 @@ class Truncation:
         longest, percentile = int(lengths.max()), int(np.percentile(lengths, 99, method="higher"))
         is_one = len(too_long) == 1
         raise RecipeError(
-            "a sample is longer than seq_length" if is_one else "samples are longer than seq_length",
+            "a sample is longer than seq_length"
+            if is_one
+            else "samples are longer than seq_length",
             where=", ".join(first),
             value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
             f"the longest sample {longest} tokens, the 99th percentile {percentile}",
@@ -198,11 +207,16 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise :class:`RecipeError` unless *value*, the data set's argument *name*, is one of *choices*."""
     if value not in choices:
         what = f"unknown value for {name}"
-        raise RecipeError(what, where=f"dataset.{name}", value=value, remedy=f"use one of: {', '.join(choices)}")
+        raise RecipeError(
+            what, where=f"dataset.{name}", value=value, remedy=f"use one of: {', '.join(choices)}"
+        )
 
 
 def prepared(
-    name: str, key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase, build: Callable[[], TokenizedDataset]
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[], TokenizedDataset],
 ) -> TokenizedDataset:
     """The data set that *build* returns for *key* and *tokenizer*, read from the cache if it was prepared before.
 

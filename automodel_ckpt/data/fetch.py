@@ -80,7 +80,9 @@ def _draws_nothing(part: Any) -> bool:
     The declaration is not inherited: a subclass may draw.
     """
     inner = getattr(part, "dataset", None)
-    return vars(type(part)).get("draws_nothing") is True and (inner is None or _draws_nothing(inner))
+    return vars(type(part)).get("draws_nothing") is True and (
+        inner is None or _draws_nothing(inner)
+    )
 
 
 def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empty: bool) -> Batch:
@@ -88,7 +90,9 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
     try:
         batch = collate_fn(samples)
     except Exception as error:
-        raise with_location(error, f"samples {list(ids)} of the data set", "could not be collated") from error
+        raise with_location(
+            error, f"samples {list(ids)} of the data set", "could not be collated"
+        ) from error
     if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
         raise RecipeError(
             "collate_fn must return a mapping of tensors with a key 'labels'",
@@ -109,7 +113,9 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
     if isinstance(error, AutomodelError):
         problems = []
         for problem in error.problems:
-            problems.append(replace(problem, where=f"{where}: {problem.where}", value=str(problem.value)))
+            problems.append(
+                replace(problem, where=f"{where}: {problem.where}", value=str(problem.value))
+            )
         return type(error).all_of(problems)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return AutomodelError(
@@ -139,7 +145,9 @@ def isolated_rng() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def read_all(reader: SampleReader, requests: Iterable[Request], num_workers: int) -> Generator[Batch]:
+def read_all(
+    reader: SampleReader, requests: Iterable[Request], num_workers: int
+) -> Generator[Batch]:
     """Yield the micro-batches of *requests* in order, read by *num_workers* processes, or in this one for 0.
 
     Reading in this process advances its random generators; :func:`isolated_rng` restores them. Raises
@@ -182,7 +190,9 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     except RuntimeError as error:
         ended = [worker for worker in items._workers if not worker.is_alive()]
         death = (
-            "".join(f"; process {worker.pid} ended with exit code {worker.exitcode}" for worker in ended)
+            "".join(
+                f"; process {worker.pid} ended with exit code {worker.exitcode}" for worker in ended
+            )
             or f"; {error}"
         )
     finally:

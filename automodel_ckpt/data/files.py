@@ -24,14 +24,29 @@ from typing import IO, Any
 from automodel_ckpt.errors import RecipeError, os_problem
 
 LOADERS = {
-    ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv",
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".txt": "text",
-}  # fmt: skip
+}
 """Suffix -> the builder of ``datasets`` that reads it."""
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """What reading a damaged file raises; without an errno it is of what a compressed one holds."""
-_COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_BESIDE_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_COMPRESSED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+_BESIDE_DATA = {
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
 _TABLES = (".parquet", ".arrow")
 """Kinds without lines."""
 _REMOTE = re.compile(r"\w+:/")
@@ -59,7 +74,9 @@ def files_of(paths: Sequence[str]) -> list[Path]:
     [(name, count)] = Counter(os.path.realpath(file) for file in files).most_common(1)
     if count > 1:
         remedy = "list each file once; otherwise its samples are trained on twice in each epoch"
-        raise RecipeError("a data file is listed twice", where="dataset.path", value=name, remedy=remedy)
+        raise RecipeError(
+            "a data file is listed twice", where="dataset.path", value=name, remedy=remedy
+        )
     return files
 
 
@@ -70,7 +87,9 @@ def _matching(path: str) -> list[Path]:
     found = sorted(name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name))
     if not found:
         remedy = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
-        raise RecipeError("no data file matches this pattern", where="dataset.path", value=path, remedy=remedy)
+        raise RecipeError(
+            "no data file matches this pattern", where="dataset.path", value=path, remedy=remedy
+        )
     return [Path(name) for name in found]
 
 
@@ -123,21 +142,28 @@ def saved_table(directory: Path) -> list[Path] | None:
     state = directory / "state.json"
     if not (state.is_file() and (directory / "dataset_info.json").is_file()):
         return None
-    return [directory / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    return [
+        directory / part["filename"]
+        for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+    ]
 
 
 def require_readable(path: Path) -> Path:
     """*path*, if it is a file of a known kind that can be read; else :class:`RecipeError`."""
     if kind_of(path) not in LOADERS:
         remedy = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory, or a Hub name"
-        raise RecipeError("unknown data file format", where="dataset.path", value=path, remedy=remedy)
+        raise RecipeError(
+            "unknown data file format", where="dataset.path", value=path, remedy=remedy
+        )
     try:
         path.open("rb").close()
     except OSError as error:
         remedy = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
         if _REMOTE.match(str(path)):
             remedy = "copy the file to a local disk: only local files and data sets of the Hub can be read"
-        raise RecipeError.all_of([os_problem(error, "a data file cannot be read", remedy=remedy)]) from error
+        raise RecipeError.all_of(
+            [os_problem(error, "a data file cannot be read", remedy=remedy)]
+        ) from error
     return path
 
 

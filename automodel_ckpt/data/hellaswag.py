@@ -44,9 +44,15 @@ def hellaswag(
         return encoder.pairs(prompts, completions)
 
     return samples_of(
-        Source.of(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=("hellaswag",),
-        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
-    )  # fmt: skip
+        Source.of(path, split=split),
+        tokenizer,
+        encode,
+        Truncation(truncation, seq_length),
+        key=("hellaswag",),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
 
 
 def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:

@@ -32,7 +32,10 @@ class ImageTextCollator:
     """
 
     def __init__(
-        self, processor: Any, image_token_ids: frozenset[int] = frozenset(), pad_to_multiple_of: int | None = None
+        self,
+        processor: Any,
+        image_token_ids: frozenset[int] = frozenset(),
+        pad_to_multiple_of: int | None = None,
     ) -> None:
         self.processor, self.image_token_ids = processor, image_token_ids
         self.multiple = pad_to_multiple_of or 1
@@ -67,8 +70,13 @@ class ImageTextCollator:
         content = [{"type": "image"}, {"type": "text", "text": "."}]
         bound_chat_templates()
         try:
-            text = self.processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-        except (ValueError, TemplateError):  # no template, or one that fails: the data set brought its own
+            text = self.processor.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False
+            )
+        except (
+            ValueError,
+            TemplateError,
+        ):  # no template, or one that fails: the data set brought its own
             text = self._placeholder
         return ImageText(text, [image], [])
 
@@ -160,8 +168,14 @@ class ImageTextCollator:
             return True
         self.num_left_out += 1
         why = "cut an image" if cuts_image else "remove all labels"
-        log.warning("%s is skipped (%d so far): truncating its %d tokens to %d would %s",
-                    sample.where, self.num_left_out, len(tokens), limit, why)  # fmt: skip
+        log.warning(
+            "%s is skipped (%d so far): truncating its %d tokens to %d would %s",
+            sample.where,
+            self.num_left_out,
+            len(tokens),
+            limit,
+            why,
+        )
         return False
 
     def _truncated(

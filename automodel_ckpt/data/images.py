@@ -11,7 +11,9 @@ from typing import Any
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
-_REMEDY = "give the path of an image file, absolute or relative to the data file, or remove this sample"
+_REMEDY = (
+    "give the path of an image file, absolute or relative to the data file, or remove this sample"
+)
 
 
 def pillow() -> Any:
@@ -38,10 +40,19 @@ def open_image(value: Any, folder: Path) -> Any:
             warnings.simplefilter("error", image_module.DecompressionBombWarning)
             opened = source if isinstance(source, image_module.Image) else image_module.open(source)
             return opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError, AttributeError, Warning, image_module.DecompressionBombError) as error:
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        AttributeError,
+        Warning,
+        image_module.DecompressionBombError,
+    ) as error:
         value_shown = source if isinstance(source, Path) else type(value).__name__
         why = getattr(error, "strerror", None) or error
-        raise UnusableSample("an image cannot be read", f"{value_shown} ({why})", _REMEDY) from error
+        raise UnusableSample(
+            "an image cannot be read", f"{value_shown} ({why})", _REMEDY
+        ) from error
 
 
 def _source(value: Any, folder: Path) -> Any:
@@ -52,5 +63,7 @@ def _source(value: Any, folder: Path) -> Any:
     if not isinstance(value, str):
         return value
     if "://" in value or value.startswith("data:"):
-        raise UnusableSample("an image is not a local file, and images are not downloaded", value[:80], _REMEDY)
+        raise UnusableSample(
+            "an image is not a local file, and images are not downloaded", value[:80], _REMEDY
+        )
     return folder / Path(value).expanduser()

@@ -11,5 +11,10 @@ def at_most(max_samples: int | None, num_samples: int) -> int:
         return num_samples
     if max_samples < 1:
         what = "max_samples must be at least 1"
-        raise RecipeError(what, where="dataset.max_samples", value=max_samples, remedy="omit it to use all samples")
+        raise RecipeError(
+            what,
+            where="dataset.max_samples",
+            value=max_samples,
+            remedy="omit it to use all samples",
+        )
     return min(num_samples, max_samples)

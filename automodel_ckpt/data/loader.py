@@ -28,7 +28,9 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeErro
 
 log = logging.getLogger(__name__)
 
-_STATE_KEYS = frozenset({"epoch", "consumed_samples", "seed", "shuffle", "num_samples", "global_batch_size"})
+_STATE_KEYS = frozenset(
+    {"epoch", "consumed_samples", "seed", "shuffle", "num_samples", "global_batch_size"}
+)
 
 
 @dataclass(slots=True)
@@ -104,7 +106,11 @@ class GlobalBatchLoader:
         return -(-self.num_samples // size)
 
     def __iter__(self) -> Generator[GlobalBatch]:
-        batches = self._stream_batches() if self.num_samples is None else self._map_batches(self.num_samples)
+        batches = (
+            self._stream_batches()
+            if self.num_samples is None
+            else self._map_batches(self.num_samples)
+        )
         with closing(batches):
             first = next(batches, None)
             if first is not None:
@@ -184,7 +190,11 @@ class GlobalBatchLoader:
         order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
         end = num_samples - size + 1 if self.sizes.drop_last else num_samples
         starts = range(self.consumed_samples, end, size)
-        requests = (request for start in starts for request in self._requests(epoch, order[start : start + size]))
+        requests = (
+            request
+            for start in starts
+            for request in self._requests(epoch, order[start : start + size])
+        )
         reader = SampleReader(self.dataset, self.collate_fn)
         advances_rng = reader.may_draw or self.num_workers > 0
         with closing(read_all(reader, requests, self.num_workers)) as batches:
@@ -194,11 +204,15 @@ class GlobalBatchLoader:
                 with isolated_rng() if advances_rng else nullcontext():
                     micro_batches = list(islice(batches, num_micro_batches))
                 is_last = start == starts[-1]
-                yield GlobalBatch(epoch, start // size, start, ids, micro_batches, last_of_epoch=is_last)
+                yield GlobalBatch(
+                    epoch, start // size, start, ids, micro_batches, last_of_epoch=is_last
+                )
 
     def _requests(self, epoch: int, ids: np.ndarray[Any, Any]) -> Iterator[Request]:
         global_ids = ids.tolist()
-        return (Request(self.seed, epoch, part, global_ids[0]) for part in self._rank_part(global_ids))
+        return (
+            Request(self.seed, epoch, part, global_ids[0]) for part in self._rank_part(global_ids)
+        )
 
     def _rank_part(self, ids: list[int]) -> list[list[int]]:
         return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)
@@ -206,7 +220,12 @@ class GlobalBatchLoader:
     def _stream_batches(self) -> Generator[GlobalBatch]:
         epoch = self.epoch
         position = StreamPosition(
-            self.seed, epoch, self.consumed_samples, self._source_state, self._start_state, self.shuffle
+            self.seed,
+            epoch,
+            self.consumed_samples,
+            self._source_state,
+            self._start_state,
+            self.shuffle,
         )
         reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
         with closing(read_stream(reader, self.num_workers)) as batches:
@@ -214,7 +233,9 @@ class GlobalBatchLoader:
                 index = part.start // self.sizes.global_batch_size
                 end = part.start + part.num_samples
                 ids = list(range(part.start, end))
-                yield GlobalBatch(epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state)
+                yield GlobalBatch(
+                    epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state
+                )
 
     def _skip_to_next_epoch(self) -> None:
         if self.consumed_samples == 0:
@@ -239,9 +260,13 @@ class GlobalBatchLoader:
                 "batches do not depend on the number of ranks",
             )
         if self.shuffle and not shuffles(self.dataset):
-            self._warn("an iterable data set is read in its own order; dataloader.shuffle does not apply")
+            self._warn(
+                "an iterable data set is read in its own order; dataloader.shuffle does not apply"
+            )
         if self.num_workers > 1:
-            self._warn(f"an iterable data set is read by one worker process, not {self.num_workers}")
+            self._warn(
+                f"an iterable data set is read by one worker process, not {self.num_workers}"
+            )
         if restores_exactly(self.dataset):
             self._source_state = self._start_state = self.dataset.state_dict()
 

@@ -12,8 +12,13 @@ from typing import Any
 
 _WEIGHT = "weight"
 _SHAREGPT = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
 """Who speaks, and the role of that."""
 
 
@@ -48,20 +53,26 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     """
     asked, answered = prompt, completion
     if not isinstance(asked, list) or not isinstance(answered, list):
-        odd, other = ("prompt", "completion") if isinstance(answered, list) else ("completion", "prompt")
+        odd, other = (
+            ("prompt", "completion") if isinstance(answered, list) else ("completion", "prompt")
+        )
         raise UnusableSample(
             f"the {odd} is not a list of messages, but the {other} is",
             repr(prompt if odd == "prompt" else completion)[:80],
             "provide both as lists of messages, or both as text",
         )
     before, after = ([_in_roles(turn) for turn in part] for part in (asked, answered))
-    if [turn.get("role") for turn in (*before[-1:], *after[:1]) if isinstance(turn, dict)] == ["assistant"] * 2:
+    if [turn.get("role") for turn in (*before[-1:], *after[:1]) if isinstance(turn, dict)] == [
+        "assistant"
+    ] * 2:
         raise UnusableSample(
             "the completion continues the assistant's message in the prompt",
             repr(before[-1])[:80],
             "move the whole message into the completion",
         )
-    return turns_of([turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before] + after)
+    return turns_of(
+        [turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before] + after
+    )
 
 
 def is_trained_on(turn: Mapping[str, Any]) -> bool:
@@ -97,7 +108,9 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [call.get("function") or call for call in calls if isinstance(call, dict)]
 
 
-def with_functions(turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def with_functions(
+    turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     """A copy of a message in which *change* replaced each function call."""
     changed = dict(turn)
     if isinstance(turn.get("function_call"), dict):
@@ -110,7 +123,11 @@ def with_functions(turn: dict[str, Any], change: Callable[[dict[str, Any]], dict
 def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     if not isinstance(call, dict):
         return call
-    return call | {"function": change(call["function"])} if isinstance(call.get("function"), dict) else change(call)
+    return (
+        call | {"function": change(call["function"])}
+        if isinstance(call.get("function"), dict)
+        else change(call)
+    )
 
 
 def _without_absent(turn: Any) -> Any:
@@ -137,24 +154,38 @@ def _in_roles(turn: Any) -> Any:
 
 
 def _require_content(turn: dict[str, Any]) -> None:
-    if turn.keys() <= {"role", "name", _WEIGHT}:  # templates write nothing for it, or the word None, to be learned
+    if turn.keys() <= {
+        "role",
+        "name",
+        _WEIGHT,
+    }:  # templates write nothing for it, or the word None, to be learned
         raise UnusableSample(
-            "a message has no content", repr(turn)[:80], "add content or tool_calls, or remove the message"
+            "a message has no content",
+            repr(turn)[:80],
+            "add content or tool_calls, or remove the message",
         )
     content = turn.get("content", "")
     if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
         remedy = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
-        raise UnusableSample("a message's content is neither text nor a list of parts", repr(content)[:80], remedy)
+        raise UnusableSample(
+            "a message's content is neither text nor a list of parts", repr(content)[:80], remedy
+        )
 
 
 def _require_weight(turn: dict[str, Any]) -> None:
     weight = turn.get(_WEIGHT, 0)
     if weight not in (0, 1):
-        remedy = "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others"
-        raise UnusableSample("a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy)
+        remedy = (
+            "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others"
+        )
+        raise UnusableSample(
+            "a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy
+        )
     if weight and turn["role"] != "assistant":
         remedy = "remove the weight or set it to 0: only assistant messages are trained on"
-        raise UnusableSample("a message that is not the assistant's has a weight", f"role: {turn['role']}", remedy)
+        raise UnusableSample(
+            "a message that is not the assistant's has a weight", f"role: {turn['role']}", remedy
+        )
 
 
 def without_nulls(value: Any) -> Any:

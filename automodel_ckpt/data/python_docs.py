@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 _FORMAT = 1
 _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
 _SMALLEST_VOCABULARY = 256 + len((_PAD, _BOS, _EOS))
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"})
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+)
 
 
 def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
@@ -59,7 +61,10 @@ def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
 
 
 def language_modeling(
-    tokenizer: PreTrainedTokenizerBase, seq_length: int = 128, split: str = "train", max_samples: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int = 128,
+    split: str = "train",
+    max_samples: int | None = None,
 ) -> TokenizedDataset:
     """The Python language reference (``pydoc_data.topics``) in blocks of *seq_length* tokens, every token a label.
 
@@ -95,7 +100,9 @@ def docstring_pairs(
 
     def build() -> TokenizedDataset:
         pairs = list(_library_pairs(split))
-        samples = Encoder(tokenizer).pairs([pair.prompt for pair in pairs], [pair.docstring for pair in pairs])
+        samples = Encoder(tokenizer).pairs(
+            [pair.prompt for pair in pairs], [pair.docstring for pair in pairs]
+        )
         return policy.apply_to_all(samples, lambda number: pairs[number].where)
 
     require_choice("split", split, ("train", "validation"))
@@ -207,7 +214,11 @@ def _library_directory() -> Path:
 
 
 def _library_files(root: Path) -> list[Path]:
-    return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)]
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not _NOT_LIBRARY & set(path.relative_to(root).parts)
+    ]
 
 
 def _library_digest() -> str:

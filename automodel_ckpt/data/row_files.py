@@ -229,7 +229,9 @@ def _after_separator(text: str, position: int, path: Path, is_list: bool) -> int
     if not is_list or text[position : position + 1] == "]":
         return position
     if text[position : position + 1] != ",":
-        raise _not_json(path, text.count("\n", 0, position) + 1, "a comma or ] is missing between two objects")
+        raise _not_json(
+            path, text.count("\n", 0, position) + 1, "a comma or ] is missing between two objects"
+        )
     following = _after_blanks(text, position + 1)
     if text[following : following + 1] in ("", "]"):
         raise _not_json(path, text.count("\n", 0, position) + 1, "no object follows after a comma")
@@ -351,11 +353,15 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _other_length(values: Sequence[str], names: Sequence[str], separator: str, where: str) -> RecipeError:
+def _other_length(
+    values: Sequence[str], names: Sequence[str], separator: str, where: str
+) -> RecipeError:
     is_longer = len(values) > len(names)
     remedy = "give every row a value for each column; an empty one is enough"
     if is_longer and separator == ",":
-        remedy = "put quotes around values with commas in them, or name all columns in the first line"
+        remedy = (
+            "put quotes around values with commas in them, or name all columns in the first line"
+        )
     elif is_longer:
         remedy = "remove tabs from the values, or name all columns in the first line"
     return RecipeError(

@@ -51,12 +51,20 @@ class RowStream(IterableDataset[Row]):
     """A digest that changes with the samples, as far as is known without reading them; None if unknown."""
 
     def __init__(
-        self, rows: Any, encode: Encode, policy: Truncation, source: Source, block: int = DEFAULT_BLOCK
+        self,
+        rows: Any,
+        encode: Encode,
+        policy: Truncation,
+        source: Source,
+        block: int = DEFAULT_BLOCK,
     ) -> None:
         if block < 1:
             remedy = "set 1 to disable shuffling, or a larger number"
             raise RecipeError(
-                "shuffle_block must be at least 1", where="dataset.shuffle_block", value=block, remedy=remedy
+                "shuffle_block must be at least 1",
+                where="dataset.shuffle_block",
+                value=block,
+                remedy=remedy,
             )
         self.rows = rows
         self.encode = encode
@@ -159,7 +167,9 @@ class RowStream(IterableDataset[Row]):
         return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
 
 
-def row_stream(source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None) -> RowStream:
+def row_stream(
+    source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None
+) -> RowStream:
     """The stream of at most *max_samples* rows of *source*.
 
     Logs how samples that are too long are handled, because their number is not known in advance.

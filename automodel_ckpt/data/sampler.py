@@ -48,7 +48,9 @@ def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uin
     return state
 
 
-def rank_part(ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int) -> list[list[int]]:
+def rank_part(
+    ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int
+) -> list[list[int]]:
     """The micro-batches of one rank out of the *ids* of a global batch.
 
     The ids are divided, in order, into micro-batches of *local_batch_size* (the last may be shorter). Each rank takes a
@@ -71,7 +73,12 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: i
     where = "step_scheduler.global_batch_size, step_scheduler.local_batch_size"
     sizes = f"global_batch_size {global_batch_size}, local_batch_size {local_batch_size}, {dp_size} data parallel ranks"
     if min(global_batch_size, local_batch_size, dp_size) < 1:
-        raise RecipeError("batch sizes must be at least 1", where=where, value=sizes, remedy="give positive numbers")
+        raise RecipeError(
+            "batch sizes must be at least 1",
+            where=where,
+            value=sizes,
+            remedy="give positive numbers",
+        )
     per_pass = local_batch_size * dp_size
     if global_batch_size % per_pass:
         below = global_batch_size // per_pass * per_pass

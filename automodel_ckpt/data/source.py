@@ -81,7 +81,9 @@ class Rows:
             raise _empty(self.path)
         missing = [field for field in fields if field not in self.fields]
         if missing:
-            general = "set the fields to use in the dataset section, or rename the fields of the data"
+            general = (
+                "set the fields to use in the dataset section, or rename the fields of the data"
+            )
             raise RecipeError(
                 f"the data has no field {', '.join(missing)}",
                 where=self.path,
@@ -250,7 +252,9 @@ class Source(Rows):
             return cls(path, name, split, several)
         if not path:
             remedy = "list at least one file"
-            raise RecipeError("the list of data files is empty", where="dataset.path", value="[]", remedy=remedy)
+            raise RecipeError(
+                "the list of data files is empty", where="dataset.path", value="[]", remedy=remedy
+            )
         shown = ", ".join(path) if len(path) < 3 else f"{path[0]} and {len(path) - 1} more"
         return cls(shown, name, split, tuple(path))
 
@@ -259,14 +263,18 @@ class Source(Rows):
         """Whether *path* is one or several local files, existing or not, rather than a directory or Hub name."""
         path = Path(self.path).expanduser()
         is_named = os.path.isdir(path) or _HUB_NAME.fullmatch(self.path)
-        return bool(self.several) or kind_of(path) in LOADERS or os.path.isfile(path) or not is_named
+        return (
+            bool(self.several) or kind_of(path) in LOADERS or os.path.isfile(path) or not is_named
+        )
 
     @cached_property
     def files(self) -> list[Path]:
         """The files of the source if :attr:`is_file`. Raises :class:`RecipeError` if they cannot be read."""
         if self.name is not None:
             remedy = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
-            raise RecipeError("a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy)
+            raise RecipeError(
+                "a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy
+            )
         return files_of(self.several or [self.path])
 
     @property
@@ -292,7 +300,9 @@ class Source(Rows):
         prefix = f"{self.path} {self.name} {self.split}"
         if self._record_files is None:
             return f"{prefix} {self._table._fingerprint}"
-        digests = " ".join(digest(file) for name in self._splits() for file in self._record_files[name])
+        digests = " ".join(
+            digest(file) for name in self._splits() for file in self._record_files[name]
+        )
         return f"{prefix} {digests}"
 
     def outline(self) -> str:
@@ -307,7 +317,10 @@ class Source(Rows):
         if "[" in self.split or "+" in self.split:
             remedy = "use a whole split, or set dataset.streaming false"
             raise RecipeError(
-                "a stream cannot read part of a split", where="dataset.split", value=self.split, remedy=remedy
+                "a stream cannot read part of a split",
+                where="dataset.split",
+                value=self.split,
+                remedy=remedy,
             )
         if self._record_files is not None:
             [split] = self._splits()
@@ -358,7 +371,9 @@ class Source(Rows):
         except (OSError, ValueError, SyntaxError) as error:
             value = f"{type(error).__name__}: {error}"
             remedy = "correct or remove this sample"
-            raise RecipeError("a row cannot be read", where=self.place(number), value=value, remedy=remedy) from error
+            raise RecipeError(
+                "a row cannot be read", where=self.place(number), value=value, remedy=remedy
+            ) from error
 
     def place(self, row: int) -> str:
         """The location of a row: file and line, or for tables without lines the number of the row from 0."""
@@ -385,7 +400,9 @@ class Source(Rows):
         splits: dict[str, list[Path]] = {}
         for split, names in (builder.config.data_files or {}).items():
             paths = [Path(name) for name in names]
-            splits[str(split)] = [path for path in paths if LOADERS.get(kind_of(path)) == builder.info.builder_name]
+            splits[str(split)] = [
+                path for path in paths if LOADERS.get(kind_of(path)) == builder.info.builder_name
+            ]
         kinds = {kind_of(file) for files in splits.values() for file in files}
         if not kinds or not kinds <= KINDS or _has_reading_options(builder.config, kinds):
             return None
@@ -424,12 +441,16 @@ class Source(Rows):
         known = list(self._record_files or ())
         for name in names:
             if name not in known:
-                raise self._cannot_read(ValueError(f'Unknown split "{name}". Should be one of {known}.'))
+                raise self._cannot_read(
+                    ValueError(f'Unknown split "{name}". Should be one of {known}.')
+                )
         return names
 
     def unreadable(self, error: Exception) -> RecipeError:
         """Make the error for data that ``datasets`` cannot read, with the reason."""
-        remedy = "repair the file; every row must have the same fields with values of the same types"
+        remedy = (
+            "repair the file; every row must have the same fields with values of the same types"
+        )
         reason = " ".join(str(error.__cause__ or error).split())
         return self._other_fields(reason) or RecipeError(
             "the data file cannot be read", where=self.path, value=reason, remedy=remedy
@@ -464,7 +485,10 @@ class Source(Rows):
         if (saved := saved_table(path)) is not None:
             if not saved:
                 raise _empty(self.path)
-            return {"path": "arrow", "data_files": {"train": [glob.escape(str(file)) for file in saved]}}
+            return {
+                "path": "arrow",
+                "data_files": {"train": [glob.escape(str(file)) for file in saved]},
+            }
         return {"path": str(path.resolve()), "name": self.name}  # it needs a name for a directory
 
     def _in_directory(self) -> list[Path]:
@@ -523,7 +547,10 @@ class Source(Rows):
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
             remedy = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or use another directory"
             return RecipeError(
-                "the directory contains no data file", where="dataset.path", value=self.path, remedy=remedy
+                "the directory contains no data file",
+                where="dataset.path",
+                value=self.path,
+                remedy=remedy,
             )
         reason: BaseException = error
         if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
@@ -571,7 +598,10 @@ def _known_form(fields: Sequence[str]) -> str:
     """A hint which builder reads data with these fields; empty if none is known."""
     forms = (
         (["messages"], "automodel_ckpt.data.chat.messages"),
-        (["conversations"], "automodel_ckpt.data.chat.messages, with messages_field: conversations"),
+        (
+            ["conversations"],
+            "automodel_ckpt.data.chat.messages, with messages_field: conversations",
+        ),
         (["prompt", "completion"], "automodel_ckpt.data.text.prompt_completion"),
         (["text"], "automodel_ckpt.data.text.text"),
     )

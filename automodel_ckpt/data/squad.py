@@ -48,9 +48,15 @@ def squad(
 
     key = ("squad", repr(no_answer))
     return samples_of(
-        Source.of(path, split=split), tokenizer, encode, Truncation(truncation, seq_length), key=key,
-        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
-    )  # fmt: skip
+        Source.of(path, split=split),
+        tokenizer,
+        encode,
+        Truncation(truncation, seq_length),
+        key=key,
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
 
 
 def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
@@ -58,11 +64,16 @@ def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         remedy = 'use {"text": ["..."], "answer_start": [0]}'
         raise RecipeError(
-            "the answers are not in SQuAD's format", where=source.place(row), value=answers, remedy=remedy
+            "the answers are not in SQuAD's format",
+            where=source.place(row),
+            value=answers,
+            remedy=remedy,
         )
     if texts:
         return str(texts[0]).strip()
     if no_answer is None:
         remedy = "set dataset.no_answer to the text that the model should answer"
-        raise RecipeError("a question has no answer", where=source.place(row), value=answers, remedy=remedy)
+        raise RecipeError(
+            "a question has no answer", where=source.place(row), value=answers, remedy=remedy
+        )
     return no_answer

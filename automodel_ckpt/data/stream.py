@@ -78,7 +78,9 @@ class StreamReader(IterableDataset[Any]):
     Reads one global batch ahead, to know which one is the last. An error is yielded as a :class:`Failure`, and ends it.
     """
 
-    def __init__(self, source: Any, collate_fn: Collate, sizes: BatchSizes, position: StreamPosition) -> None:
+    def __init__(
+        self, source: Any, collate_fn: Collate, sizes: BatchSizes, position: StreamPosition
+    ) -> None:
         self.source = source
         self.collate_fn = collate_fn
         self.sizes = sizes
@@ -114,7 +116,9 @@ class StreamReader(IterableDataset[Any]):
 
     def _resume(self) -> Iterator[Any]:
         if shuffles(self.source):
-            self.source.set_order(self.position.seed, self.position.epoch, shuffle=self.position.shuffle)
+            self.source.set_order(
+                self.position.seed, self.position.epoch, shuffle=self.position.shuffle
+            )
         if callable(getattr(self.source, "set_epoch", None)):
             self.source.set_epoch(self.position.epoch)
         if self.position.source_state is not None:
@@ -149,7 +153,9 @@ class StreamReader(IterableDataset[Any]):
         except StopIteration:
             return []
         except Exception as error:
-            raise with_location(error, f"sample {number} of the stream", "could not be read") from error
+            raise with_location(
+                error, f"sample {number} of the stream", "could not be read"
+            ) from error
 
     def _source_state(self) -> Any:
         return copy.deepcopy(self.source.state_dict()) if self.stateful else None

@@ -45,15 +45,53 @@ _SLOW = frozenset({"pprint", "striptags", "title", "urlize", "wordcount", "wordw
 """Filters by regular expressions or Python loops that take more than linear time."""
 _SHALLOW = frozenset(
     {
-        "abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map",
-        "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr",
+        "abs",
+        "attr",
+        "count",
+        "d",
+        "default",
+        "first",
+        "float",
+        "int",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "round",
+        "select",
+        "selectattr",
     }
-)  # fmt: skip
+)
 """Filters that look at the outermost container only."""
-_PADDING = frozenset({"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "zfill"})
+_PADDING = frozenset(
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "zfill"}
+)
 """Filters and methods that fill up to a number."""
-_COMPARING = frozenset({"==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt",
-                        "greaterthan", "ge", "in"})  # fmt: skip
+_COMPARING = frozenset(
+    {
+        "==",
+        "!=",
+        "<",
+        "<=",
+        ">",
+        ">=",
+        "eq",
+        "equalto",
+        "ne",
+        "lt",
+        "lessthan",
+        "le",
+        "gt",
+        "greaterthan",
+        "ge",
+        "in",
+    }
+)
 _WIDE = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*\d{5,}")
 _GIVEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
 _CONTAINERS = (list, tuple, dict, set, frozenset, range)
@@ -159,7 +197,9 @@ class _Guarded(dict[str, Callable[..., Any]]):
     """Filters, each counted; also those that are added later."""
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
-        guarded: dict[str, Callable[..., Any]] = {name: _guarded(name, filters[name]) for name in filters}
+        guarded: dict[str, Callable[..., Any]] = {
+            name: _guarded(name, filters[name]) for name in filters
+        }
         super().__init__(guarded | _METERS)
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
@@ -169,7 +209,9 @@ class _Guarded(dict[str, Callable[..., Any]]):
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or test that is counted before and after it runs."""
 
-    @functools.wraps(function)  # copies the mark by which Jinja passes it the context or environment
+    @functools.wraps(
+        function
+    )  # copies the mark by which Jinja passes it the context or environment
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _meter.check_time()
         result = function(*_check_work(name, args, kwargs), **kwargs)
@@ -192,21 +234,31 @@ def _check_work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
             raise TemplateTooCostly("the template rounds to more than 100 digits")
         return args
     args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
-    weight = sum(_weigh(value) for value in (*args, *kwargs.values()) if isinstance(value, _CONTAINERS))
+    weight = sum(
+        _weigh(value) for value in (*args, *kwargs.values()) if isinstance(value, _CONTAINERS)
+    )
     text = next((value for value in args if isinstance(value, str | bytes)), "")
     if name in _SLOW and weight + len(text) > _MAX_SLOW_INPUT:
-        raise TemplateTooCostly(f"the template uses {name} on more than {_MAX_SLOW_INPUT} characters")
+        raise TemplateTooCostly(
+            f"the template uses {name} on more than {_MAX_SLOW_INPUT} characters"
+        )
     if weight:
         _meter.spend(weight)
     largest = max(_numbers(args, kwargs), default=0) if name in _PADDING or name == "tojson" else 0
     if largest:
-        _meter.spend(largest * (1 + weight + (_count(text, "\n") if name == "indent" else _count(text, "\t"))))
+        _meter.spend(
+            largest
+            * (1 + weight + (_count(text, "\n") if name == "indent" else _count(text, "\t")))
+        )
     if name in ("replace", "join", "translate"):
         _meter.spend(_spread(name, args, kwargs))
     if name in ("format", "format_map") and text:
         _check_format(str(text), [*args[1:], *kwargs.values()])
     if name == "sum" and any(
-        isinstance(item, list | tuple) for value in args if isinstance(value, list) for item in value
+        isinstance(item, list | tuple)
+        for value in args
+        if isinstance(value, list)
+        for item in value
     ):
         _meter.spend(weight * weight)  # each addition copies what there is so far
     return args
@@ -218,7 +270,9 @@ def _count(text: str | bytes, what: str) -> int:
 
 def _numbers(args: Any, kwargs: Mapping[str, Any]) -> list[int]:
     values = [*args, *kwargs.values()]
-    return [abs(value) for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return [
+        abs(value) for value in values if isinstance(value, int) and not isinstance(value, bool)
+    ]
 
 
 def _spread(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -232,7 +286,10 @@ def _spread(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         text, old, new = texts[:3]
         count = text.count(old) if type(text) is type(old) else 0  # type: ignore[arg-type]
         return count * len(new)
-    longest = max((_weigh(item) for table in lists if isinstance(table, dict) for item in table.values()), default=1)
+    longest = max(
+        (_weigh(item) for table in lists if isinstance(table, dict) for item in table.values()),
+        default=1,
+    )
     return sum(len(text) for text in texts) * longest
 
 
@@ -255,9 +312,15 @@ def _check_growth(operator: str, left: Any, right: Any) -> None:
         if isinstance(left, str | bytes | list | tuple):
             _meter.spend(_weigh(left) * times)
     elif isinstance(left, int) and isinstance(right, int):
-        num_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        num_bits = (
+            left.bit_length() * right
+            if operator == "**"
+            else left.bit_length() + right.bit_length()
+        )
         if abs(num_bits) > _MAX_NUMBER_BITS:
-            raise TemplateTooCostly(f"the template computes a number of more than {_MAX_NUMBER_BITS} bits")
+            raise TemplateTooCostly(
+                f"the template computes a number of more than {_MAX_NUMBER_BITS} bits"
+            )
     elif isinstance(right, str | bytes | list | tuple) and isinstance(left, int):
         _meter.spend(_weigh(right) * max(left, 0))
 
@@ -339,9 +402,13 @@ def _concatenated(context: Context, values: list[Any]) -> str:
 
 
 _METERS: dict[str, Callable[..., Any]] = {
-    "__spend": _spend, "__weighed": _weighed, "__sized": _sized, "__concatenated": _concatenated,
-    "__compared": _compared, "__searched": _searched,
-}  # fmt: skip
+    "__spend": _spend,
+    "__weighed": _weighed,
+    "__sized": _sized,
+    "__concatenated": _concatenated,
+    "__compared": _compared,
+    "__searched": _searched,
+}
 
 
 class _Metering(NodeTransformer):
@@ -352,7 +419,9 @@ class _Metering(NodeTransformer):
         self.generic_visit(node)
         node.body.insert(0, _statement(size, node))
         if node.test is not None:
-            node.test = nodes.And(_metered(nodes.Const(1), "__spend", node), node.test, lineno=node.lineno)
+            node.test = nodes.And(
+                _metered(nodes.Const(1), "__spend", node), node.test, lineno=node.lineno
+            )
         return node
 
     def visit_Macro(self, node: Any) -> nodes.Node:
@@ -367,7 +436,8 @@ class _Metering(NodeTransformer):
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
         node.nodes = [
-            part if isinstance(part, nodes.TemplateData) else _metered(part, "__weighed", node) for part in node.nodes
+            part if isinstance(part, nodes.TemplateData) else _metered(part, "__weighed", node)
+            for part in node.nodes
         ]
         return node
 
@@ -393,7 +463,9 @@ class _Metering(NodeTransformer):
         left: nodes.Expr = node.expr
         for operand in node.ops:
             is_search = operand.op in ("in", "notin")
-            is_cheap = isinstance(operand.expr, nodes.Const) or (isinstance(left, nodes.Const) and not is_search)
+            is_cheap = isinstance(operand.expr, nodes.Const) or (
+                isinstance(left, nodes.Const) and not is_search
+            )
             left = operand.expr
             if not is_cheap and not isinstance(left, nodes.List | nodes.Tuple):
                 operand.expr = _metered(left, "__searched" if is_search else "__compared", node)

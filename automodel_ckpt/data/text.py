@@ -50,10 +50,16 @@ def text(
         return encoder.documents(documents)
 
     return samples_of(
-        Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length),
-        fields=names_in(field), key=("text", field),
-        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
-    )  # fmt: skip
+        Source.of(path, name, split),
+        tokenizer,
+        encode,
+        Truncation(truncation, seq_length),
+        fields=names_in(field),
+        key=("text", field),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
 
 
 def prompt_completion(
@@ -83,7 +89,9 @@ def prompt_completion(
     """
     encoder = Encoder(tokenizer)
     fields = [prompt_field, completion_field]
-    template = ChatTemplate(tokenizer, _template_text(tokenizer, chat_template), dict(template_kwargs or {}), False)
+    template = ChatTemplate(
+        tokenizer, _template_text(tokenizer, chat_template), dict(template_kwargs or {}), False
+    )
 
     @cache
     def report_method() -> None:
@@ -105,11 +113,16 @@ def prompt_completion(
         return encoder.pairs(prompts, completions)
 
     return samples_of(
-        Source.of(path, name, split), tokenizer, encode, Truncation(truncation, seq_length),
+        Source.of(path, name, split),
+        tokenizer,
+        encode,
+        Truncation(truncation, seq_length),
         fields=[name for field in (*fields, "tools") for name in names_in(field)],
         key=("prompt_completion", *fields, *template.key),
-        max_samples=max_samples, streaming=streaming, shuffle_block=shuffle_block,
-    )  # fmt: skip
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:

@@ -58,16 +58,26 @@ class TokenizedDataset:
 
     @classmethod
     def of(
-        cls, samples: Sequence[TokenizedSample], num_cut: int = 0, num_left_out: int = 0, num_empty: int = 0
+        cls,
+        samples: Sequence[TokenizedSample],
+        num_cut: int = 0,
+        num_left_out: int = 0,
+        num_empty: int = 0,
     ) -> TokenizedDataset:
         """The data set of *samples*.
 
         *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
         """
-        tokens = np.fromiter((token for sample in samples for token in sample.tokens), dtype=np.int32)
+        tokens = np.fromiter(
+            (token for sample in samples for token in sample.tokens), dtype=np.int32
+        )
         ends = np.fromiter(accumulate(len(sample.tokens) for sample in samples), dtype=np.int64)
-        labelled = np.fromiter((is_labeled for sample in samples for is_labeled in sample.labelled), dtype=np.bool_)
-        return cls(tokens, ends, labelled, np.array([num_cut, num_left_out, num_empty], dtype=np.int64))
+        labelled = np.fromiter(
+            (is_labeled for sample in samples for is_labeled in sample.labelled), dtype=np.bool_
+        )
+        return cls(
+            tokens, ends, labelled, np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
+        )
 
     @classmethod
     def load(cls, directory: Path) -> TokenizedDataset:

@@ -30,18 +30,36 @@ class _Shipped:
 
 
 _BY_DIGEST = {
-    "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": _Shipped("Qwen3", "qwen3.jinja"),
-    "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _Shipped("Qwen3.5", "qwen3_5.jinja"),
-    "273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": _Shipped("Qwen3.5", "qwen3_5.jinja"),
+    "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": _Shipped(
+        "Qwen3", "qwen3.jinja"
+    ),
+    "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _Shipped(
+        "Qwen3.5", "qwen3_5.jinja"
+    ),
+    "273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": _Shipped(
+        "Qwen3.5", "qwen3_5.jinja"
+    ),
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _Shipped(
         "Qwen3.6", "qwen3_5.jinja", "json_scalars"
     ),
-    "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": _Shipped("DeepSeek-V3", "deepseek_v3.jinja"),
-    "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146": _Shipped("GPT-OSS", "gpt_oss.jinja"),
-    "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": _Shipped("GLM-4.5", "glm_4_moe.jinja"),
-    "9aeb7eac68ad87bba7567e9d4597ff203e5609f1b427d9e823437d0142cc61bf": _Shipped("Gemma 4", "gemma_4.jinja"),
-    "43a92aacc2e169bb37055e4d8b0df31edfdc8657d8c387fcf98254cb246e626a": _Shipped("Nemotron 3", "nemotron_3.jinja"),
-    "3b74d76d8b903752e764cae114ae8ae2f24cd260466cf672570c745219573d28": _Shipped("Nemotron 3", "nemotron_3.jinja"),
+    "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": _Shipped(
+        "DeepSeek-V3", "deepseek_v3.jinja"
+    ),
+    "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146": _Shipped(
+        "GPT-OSS", "gpt_oss.jinja"
+    ),
+    "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": _Shipped(
+        "GLM-4.5", "glm_4_moe.jinja"
+    ),
+    "9aeb7eac68ad87bba7567e9d4597ff203e5609f1b427d9e823437d0142cc61bf": _Shipped(
+        "Gemma 4", "gemma_4.jinja"
+    ),
+    "43a92aacc2e169bb37055e4d8b0df31edfdc8657d8c387fcf98254cb246e626a": _Shipped(
+        "Nemotron 3", "nemotron_3.jinja"
+    ),
+    "3b74d76d8b903752e764cae114ae8ae2f24cd260466cf672570c745219573d28": _Shipped(
+        "Nemotron 3", "nemotron_3.jinja"
+    ),
     "82753bef5cedc4932c1ed509b5c9a12be680fd86d1adb65bc3f7398d11c8eebc": _Shipped(
         "Nemotron 3 Ultra", "nemotron_3.jinja", "is_ultra"
     ),
@@ -76,5 +94,7 @@ def model_of(template: str) -> str | None:
 
 @cache
 def _text_of(shipped: _Shipped) -> str:
-    text = (resources.files(__package__) / "chat_templates" / shipped.file).read_text(encoding="utf-8")
+    text = (resources.files(__package__) / "chat_templates" / shipped.file).read_text(
+        encoding="utf-8"
+    )
     return text if shipped.variable is None else f"{{%- set {shipped.variable} = true %}}{text}"

@@ -74,7 +74,13 @@ def conversations(
     )
     log.info("%s: the assistant's tokens are found by %s", path, template.method)
     return ImageConversations(
-        Source.of(path, name, split), template, messages_field, images_field, seq_length, truncation, max_samples
+        Source.of(path, name, split),
+        template,
+        messages_field,
+        images_field,
+        seq_length,
+        truncation,
+        max_samples,
     )
 
 
@@ -117,11 +123,17 @@ class ImageConversations:
             )
         except UnusableSample as error:
             where = f"sample {index} ({self.source.place(index)})"
-            raise RecipeError(error.what, where=where, value=error.value, remedy=error.remedy) from error
+            raise RecipeError(
+                error.what, where=where, value=error.value, remedy=error.remedy
+            ) from error
 
 
 def image_text(
-    template: ImageChatTemplate, conversation: Any, images: Sequence[Any], folder: Path = Path(), **options: Any
+    template: ImageChatTemplate,
+    conversation: Any,
+    images: Sequence[Any],
+    folder: Path = Path(),
+    **options: Any,
 ) -> ImageText:
     """Make a sample of a *conversation* and the *images* for its empty image entries.
 
@@ -133,7 +145,9 @@ def image_text(
     text, learnt = template.render(turns)
     if not learnt:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        raise UnusableSample("this conversation has no assistant text to train on", roles, "remove it")
+        raise UnusableSample(
+            "this conversation has no assistant text to train on", roles, "remove it"
+        )
     return ImageText(text, [open_image(value, folder) for value in values], learnt, **options)
 
 
@@ -168,7 +182,9 @@ class ImageChatTemplate(ChatTemplate):
 def _template(processor: Any, given: str | None) -> str:
     if given not in CHOICES:
         return read_template(str(given))
-    own = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
+    own = getattr(processor, "chat_template", None) or getattr(
+        processor.tokenizer, "chat_template", None
+    )
     if isinstance(own, dict):
         own = own.get("default")
     if not isinstance(own, str):
@@ -181,7 +197,9 @@ def _template(processor: Any, given: str | None) -> str:
     return select_template(own, given)
 
 
-def _assign_images(turns: list[dict[str, Any]], images: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+def _assign_images(
+    turns: list[dict[str, Any]], images: list[Any]
+) -> tuple[list[dict[str, Any]], list[Any]]:
     """The turns with contents that are lists of text and empty image entries, and the images in their order.
 
     Raises :class:`UnusableSample` if the number of *images* does not match the empty image entries.

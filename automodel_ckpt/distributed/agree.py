@@ -137,6 +137,8 @@ def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> Automodel
 def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, ...]:
     head, *rest = failed[first].problems
     named = Problem(f"rank {first}: {head.what}", head.where, head.value, head.remedy)
-    others = [f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first]
+    others = [
+        f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first
+    ]
     also = [Problem("other ranks failed too", "; ".join(others), "", "")] if others else []
     return (named, *rest, *also)

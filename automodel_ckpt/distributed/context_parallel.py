@@ -48,7 +48,8 @@ def check_context_heads(config: Any, cp_size: int, tp_size: int = 1) -> None:
     raise RecipeError(
         "the number of attention heads is not divisible by cp_size",
         where=_WHERE,
-        value=f"{cp_size}; the model has num_attention_heads {heads}" + (f", tp_size is {tp_size}" * (tp_size > 1)),
+        value=f"{cp_size}; the model has num_attention_heads {heads}"
+        + (f", tp_size is {tp_size}" * (tp_size > 1)),
         remedy=f"set it to {fitting}" if fitting > 1 else "remove cp_size",
     )
 
@@ -75,7 +76,12 @@ def _why_not(model: nn.Module) -> str:
     if config is None or not hasattr(base, "get_decoder"):
         return "it is not a model of transformers"
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
-    inside = {type(part).__name__ for layer in _layers(base) for part in layer.modules() if isinstance(part, nn.Conv1d)}
+    inside = {
+        type(part).__name__
+        for layer in _layers(base)
+        for part in layer.modules()
+        if isinstance(part, nn.Conv1d)
+    }
     if getattr(base, "_is_stateful", False) or kinds or inside:
         named = ", ".join(sorted(kinds | inside)) or "a state along the sequence"
         return f"its layers mix tokens outside of attention ({named})"
@@ -118,7 +124,9 @@ class ContextParallel:
         _make_exchanging(attention_name(base))
         for number, layer in enumerate(_layers(base)):
             names = [*inspect.signature(layer.forward).parameters]
-            layer.register_forward_pre_hook(self._cutter(names, first=number == 0), with_kwargs=True)
+            layer.register_forward_pre_hook(
+                self._cutter(names, first=number == 0), with_kwargs=True
+            )
             for module in layer.modules():
                 setattr(module, _MARK, self)
 
@@ -169,7 +177,11 @@ class ContextParallel:
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         query, key, value = map(self._exchange, (query, key, value))
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+        if (
+            isinstance(attention_mask, torch.Tensor)
+            and attention_mask.dim() == 4
+            and attention_mask.shape[1] > 1
+        ):
             attention_mask = attention_mask.chunk(self.size, dim=1)[self.rank]
         with _groups(module, query.shape[1] // key.shape[1]):
             output, _ = attention(module, query, key, value, attention_mask, **options)
@@ -219,7 +231,9 @@ def _make_exchanging(name: str) -> None:
         return
     attention: Attention = ALL_ATTENTION_FUNCTIONS[name]
 
-    def exchanging(module: nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def exchanging(
+        module: nn.Module, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cut: ContextParallel | None = getattr(module, _MARK, None)
         if cut is None or not cut.active:
             return attention(module, *args, **options)

@@ -111,9 +111,13 @@ def init_distributed(
     """
     rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
     sizes = share_out(
-        world_size, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, pp_size=pp_size,
+        world_size,
+        dp_size=dp_size,
+        dp_replicate_size=dp_replicate_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
         cp_size=cp_size,
-    )  # fmt: skip
+    )
     local_rank = _environment_int("LOCAL_RANK", rank)
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
@@ -133,7 +137,12 @@ def build_mesh(layout: RankLayout) -> DeviceMesh:
     """
     sizes = layout.sizes
     dp_shard = sizes.dp_shard * sizes.cp
-    grid = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": dp_shard, "tp": sizes.tp}
+    grid = {
+        "pp": sizes.pp,
+        "dp_replicate": sizes.dp_replicate,
+        "dp_shard": dp_shard,
+        "tp": sizes.tp,
+    }
     kept = {name: size for name, size in grid.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(layout.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -168,7 +177,9 @@ def _check_known(backend: str) -> None:
             remedy="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
         )
     for name in names:
-        if (name == dist.Backend.NCCL and not torch.cuda.is_available()) or not dist.is_backend_available(name):
+        if (
+            name == dist.Backend.NCCL and not torch.cuda.is_available()
+        ) or not dist.is_backend_available(name):
             raise RecipeError(
                 f"the backend {name} is unavailable: this node has no device for it, or torch is built without it",
                 where="distributed.backend",

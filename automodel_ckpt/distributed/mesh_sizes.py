@@ -46,17 +46,31 @@ class Sizes:
         return self.dp, self.cp, self.tp, self.pp
 
     def __str__(self) -> str:
-        names = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp}
+        names = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+        }
         names["tp"] = self.tp
-        return " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one rank"
+        return (
+            " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one rank"
+        )
 
 
 def share_out(
-    world_size: int, *, dp_size: int | None = None, dp_replicate_size: int = 1, tp_size: int = 1, pp_size: int = 1,
+    world_size: int,
+    *,
+    dp_size: int | None = None,
+    dp_replicate_size: int = 1,
+    tp_size: int = 1,
+    pp_size: int = 1,
     cp_size: int = 1,
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """The grid of *world_size* ranks; *dp_size* None takes all that is left. Raises :class:`RecipeError`."""
-    given = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size} | ({"cp_size": cp_size} if cp_size > 1 else {})
+    given = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size} | (
+        {"cp_size": cp_size} if cp_size > 1 else {}
+    )
     named = " x ".join(f"{name} {size}" for name, size in given.items() if size is not None)
     sharing = tp_size * pp_size * cp_size
     dp = dp_size or world_size // sharing
@@ -80,7 +94,9 @@ def share_out(
 def _product_remedy(dp_size: int | None, sharing: int, world_size: int) -> str:
     if dp_size is not None:
         return f"remove dp_size to derive it, or start {dp_size * sharing} ranks"
-    return f"start a multiple of {sharing} ranks (tp_size x pp_size x cp_size); there are {world_size}"
+    return (
+        f"start a multiple of {sharing} ranks (tp_size x pp_size x cp_size); there are {world_size}"
+    )
 
 
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
@@ -99,16 +115,28 @@ def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     where = f"{_WHERE}.strategy"
     problems = []
     if strategy == "single" and sizes.token_parts > 1:
-        remedy, found = "set it to auto, fsdp2 or ddp, or start one process", f"single, with {sizes.token_parts} ranks"
-        problems.append(Problem("strategy single supports only one data parallel rank", where, found, remedy))
+        remedy, found = (
+            "set it to auto, fsdp2 or ddp, or start one process",
+            f"single, with {sizes.token_parts} ranks",
+        )
+        problems.append(
+            Problem("strategy single supports only one data parallel rank", where, found, remedy)
+        )
     if strategy == "ddp" and sizes.dp_replicate > 1:
         remedy = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
         problems.append(
-            Problem("dp_replicate_size requires fsdp2: ddp does not shard", where, f"ddp, with {sizes}", remedy)
+            Problem(
+                "dp_replicate_size requires fsdp2: ddp does not shard",
+                where,
+                f"ddp, with {sizes}",
+                remedy,
+            )
         )
     if strategy == "ddp" and sizes.tp > 1:
         remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
-        problems.append(Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", remedy))
+        problems.append(
+            Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", remedy)
+        )
     if strategy == "ddp" and sizes.pp > 1:
         remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
         what = "ddp supports one forward pass per backward pass, but a pipeline runs several"

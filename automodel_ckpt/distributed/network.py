@@ -79,7 +79,10 @@ def _interface_of_ipv6(address: str) -> str | None:
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address leads only back to this machine's loopback; so does a name that leads nowhere."""
-    return all(ipaddress.ip_address(place[0].partition("%")[0]).is_loopback for *_, place in _resolved(host))
+    return all(
+        ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
+        for *_, place in _resolved(host)
+    )
 
 
 def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
@@ -88,7 +91,11 @@ def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
     Nothing is done on a single machine, where the own name leads to an address of its own, or where the user chose.
     """
     master = environment.get("MASTER_ADDR", "localhost")
-    if "GLOO_SOCKET_IFNAME" in environment or is_loopback(master) or not is_loopback(socket.gethostname()):
+    if (
+        "GLOO_SOCKET_IFNAME" in environment
+        or is_loopback(master)
+        or not is_loopback(socket.gethostname())
+    ):
         return
     address = address_towards(master)
     interface = interface_of(address) if address else None
@@ -104,8 +111,13 @@ def bound_silence(port: int, seconds: float) -> None:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+                if (
+                    connection.family in (socket.AF_INET, socket.AF_INET6)
+                    and connection.getpeername()[1] == port
+                ):
+                    connection.setsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
+                    )
 
 
 def _resolved(host: str) -> list[tuple[int, int, int, str, tuple[str, ...]]]:
@@ -113,4 +125,7 @@ def _resolved(host: str) -> list[tuple[int, int, int, str, tuple[str, ...]]]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return [(family, kind, protocol, name, tuple(place)) for family, kind, protocol, name, place in found]  # type: ignore[arg-type]
+    return [
+        (family, kind, protocol, name, tuple(place))  # type: ignore[arg-type]
+        for family, kind, protocol, name, place in found
+    ]

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,7 +107,9 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
     dtype = how.compute_dtype
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
+    )
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": precision,
@@ -143,7 +151,11 @@ def untied_layers(model: nn.Module) -> list[nn.Module]:
         return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
     everywhere = held(model)
-    return [layer for layer in decoder_layers(model) if all(everywhere[p] == n for p, n in held(layer).items())]
+    return [
+        layer
+        for layer in decoder_layers(model)
+        if all(everywhere[p] == n for p, n in held(layer).items())
+    ]
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -185,7 +197,9 @@ def clip_gradients(
     which no single operation takes.
     """
     parameters = list(parameters)
-    local = counted = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    local = counted = [
+        gradient for parameter in parameters if (gradient := parameter.grad) is not None
+    ]
     sharded = any(isinstance(gradient, DTensor) for gradient in local)
     if sharded or counted_elsewhere:
         with torch.no_grad():  # else to_local would record each of its calls
@@ -216,12 +230,18 @@ def _parts_here(
     gradients = [p.grad for p in trained if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     here = [id(parameter) not in counted_elsewhere for parameter in trained]
-    return local, [part for part, g, mine in zip(local, gradients, here, strict=True) if mine and _counts(g, sharded)]
+    return local, [
+        part
+        for part, g, mine in zip(local, gradients, here, strict=True)
+        if mine and _counts(g, sharded)
+    ]
 
 
 def _norm_here(gradients: list[torch.Tensor], device: torch.device) -> float | torch.Tensor:
     """Their 2-norm; off the CPU a 0-dim tensor, not waited for."""
-    if device.type == "cpu" or not gradients:  # one by one takes half as long as _foreach_norm and its stack
+    if (
+        device.type == "cpu" or not gradients
+    ):  # one by one takes half as long as _foreach_norm and its stack
         return math.hypot(*[torch.linalg.vector_norm(gradient).item() for gradient in gradients])
     norms = torch._foreach_norm(gradients)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
@@ -232,7 +252,11 @@ def complete_gradient(parameter: nn.Parameter) -> None:
     """A gradient that is still to be summed over ranks (hand-written plans may leave it so) takes the parameter's
     layout."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+    if (
+        isinstance(gradient, DTensor)
+        and isinstance(parameter, DTensor)
+        and gradient.placements != parameter.placements
+    ):
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
@@ -241,4 +265,6 @@ def _counts(gradient: torch.Tensor, sharded: bool) -> bool:
     if not isinstance(gradient, DTensor):
         return not sharded or dist.get_rank() == 0
     place = gradient.device_mesh.get_coordinate() or ()
-    return all(index == 0 for index, p in zip(place, gradient.placements, strict=True) if p.is_replicate())
+    return all(
+        index == 0 for index, p in zip(place, gradient.placements, strict=True) if p.is_replicate()
+    )

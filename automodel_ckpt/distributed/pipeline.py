@@ -53,7 +53,12 @@ class Pipeline:
     """This rank's stage. Ranks of one pipeline hold the same micro-batches and call everything together."""
 
     def __init__(
-        self, model: nn.Module, layout: RankLayout, group: dist.ProcessGroup, wire: StageTensorSpec, kind: Kind = "1f1b"
+        self,
+        model: nn.Module,
+        layout: RankLayout,
+        group: dist.ProcessGroup,
+        wire: StageTensorSpec,
+        kind: Kind = "1f1b",
     ) -> None:
         """*model* is the stage's, shared out; *group* has the ranks of its pipeline in the order of the stages."""
         self.stage, self.num_stages = layout.pp_rank, layout.sizes.pp
@@ -70,7 +75,9 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def train(self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float) -> list[torch.Tensor]:
+    def train(
+        self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float
+    ) -> list[torch.Tensor]:
         """Forward and backward of micro-batches of these *shapes* (rows, length); gradients are of the sum of their
         losses times *weight*, and are reduced over the data parallel ranks. Returns the losses on the last stage."""
         self._weight = weight
@@ -80,7 +87,9 @@ class Pipeline:
         """Forward only, without gradients. Returns the losses on the last stage."""
         return self._run(compute, shapes, training=False)
 
-    def _run(self, compute: Compute, shapes: Sequence[tuple[int, int]], *, training: bool) -> list[torch.Tensor]:
+    def _run(
+        self, compute: Compute, shapes: Sequence[tuple[int, int]], *, training: bool
+    ) -> list[torch.Tensor]:
         part, num = self._part, len(shapes)
         if num == 0:
             return []
@@ -113,20 +122,31 @@ class Pipeline:
         fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
         make = Schedule1F1B if fills else ScheduleGPipe
         # torch 2.10 rejects fewer micro-batches than stages, which GPipe's order does not need.
-        schedule = make(stage, max(num_micro_batches, self.num_stages), loss_fn=self._noted, scale_grads=False)
+        schedule = make(
+            stage, max(num_micro_batches, self.num_stages), loss_fn=self._noted, scale_grads=False
+        )
         schedule._n_microbatches = num_micro_batches
         return self._schedules.setdefault((training, num_micro_batches), schedule)
 
     def _new_stage(self) -> PipelineStage:
         hidden = torch.empty(
-            self._part.room, self._wire.width, dtype=self._wire.dtype, device="meta", requires_grad=True
+            self._part.room,
+            self._wire.width,
+            dtype=self._wire.dtype,
+            device="meta",
+            requires_grad=True,
         )
         given = torch.empty(1, dtype=torch.int64, device="meta") if self.is_first else hidden
         result = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
         return _Stage(
-            self._part, self.stage, self.num_stages, self._device, input_args=given, output_args=result,
+            self._part,
+            self.stage,
+            self.num_stages,
+            self._device,
+            input_args=given,
+            output_args=result,
             group=self._group,
-        )  # fmt: skip
+        )
 
     def _noted(self, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         self._part.losses.append(loss.detach().clone())
@@ -156,14 +176,22 @@ class _Part(nn.Module):
         if flat.shape[0] < self.room:
             flat = F.pad(flat, (0, 0, 0, self.room - flat.shape[0]))
         # A gradient comes back in any case, also to a stage that has nothing to be trained before it.
-        return flat.contiguous() if flat.requires_grad or not torch.is_grad_enabled() else flat.requires_grad_()
+        return (
+            flat.contiguous()
+            if flat.requires_grad or not torch.is_grad_enabled()
+            else flat.requires_grad_()
+        )
 
 
 class _Stage(PipelineStage):  # type: ignore[misc,unused-ignore]
     """Gradients are reduced over the data parallel ranks in a step's last backward pass only."""
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         part: Any = self.submod
         with gradient_sync(part.model, enabled=last_backward):
@@ -182,7 +210,9 @@ class TiedEnds:
     def sum_gradients(self) -> None:
         """After the backward passes of a step."""
         for parameter in self._parameters:
-            complete_gradient(parameter)  # a plan may leave the stages' gradients in different layouts
+            complete_gradient(
+                parameter
+            )  # a plan may leave the stages' gradients in different layouts
             if parameter.grad is not None:
                 dist.all_reduce(_local(parameter.grad), group=self._group)
 

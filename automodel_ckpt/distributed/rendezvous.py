@@ -75,14 +75,22 @@ class MasterRendezvous(RendezvousHandler):
         if self._machines > 1:
             self._meet(PrefixStore(f"meeting/{self._run_id}", self._store))
         agents = PrefixStore("agent", self._store)
-        return RendezvousInfo(agents, self._number, self._machines, RendezvousStoreInfo(host, self._store.port))
+        return RendezvousInfo(
+            agents, self._number, self._machines, RendezvousStoreInfo(host, self._store.port)
+        )
 
     def _meet(self, store: PrefixStore) -> None:
         told = store.compare_set("machines", "", str(self._machines)).decode()
         if told != str(self._machines):
-            self._contradict("--nnodes", self._machines, f"another node of this run was started with --nnodes {told}")
+            self._contradict(
+                "--nnodes",
+                self._machines,
+                f"another node of this run was started with --nnodes {told}",
+            )
         if store.add(f"machine_{self._number}", 1) > 1:
-            self._contradict("--node-rank", self._number, "another node of this run has the same node rank")
+            self._contradict(
+                "--node-rank", self._number, "another node of this run has the same node rank"
+            )
         store.add("here", 1)
         wait_for(lambda: store.add("here", 0) >= self._machines, "not all nodes joined")
 
@@ -185,15 +193,24 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     number = parameters.config.get("master")
     if number is not None:
         address = (place, int(port))
-        return HostedRendezvous(MasterRendezvous(address, parameters.run_id, number, parameters.max_nodes), host)
+        return HostedRendezvous(
+            MasterRendezvous(address, parameters.run_id, number, parameters.max_nodes), host
+        )
     if not is_own_address(place):
         with host.waiting():
             wait_for(lambda: can_be_reached(place, int(port)), f"no node answers at {place}:{port}")
-    configs = {name: value for name, value in parameters.config.items() if name not in ("host", "master")}
+    configs = {
+        name: value for name, value in parameters.config.items() if name not in ("host", "master")
+    }
     inner = RendezvousParameters(
-        "c10d", parameters.endpoint, parameters.run_id, parameters.min_nodes, parameters.max_nodes,
-        parameters.local_addr, **configs,
-    )  # fmt: skip
+        "c10d",
+        parameters.endpoint,
+        parameters.run_id,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        **configs,
+    )
     handler = rendezvous_handler_registry.create_handler(inner)
     bound_silence(int(port), SILENT_SECONDS)
     return HostedRendezvous(handler, host)

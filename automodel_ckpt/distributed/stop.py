@@ -82,7 +82,9 @@ class StopRequest:
         for number in self.signals:
             signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._let_go)
-        threading.Thread(target=self._watch, args=(receiver,), name="stop-request", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(receiver,), name="stop-request", daemon=True
+        ).start()
 
     def note(self, number: int) -> None:
         """Take this signal, which came to somebody else, as the request, if it is the first."""

@@ -52,10 +52,17 @@ class Replicated(ParallelStyle):
         group = device_mesh.get_group()
         held: list[tuple[nn.Module, str, nn.Parameter]] = []
         # A ParameterDict is never called: its parameters are used by the module that has it.
-        owners = [module, *(child for child in module.children() if isinstance(child, nn.ParameterDict))]
+        owners = [
+            module,
+            *(child for child in module.children() if isinstance(child, nn.ParameterDict)),
+        ]
         for owner, name, parameter in _own_parameters(owners):
-            whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            owner.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            whole = distribute_tensor(
+                parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank
+            )
+            owner.register_parameter(
+                name, nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            )
 
         def summed(gradient: torch.Tensor) -> torch.Tensor:
             total = gradient.clone()
@@ -83,7 +90,12 @@ class Replicated(ParallelStyle):
 
 def _own_parameters(owners: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name in it, parameter) of each parameter that is a module's own."""
-    return [(owner, name, p) for owner in owners for name, p in owner._parameters.items() if p is not None]
+    return [
+        (owner, name, p)
+        for owner in owners
+        for name, p in owner._parameters.items()
+        if p is not None
+    ]
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -104,15 +116,25 @@ _SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
 def check_heads(config: Any, tp_size: int) -> None:
     """:class:`RecipeError` where the heads that a transformers configuration names cannot be shared out evenly."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-    uneven = {name: count for name, count in heads.items() if isinstance(count, int) and count % tp_size}
+    heads = {
+        name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    }
+    uneven = {
+        name: count for name, count in heads.items() if isinstance(count, int) and count % tp_size
+    }
     if uneven:
-        fitting = [size for size in range(1, tp_size) if not any(count % size for count in heads.values() if count)]
+        fitting = [
+            size
+            for size in range(1, tp_size)
+            if not any(count % size for count in heads.values() if count)
+        ]
         raise RecipeError(
             "the number of attention heads is not divisible by tp_size",
             where=_WHERE,
-            value=f"{tp_size}; the model has " + ", ".join(f"{name} {count}" for name, count in uneven.items()),
-            remedy=f"set it to {max(fitting)}" + (", and shard with fsdp2" if max(fitting) == 1 else ""),
+            value=f"{tp_size}; the model has "
+            + ", ".join(f"{name} {count}" for name, count in uneven.items()),
+            remedy=f"set it to {max(fitting)}"
+            + (", and shard with fsdp2" if max(fitting) == 1 else ""),
         )
 
 
@@ -130,7 +152,11 @@ def plan_for(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, Pa
     if given is not None:
         given = {name.removeprefix(prefix): style for name, style in given.items()}
     styles = _plan_for_base(base, given, tp_size)
-    expanded = {part: its for name, style in styles.items() for part, its in _with_adapters(base, name, style).items()}
+    expanded = {
+        part: its
+        for name, style in styles.items()
+        for part, its in _with_adapters(base, name, style).items()
+    }
     return {prefix + name: style for name, style in expanded.items()}
 
 
@@ -175,13 +201,20 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
         raise RecipeError(
             "tensor parallelism cannot shard the experts of this model, although its plan requires it",
             where=_WHERE,
-            value=f"{tp_size}; {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
+            value=f"{tp_size}; {experts[0]}"
+            + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
             remedy="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
         )
-    problems = [*_unmatched(given or {}, model), *_unknown(found, bare), *_uneven(model, found, tp_size)]
+    problems = [
+        *_unmatched(given or {}, model),
+        *_unknown(found, bare),
+        *_uneven(model, found, tp_size),
+    ]
     if problems:
         raise RecipeError.all_of(problems)
-    return {name: _STYLES[style]() if isinstance(style, str) else style for name, style in found.items()}
+    return {
+        name: _STYLES[style]() if isinstance(style, str) else style for name, style in found.items()
+    }
 
 
 def _matches(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, str | ParallelStyle]]:
@@ -202,21 +235,28 @@ def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
     for pattern in given:
         if not any(map(_compiled(pattern).fullmatch, names)):
             remedy = "use the names of model.named_modules(), with * for a layer's number"
-            yield Problem("the plan matches no module of the model", "distributed.tp_plan", pattern, remedy)
+            yield Problem(
+                "the plan matches no module of the model", "distributed.tp_plan", pattern, remedy
+            )
 
 
 def _experts(model: nn.Module, found: Plan, bare: Plan) -> list[str]:
     """Modules and parameters with a style that are experts: several matrices in one parameter [experts, out, in]."""
     stacked = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
     modules = {name.rpartition(".")[0] for name in stacked}
-    return [*(name for name in found if name in modules), *(name for name in bare if name in stacked)]
+    return [
+        *(name for name in found if name in modules),
+        *(name for name in bare if name in stacked),
+    ]
 
 
 def _unknown(found: Plan, bare: Plan) -> Iterator[Problem]:
     """Styles that are not known, and styles of parameters instead of modules."""
     for name in bare:
         remedy = f"use the module, {name.rpartition('.')[0]}"
-        yield Problem("the tensor parallel plan names a parameter instead of a module", _WHERE, name, remedy)
+        yield Problem(
+            "the tensor parallel plan names a parameter instead of a module", _WHERE, name, remedy
+        )
     unknown = {name: s for name, s in found.items() if isinstance(s, str) and s not in _STYLES}
     for style in sorted({str(style) for style in unknown.values()}):
         names = [name for name, its in unknown.items() if str(its) == style]
@@ -244,7 +284,11 @@ def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:
 
 
 def apply_plan(
-    model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh, *, sequence_parallel: bool = False
+    model: nn.Module,
+    plan: Mapping[str, ParallelStyle],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = False,
 ) -> None:
     """Cut the model's layers in place over the 1-D *mesh*, and tie again what was tied.
 
@@ -258,12 +302,16 @@ def apply_plan(
         prefix = _PEFT_PREFIX if base is not model else ""
         # Layers of an adapter that are whole on every rank compute with plain tensors.
         for name, style in _along_the_sequence(base, local_inputs=base is not model).items():
-            styles |= {prefix + part: its for part, its in _with_adapters(base, name, style).items()}
+            styles |= {
+                prefix + part: its for part, its in _with_adapters(base, name, style).items()
+            }
     tied = _tied_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parallelize_module(model, mesh, styles)
     for name in frozen:
-        model.get_parameter(name).requires_grad_(False)  # torch 2.10's styles make new parameters that are trained
+        model.get_parameter(name).requires_grad_(
+            False
+        )  # torch 2.10's styles make new parameters that are trained
     for module in model.modules():
         dicts = [child for child in module.children() if isinstance(child, nn.ParameterDict)]
         own = [] if isinstance(module, nn.ParameterDict) else _own_parameters([module, *dicts])
@@ -299,7 +347,9 @@ def _along_the_sequence(model: nn.Module, *, local_inputs: bool) -> dict[str, Pa
     cut, whole = Shard(1), Replicate()
     styles: dict[str, ParallelStyle] = {}
     for name in layers:
-        styles[f"{name}.input_layernorm"] = styles[f"{name}.post_attention_layernorm"] = Replicated(partial=True)
+        styles[f"{name}.input_layernorm"] = styles[f"{name}.post_attention_layernorm"] = Replicated(
+            partial=True
+        )
         styles[f"{name}.self_attn"] = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": cut},
             desired_input_kwarg_layouts={"hidden_states": whole},
@@ -311,7 +361,9 @@ def _along_the_sequence(model: nn.Module, *, local_inputs: bool) -> dict[str, Pa
         for row in ("self_attn.o_proj", "mlp.down_proj"):
             styles[f"{name}.{row}"] = RowwiseParallel(output_layouts=cut)
     # The embedding stays whole, so that masks and positions are made for all of the sequence.
-    styles[layers[0]] = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(cut,), use_local_output=True)
+    styles[layers[0]] = PrepareModuleInput(
+        input_layouts=(whole,), desired_input_layouts=(cut,), use_local_output=True
+    )
     styles[f"{prefix}norm"] = _Gathered(partial=True)
     return styles
 
@@ -331,8 +383,12 @@ def _blocks(model: nn.Module) -> tuple[str, list[str]]:
     prefix = f"{base}." if base and hasattr(model, base) else ""
     inner = getattr(model, base) if prefix else model
     layers = getattr(inner, "layers", None) or []
-    alike = bool(len(layers)) and all({name for name, _ in layer.named_children()} == _BLOCK for layer in layers)
-    rows = alike and all(hasattr(layer.self_attn, "o_proj") and hasattr(layer.mlp, "down_proj") for layer in layers)
+    alike = bool(len(layers)) and all(
+        {name for name, _ in layer.named_children()} == _BLOCK for layer in layers
+    )
+    rows = alike and all(
+        hasattr(layer.self_attn, "o_proj") and hasattr(layer.mlp, "down_proj") for layer in layers
+    )
     if not rows or not hasattr(inner, "norm"):
         raise RecipeError(
             "sequence parallelism supports only models built like Llama and Qwen",

@@ -59,7 +59,9 @@ class Adapted:
     description: Mapping[str, Any]
 
 
-def add_adapters(model: nn.Module, lora: Lora, *, task_type: str | None, num_base_rows: int | None = None) -> Adapted:
+def add_adapters(
+    model: nn.Module, lora: Lora, *, task_type: str | None, num_base_rows: int | None = None
+) -> Adapted:
     """Freeze *model* and put adapters into it (it is changed in place, and wrapped in a ``PeftModel``).
 
     *task_type* is peft's (``CAUSAL_LM``), None for a model that peft has no class for. Where the embedding has another
@@ -75,11 +77,20 @@ def add_adapters(model: nn.Module, lora: Lora, *, task_type: str | None, num_bas
     peft_config = _lora_config(model, lora, targets, saved, task_type)
     wrapped = _wrap(model, peft_config, autocast=lora.dtype == "float32")
     _draw_without_base(wrapped, peft_config.init_lora_weights)
-    wrapped.save_embedding_layers = num_base_rows is not None and num_base_rows != num_embeddings(model)
+    wrapped.save_embedding_layers = num_base_rows is not None and num_base_rows != num_embeddings(
+        model
+    )
     document = _document(peft_config)
     if task_type is None:
-        document["auto_mapping"] = {"base_model_class": config_class, "parent_library": parent_library}
-    description = asdict(lora) | {"targets": targets, "saved": saved, "resized": wrapped.save_embedding_layers}
+        document["auto_mapping"] = {
+            "base_model_class": config_class,
+            "parent_library": parent_library,
+        }
+    description = asdict(lora) | {
+        "targets": targets,
+        "saved": saved,
+        "resized": wrapped.save_embedding_layers,
+    }
     _log_what_is_saved(wrapped, targets, saved)
     return Adapted(wrapped, document, description)
 
@@ -88,7 +99,9 @@ def why_whole(lora: Lora) -> str:
     """Why the base must have its values when adapters are put into it; empty where it may be without memory."""
     if lora.use_dora:
         return "DoRA begins from the base's weights"
-    return "orthogonal adapters are drawn with the base at hand" if lora.init == "orthogonal" else ""
+    return (
+        "orthogonal adapters are drawn with the base at hand" if lora.init == "orthogonal" else ""
+    )
 
 
 def _draw_without_base(model: nn.Module, init: Any) -> None:
@@ -99,14 +112,24 @@ def _draw_without_base(model: nn.Module, init: Any) -> None:
     for layer in model.modules():
         if not isinstance(layer, LoraLayer):
             continue
-        parts = [part for name in layer.adapter_layer_names for part in getattr(layer, name).modules()]
-        held = [(part, name, parameter) for part in parts for name, parameter in part._parameters.items()]
+        parts = [
+            part for name in layer.adapter_layer_names for part in getattr(layer, name).modules()
+        ]
+        held = [
+            (part, name, parameter)
+            for part in parts
+            for name, parameter in part._parameters.items()
+        ]
         without = [
-            (part, name, parameter) for part, name, parameter in held if parameter is not None and parameter.is_meta
+            (part, name, parameter)
+            for part, name, parameter in held
+            if parameter is not None and parameter.is_meta
         ]
         for part, name, parameter in without:
             if parameter not in drawn:
-                drawn[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                drawn[parameter] = nn.Parameter(
+                    torch.empty_like(parameter, device="cpu"), parameter.requires_grad
+                )
             part._parameters[name] = drawn[parameter]
         if without:
             layer.reset_lora_parameters(ADAPTER_NAME, init)  # type: ignore[no-untyped-call]
@@ -136,14 +159,17 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
     saved = _matching(lora.modules_to_save, modules, modules, "peft.modules_to_save", problems)
     adaptable = {name: module for name, module in modules.items() if isinstance(module, _ADAPTABLE)}
     excluded = _matching(lora.exclude_modules, adaptable, modules, "peft.exclude_modules", problems)
-    patterns = [lora.target_modules] if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    patterns = (
+        [lora.target_modules] if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    )
     found: set[str] = set()
     mistaken = _taken_for_experts(model, adaptable)
     if ALL_LINEAR in patterns:
         found |= _all_linear(model, adaptable) - _within(saved, adaptable)
         if lost := sorted(found & mistaken - set(excluded)):
             log.warning(
-                "peft treats layers with these names as experts, so they get no adapter: %s", ", ".join(_leaves(lost))
+                "peft treats layers with these names as experts, so they get no adapter: %s",
+                ", ".join(_leaves(lost)),
             )
         found -= mistaken
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
@@ -153,7 +179,11 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
         problems.append(_mistaken(lost))
     if both := sorted(found & _within(saved, adaptable)):
         what = "these modules would be both fully trained and adapted"
-        problems.append(Problem(what, "peft.modules_to_save", both[:5], "list them in only one of the two settings"))
+        problems.append(
+            Problem(
+                what, "peft.modules_to_save", both[:5], "list them in only one of the two settings"
+            )
+        )
     if not found and not problems:
         what = "no layer is left to adapt"
         problems.append(Problem(what, "peft.target_modules", patterns, _there_are(adaptable)))
@@ -163,9 +193,12 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
 
 
 def _matching(
-    patterns: Iterable[str], wanted: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], key: str,
+    patterns: Iterable[str],
+    wanted: Mapping[str, nn.Module],
+    modules: Mapping[str, nn.Module],
+    key: str,
     problems: list[Problem],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The names in *wanted* that patterns match; a problem for each pattern that matches none."""
     found: set[str] = set()
     for pattern in patterns:
@@ -188,12 +221,20 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _within(parents: Sequence[str], names: Iterable[str]) -> set[str]:
-    return {name for name in names if any(name == parent or name.startswith(f"{parent}.") for parent in parents)}
+    return {
+        name
+        for name in names
+        if any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+    }
 
 
 def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {name for name, layer in adaptable.items() if isinstance(layer, _LINEAR) and layer is not output}
+    return {
+        name
+        for name, layer in adaptable.items()
+        if isinstance(layer, _LINEAR) and layer is not output
+    }
 
 
 def _taken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
@@ -224,12 +265,19 @@ def _mistaken(names: Sequence[str]) -> Problem:
 
 def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
     """Names of layers near to what a pattern holds that no layer has; as a glob where layers lie inside."""
-    leaves, parts = _leaves(wanted), dict.fromkeys(part for name in wanted for part in name.split("."))
+    leaves, parts = (
+        _leaves(wanted),
+        dict.fromkeys(part for name in wanted for part in name.split(".")),
+    )
     unknown = [word for word in re.split(r"[^\w-]+", pattern) if word and word not in parts]
     word = unknown[-1] if unknown else pattern.rpartition(".")[2]
-    near = difflib.get_close_matches(word, [part for part in parts if not part.isdecimal()], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(
+        word, [part for part in parts if not part.isdecimal()], n=3, cutoff=0.5
+    )
     shown = [part if part in leaves else f"*.{part}.*" for part in near]
-    return f"did you mean {' or '.join(shown)}? {_there_are(wanted)}" if near else _there_are(wanted)
+    return (
+        f"did you mean {' or '.join(shown)}? {_there_are(wanted)}" if near else _there_are(wanted)
+    )
 
 
 def _there_are(wanted: Iterable[str]) -> str:
@@ -239,10 +287,14 @@ def _there_are(wanted: Iterable[str]) -> str:
 
 
 def _leaves(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdecimal()))
+    return list(
+        dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdecimal())
+    )
 
 
-def _lora_config(model: Any, lora: Lora, targets: list[str], saved: list[str], task_type: str | None) -> Any:
+def _lora_config(
+    model: Any, lora: Lora, targets: list[str], saved: list[str], task_type: str | None
+) -> Any:
     from peft import LoraConfig
 
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -254,7 +306,9 @@ def _lora_config(model: Any, lora: Lora, targets: list[str], saved: list[str], t
             value=adapted,
             remedy="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
         )
-    options: dict[str, Any] = {"ensure_weight_tying": True} if keep_tied and _ends_of_model(saved) else {}
+    options: dict[str, Any] = (
+        {"ensure_weight_tying": True} if keep_tied and _ends_of_model(saved) else {}
+    )
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -281,7 +335,9 @@ def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | st
     return found or "|".join(map(re.escape, targets))
 
 
-def _peft_names(wanted: Sequence[str], names: Sequence[str], selects: Callable[[str, str], bool]) -> list[str]:
+def _peft_names(
+    wanted: Sequence[str], names: Sequence[str], selects: Callable[[str, str], bool]
+) -> list[str]:
     """The shortest of two lists that *selects* exactly the wanted names; an empty one where neither does."""
     for ends in (sorted({name.rpartition(".")[2] for name in wanted}), sorted(wanted)):
         if {name for name in names if any(selects(name, end) for end in ends)} == set(wanted):
@@ -302,12 +358,20 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            wrapped = get_peft_model(model, peft_config, ADAPTER_NAME, autocast_adapter_dtype=autocast)
+            wrapped = get_peft_model(
+                model, peft_config, ADAPTER_NAME, autocast_adapter_dtype=autocast
+            )
         except ValueError as error:
             remedy = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
             what = "peft cannot put adapters there"
-            raise RecipeError(what, where="peft.target_modules", value=error, remedy=remedy) from error
-    for text in {str(w.message) for w in caught if not issubclass(w.category, FutureWarning | DeprecationWarning)}:
+            raise RecipeError(
+                what, where="peft.target_modules", value=error, remedy=remedy
+            ) from error
+    for text in {
+        str(w.message)
+        for w in caught
+        if not issubclass(w.category, FutureWarning | DeprecationWarning)
+    }:
         log.warning("peft: %s", text)
     return wrapped.train()
 
@@ -315,7 +379,9 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
 def _document(peft_config: Any) -> dict[str, Any]:
     """The fields of adapter_config.json as ``save_pretrained`` writes them, in an order that repeats."""
     fields = peft_config.to_dict()
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
+    plain = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()
+    }
     return plain | {"inference_mode": True}
 
 
@@ -323,7 +389,12 @@ def _log_what_is_saved(model: nn.Module, targets: Sequence[str], saved: Sequence
     num_all = sum(p.numel() for p in model.parameters())
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     wholes = f", and {', '.join(saved)} as a whole" if saved else ""
-    log.info("adapters on %d layers%s: %s of %s parameters are trained, and checkpoints hold only these",
-             len(targets), wholes, f"{num_trained:,}", f"{num_all:,}")  # fmt: skip
+    log.info(
+        "adapters on %d layers%s: %s of %s parameters are trained, and checkpoints hold only these",
+        len(targets),
+        wholes,
+        f"{num_trained:,}",
+        f"{num_all:,}",
+    )
     if getattr(model, "save_embedding_layers", False):
         log.info("the embeddings are saved too: their size differs from the base's")

@@ -61,7 +61,11 @@ class Documents:
 
     def mask_of(self, length: int) -> torch.Tensor | None:
         """The mask of a document of *length* tokens alone, where causal does not say all of it."""
-        return None if self.window is None or length <= self.window else _causal(length, self.window, self.device)
+        return (
+            None
+            if self.window is None or length <= self.window
+            else _causal(length, self.window, self.device)
+        )
 
 
 def _causal(length: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -73,7 +77,10 @@ def _causal(length: int, window: int | None, device: torch.device) -> torch.Tens
 
 
 def attend_by_document(
-    model: nn.Module, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
+    model: nn.Module,
+    options: Mapping[str, Any],
+    multiple: int = 1,
+    device: torch.device | None = None,
 ) -> bool:
     """Have *model* attend to each document by itself, if it then computes what it computes by masks; whether it does.
 
@@ -86,7 +93,9 @@ def attend_by_document(
     tokens, restarted, continued = rows_to_ask(multiple, device)
     try:
         with undisturbed(model):
-            by_masks, crossed = (_logits(model, tokens, each, options) for each in (restarted, continued))
+            by_masks, crossed = (
+                _logits(model, tokens, each, options) for each in (restarted, continued)
+            )
             _ask(model)
             by_document = _logits(model, tokens, restarted, options)
     except Exception as error:
@@ -157,7 +166,9 @@ def documents_of(
     """
     one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
     # Asked for without documents, or with another pattern over it: blocks that see each other join it by "or".
-    narrowed = getattr(mask_function, "__name__", "") == "and_mask" and not others.get("use_vmap", False)
+    narrowed = getattr(mask_function, "__name__", "") == "and_mask" and not others.get(
+        "use_vmap", False
+    )
     other_kind = others.get("allow_is_causal_skip", True) or not narrowed
     if not one_row or other_kind or (q_offset, kv_offset) != (0, 0):
         return None
@@ -188,7 +199,10 @@ def _is_causal_within(
     lowest = starts if window is None else torch.maximum(starts, places - window + 1)
     later, earlier = places < len(places) - 1, lowest > 0
     seen = sees(places.repeat(3), torch.cat([places, lowest, (places + lowest) // 2]))
-    hidden = sees(torch.cat([places[later], places[earlier]]), torch.cat([places[later] + 1, lowest[earlier] - 1]))
+    hidden = sees(
+        torch.cat([places[later], places[earlier]]),
+        torch.cat([places[later] + 1, lowest[earlier] - 1]),
+    )
     return bool(seen.all() & ~hidden.any())
 
 
@@ -209,7 +223,10 @@ def _attention(
         return attention(module, query, key, value, attention_mask.mask, **options)
     options["is_causal"] = True
     outputs = []
-    parts = zip(*(torch.split(each, attention_mask.sizes, dim=2) for each in (query, key, value)), strict=True)
+    parts = zip(
+        *(torch.split(each, attention_mask.sizes, dim=2) for each in (query, key, value)),
+        strict=True,
+    )
     for (length, count), run in zip(attention_mask.runs, parts, strict=True):
         alone = (_a_row_each(part, length) if count > 1 else part for part in run)
         output, _ = attention(module, *alone, attention_mask.mask_of(length), **options)

@@ -40,9 +40,12 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_model_config(
-    *, from_pretrained: str | None = None, from_config: Mapping[str, Any] | str | None = None, tokenizer: Any = None,
+    *,
+    from_pretrained: str | None = None,
+    from_config: Mapping[str, Any] | str | None = None,
+    tokenizer: Any = None,
     processor: Any = None,
-) -> PreTrainedConfig:  # fmt: skip
+) -> PreTrainedConfig:
     """The transformers configuration of the model; reads no weights.
 
     A *from_config* mapping takes ``vocab_size`` and the special tokens' ids from *tokenizer*, and those of the image
@@ -63,7 +66,9 @@ def require_local(name: str, where: str) -> None:
         return
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
     if looks_local or ("/" in name and path.parent.is_dir()):
-        raise RecipeError("no such directory", where=where, value=name, remedy=_nearest_directory(path))
+        raise RecipeError(
+            "no such directory", where=where, value=name, remedy=_nearest_directory(path)
+        )
 
 
 def base_directory(name: str) -> Path | None:
@@ -71,7 +76,9 @@ def base_directory(name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(
+        name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
     return Path(found).parent if found else None
 
 
@@ -82,10 +89,15 @@ def fetched_directory(name: str) -> Path | None:
     """
     if not Path(name).expanduser().is_dir():
         try:
-            index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+            index = cached_file(
+                name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
+            )
             if index is not None:
                 get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
-            elif cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False) is None:
+            elif (
+                cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+                is None
+            ):
                 return None
         except (OSError, ValueError):
             return None
@@ -102,7 +114,9 @@ def _nearest_directory(path: Path) -> str:
 def _read_config(name: str, where: str) -> PreTrainedConfig:
     require_local(name, where)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            os.path.expanduser(name), trust_remote_code=False
+        )
         return config
     except Exception as error:  # what damaged files make transformers raise
         raise RecipeError(
@@ -114,7 +128,9 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
         ) from error
 
 
-def _config_from_mapping(settings: dict[str, Any], tokenizer: Any, processor: Any) -> PreTrainedConfig:
+def _config_from_mapping(
+    settings: dict[str, Any], tokenizer: Any, processor: Any
+) -> PreTrainedConfig:
     model_type = settings.pop("model_type", None)
     config_class = _config_class(model_type)
     try:
@@ -145,12 +161,18 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
     )
 
 
-def _completed(settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any) -> dict[str, Any]:
+def _completed(
+    settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any
+) -> dict[str, Any]:
     """*settings* with what follows from the tokenizer, for a model of several parts in that of its text."""
     if "text_config" not in default.sub_configs:
         return {**_settings_of(tokenizer), **settings}
     text = settings.get("text_config") or {}
-    return {**image_settings(processor, default), **settings, "text_config": {**_settings_of(tokenizer), **text}}
+    return {
+        **image_settings(processor, default),
+        **settings,
+        "text_config": {**_settings_of(tokenizer), **text},
+    }
 
 
 def _settings_of(tokenizer: Any) -> dict[str, Any]:
@@ -162,7 +184,9 @@ def _settings_of(tokenizer: Any) -> dict[str, Any]:
 
 def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
     """transformers would keep a misspelt setting as an attribute and build the model without it."""
-    known = {name for name in (*vars(default), *type(default).attribute_map) if not name.startswith("_")}
+    known = {
+        name for name in (*vars(default), *type(default).attribute_map) if not name.startswith("_")
+    }
     unknown = [name for name in settings if not hasattr(default, name)]
     if unknown:
         raise RecipeError.all_of(
@@ -181,9 +205,15 @@ def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None
 def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     """:class:`RecipeError` for a model that *auto_class* of transformers, the recipe's, does not make."""
     made_by = getattr(auto_class, "_model_mapping", None)  # one class of models has none
-    if made_by is None or type(config) in made_by or auto_class.__name__ in (getattr(config, "auto_map", None) or {}):
+    if (
+        made_by is None
+        or type(config) in made_by
+        or auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+    ):
         return
-    made = ", ".join(getattr(config, "architectures", None) or ()) or "no class listed in its config"
+    made = (
+        ", ".join(getattr(config, "architectures", None) or ()) or "no class listed in its config"
+    )
     raise RecipeError(
         "this recipe does not support this kind of model",
         where="model",
@@ -233,10 +263,16 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, *, size: int | No
 
 
 def build_model(
-    config: PreTrainedConfig, *, auto_class: Any = AutoModelForCausalLM, from_pretrained: str | None = None,
-    dtype: str = "float32", attn_implementation: str | None = None, allow_missing: Sequence[str] = (),
-    allow_unexpected: Sequence[str] = (), loading: Mapping[str, Any] | None = None,
-) -> nn.Module:  # fmt: skip
+    config: PreTrainedConfig,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    from_pretrained: str | None = None,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    loading: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """A model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
 
     *auto_class* is the class of transformers that makes it. *dtype* is a torch dtype's name or ``auto``: that of the
@@ -273,9 +309,13 @@ def build_model(
         if attn_implementation is not None and "flash" in str(error).lower():
             remedy = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
         value = first_line(error, 3)
-        raise RecipeError("the model cannot be built", where="model", value=value, remedy=remedy) from error
+        raise RecipeError(
+            "the model cannot be built", where="model", value=value, remedy=remedy
+        ) from error
     if from_pretrained is not None:
-        verdict = Verdict.of_differences(**differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
+        verdict = Verdict.of_differences(
+            **differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+        )
         verdict.refuse("model.from_pretrained", from_pretrained, "model")
         verdict.tell(f"{from_pretrained} and the model")
         if dtype != "auto" and not loading:
@@ -301,14 +341,20 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _read_model(auto_class: Any, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def _read_model(
+    auto_class: Any, name: str, options: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
     """The model, and what its tensors and those of the files differ in."""
     # What is not as it should be is refused or told by us, by name.
     with _quiet("transformers.modeling_utils"):
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - misshapen.keys()
-    return model, {"missing": missing, "unexpected": info["unexpected_keys"], "misshapen": misshapen}
+    return model, {
+        "missing": missing,
+        "unexpected": info["unexpected_keys"],
+        "misshapen": misshapen,
+    }
 
 
 @contextmanager
@@ -330,12 +376,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     matches = {
-        pattern: parameters_of(pattern, parameters) if pattern in PARTS else fnmatch.filter(parameters, pattern)
+        pattern: parameters_of(pattern, parameters)
+        if pattern in PARTS
+        else fnmatch.filter(parameters, pattern)
         for pattern in patterns
     }
     parts = [part for part in PARTS if parameters_of(part, parameters)]
     problems = [
-        Problem("no parameter's name matches", "model.freeze", pattern, did_you_mean(pattern, {*parameters, *parts}))
+        Problem(
+            "no parameter's name matches",
+            "model.freeze",
+            pattern,
+            did_you_mean(pattern, {*parameters, *parts}),
+        )
         for pattern, names in matches.items()
         if not names
     ]
@@ -361,7 +414,10 @@ def check_complete(model: object) -> None:
     if not isinstance(model, nn.Module):
         remedy = "return one from the function or class of this section"
         raise RecipeError(
-            "the model is not a torch.nn.Module", where="model", value=type(model).__name__, remedy=remedy
+            "the model is not a torch.nn.Module",
+            where="model",
+            value=type(model).__name__,
+            remedy=remedy,
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta]
@@ -376,7 +432,9 @@ def check_complete(model: object) -> None:
 
 def check_trained_types(model: nn.Module) -> None:
     """Raise :class:`RecipeError` where parameters in float16 are to be trained."""
-    short = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    short = [
+        name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16
+    ]
     if short:
         raise RecipeError(
             "float16 training requires a loss scaler (small gradients underflow), which is not supported",
@@ -396,17 +454,27 @@ def checkpoint_activations(model: Any) -> None:
             value=type(model).__name__,
             remedy="remove activation_checkpointing",
         )
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 
 def did_you_mean(name: str, known: set[str]) -> str:
     near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     listed = near or sorted(known)[:5]
-    return f"did you mean {', '.join(listed)}?" if near else f"there are, for example, {', '.join(listed)}"
+    return (
+        f"did you mean {', '.join(listed)}?"
+        if near
+        else f"there are, for example, {', '.join(listed)}"
+    )
 
 
 def first_line(error: BaseException, num_lines: int = 1) -> str:
     """The beginning of what an exception says, 400 characters at most; its class where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...") or type(error).__name__
+    return (
+        textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
+        or type(error).__name__
+    )

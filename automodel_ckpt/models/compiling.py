@@ -28,7 +28,12 @@ def compile_layers(
     Raises :class:`RecipeError` for no layers, and for a backend or mode that is not there or cannot work on *device*.
     """
     if not layers:
-        raise _refused("this model has no repeated layers to compile", "enabled", True, "remove the compile section")
+        raise _refused(
+            "this model has no repeated layers to compile",
+            "enabled",
+            True,
+            "remove the compile section",
+        )
     _check_backend(backend, device or torch.device("cpu"))
     _check_mode(backend, mode)
     for layer in layers:
@@ -39,7 +44,9 @@ def compile_layers(
 def _check_backend(backend: str, device: torch.device) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        raise _refused("torch has no such compiler backend", "backend", backend, f"it has {', '.join(known)}")
+        raise _refused(
+            "torch has no such compiler backend", "backend", backend, f"it has {', '.join(known)}"
+        )
     if backend != "inductor" or device.type != "cpu":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -49,7 +56,9 @@ def _check_backend(backend: str, device: torch.device) -> None:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
         remedy = "install g++, or set compile.backend aot_eager"
-        raise _refused("inductor cannot find a C++ compiler for the CPU", "backend", backend, remedy) from error
+        raise _refused(
+            "inductor cannot find a C++ compiler for the CPU", "backend", backend, remedy
+        ) from error
 
 
 def _check_mode(backend: str, mode: str | None) -> None:

@@ -22,7 +22,13 @@ _WHERE = "peft.base_dir"
 
 
 def make_base(
-    directory: Path, config: PreTrainedConfig, *, auto_class: Any, dtype: str, seed: int, preprocessor: Any
+    directory: Path,
+    config: PreTrainedConfig,
+    *,
+    auto_class: Any,
+    dtype: str,
+    seed: int,
+    preprocessor: Any,
 ) -> bool:
     """Have a Hugging Face directory of a model by *config*, its weights drawn from *seed*; returns whether it is new.
 
@@ -41,12 +47,21 @@ def make_base(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        problem = os_problem(error, "the base model cannot be written", remedy=f"set another directory in {_WHERE}")
+        problem = os_problem(
+            error, "the base model cannot be written", remedy=f"set another directory in {_WHERE}"
+        )
         raise RecipeError.all_of([problem]) from error
     return True
 
 
-def _fill(directory: Path, config: PreTrainedConfig, auto_class: Any, dtype: str, seed: int, preprocessor: Any) -> None:
+def _fill(
+    directory: Path,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    dtype: str,
+    seed: int,
+    preprocessor: Any,
+) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = build_model(config, auto_class=auto_class, dtype=dtype)
@@ -56,8 +71,11 @@ def _fill(directory: Path, config: PreTrainedConfig, auto_class: Any, dtype: str
     for path in directory.iterdir():
         fsync_file(path)
     fsync_directory(directory)
-    log.info("created a base with fresh weights: %s, %s parameters", type(model).__name__,
-             f"{sum(p.numel() for p in model.parameters()):,}")  # fmt: skip
+    log.info(
+        "created a base with fresh weights: %s, %s parameters",
+        type(model).__name__,
+        f"{sum(p.numel() for p in model.parameters()):,}",
+    )
 
 
 def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
@@ -76,7 +94,9 @@ def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
         raise RecipeError(
             "the directory of the base contains another model",
             where=_WHERE,
-            value=f"{directory} (differs in {', '.join(differ[:5])})" if stored else f"{directory} (no config.json)",
+            value=f"{directory} (differs in {', '.join(differ[:5])})"
+            if stored
+            else f"{directory} (no config.json)",
             remedy="name another directory; or, to train on what stands there, name it in model.from_pretrained "
             "and leave from_config and base_dir out",
         )

@@ -45,11 +45,17 @@ def names_in_files(model: nn.Module, base_dir: Path | None = None) -> InFiles:
     """
     if not isinstance(model, PreTrainedModel):
         return InFiles({}, {})
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     try:
-        names, parts = _read_off(_Markers(shapes), lambda markers: revert_weight_conversion(model, markers))
+        names, parts = _read_off(
+            _Markers(shapes), lambda markers: revert_weight_conversion(model, markers)
+        )
     except Exception as error:  # an operation on tensors, which markers are too small for
-        log.debug("tensors keep their names of memory in files: %s: %s", type(error).__name__, error)
+        log.debug(
+            "tensors keep their names of memory in files: %s: %s", type(error).__name__, error
+        )
         return InFiles({}, {})
     kept = _names_of(base_dir) if base_dir is not None else set()
     renamed = {fqn: name for fqn, name in names.items() if name != fqn and fqn not in kept}
@@ -78,13 +84,19 @@ class _Markers:
         marker = self.tensors[name]
         if torch.equal(value, marker):
             return name, None
-        where = [torch.unravel_index(value.flatten()[end] - self._starts[found], marker.shape) for end in (0, -1)]
+        where = [
+            torch.unravel_index(value.flatten()[end] - self._starts[found], marker.shape)
+            for end in (0, -1)
+        ]
         (row, *first), (_, *last) = ([int(index) for index in corner] for corner in where)
         factors = [n // m for n, m in zip(self.shapes[name][1:], marker.shape[1:], strict=True)]
         small = tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))
         if marker.dim() < 2 or not torch.equal(value, marker[row][small]):
             raise ValueError(f"{name} is not only taken apart row by row")
-        return name, (row, tuple(slice(s.start * f, s.stop * f) for s, f in zip(small, factors, strict=True)))
+        return name, (
+            row,
+            tuple(slice(s.start * f, s.stop * f) for s, f in zip(small, factors, strict=True)),
+        )
 
 
 def _small(extent: int) -> int:

@@ -51,7 +51,9 @@ class GivesLoss:
         """The number of places up to which :meth:`loss_of` takes them all, labelled or not."""
         return 0
 
-    def loss_of(self, positions: torch.Tensor | None, targets: torch.Tensor) -> AbstractContextManager[None]:
+    def loss_of(
+        self, positions: torch.Tensor | None, targets: torch.Tensor
+    ) -> AbstractContextManager[None]:
         """What the model's forward inside returns as its logits is the loss, 0-dim in float32 or float64.
 
         *positions* [N] are the labelled places in the flattened batch, *targets* [N] the tokens that they predict. None
@@ -72,7 +74,9 @@ def loss_in(output: Any) -> torch.Tensor:
 class _Labelled(AbstractContextManager[None]):
     """What :meth:`GivesLoss.loss_of` returns; a generator would take three times as long, in each step."""
 
-    def __init__(self, head: GivesLoss, positions: torch.Tensor | None, targets: torch.Tensor) -> None:
+    def __init__(
+        self, head: GivesLoss, positions: torch.Tensor | None, targets: torch.Tensor
+    ) -> None:
         self._head, self._labelled = head, (positions, targets)
 
     def __enter__(self) -> None:
@@ -114,14 +118,20 @@ class LossHead(GivesLoss, nn.Linear):
             hidden = hidden.index_select(0, positions)
         return linear_cross_entropy(hidden, self.weight, self.bias, targets)
 
-    def _loss_in_parts(self, input: DTensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_in_parts(
+        self, input: DTensor, positions: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         """The loss where tensor parallel ranks have a part of the vocabulary each; the same on all of them."""
         mesh, weight = input.device_mesh, self.weight
         assert isinstance(weight, DTensor)
         # Each rank's errors reach the hidden states through its own rows only.
-        hidden = input.to_local(grad_placements=[Partial()]).flatten(0, -2).index_select(0, positions)
+        hidden = (
+            input.to_local(grad_placements=[Partial()]).flatten(0, -2).index_select(0, positions)
+        )
         bias = self.bias.to_local() if isinstance(self.bias, DTensor) else None
-        _, first = Shard.local_shard_size_and_offset(len(weight), mesh.size(), mesh.get_local_rank())
+        _, first = Shard.local_shard_size_and_offset(
+            len(weight), mesh.size(), mesh.get_local_rank()
+        )
         part = VocabularyPart(mesh.get_group(), first, math.ceil(len(weight) / mesh.size()))
         loss = linear_cross_entropy(hidden, weight.to_local(), bias, targets, part)
         return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
@@ -150,7 +160,9 @@ class ModuleLossHead(GivesLoss):
         assert positions is not None
 
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(_widened(layer.forward(hidden, *args, **options)), labels, reduction="sum")
+            return F.cross_entropy(
+                _widened(layer.forward(hidden, *args, **options)), labels, reduction="sum"
+            )
 
         hidden = input.flatten(0, -2).index_select(0, positions)
         size = math.ceil(CHUNK_ELEMENTS / self._vocabulary)
@@ -202,7 +214,11 @@ def linear_cross_entropy(
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden, weight, bias = (
+            hidden.to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+        )
     if part is None and _FEW * targets.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS:
         return F.cross_entropy(_widened(F.linear(hidden, weight, bias)), targets, reduction="sum")
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -226,7 +242,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
-        loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        loss = torch.zeros(
+            (), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
+        )
         size = math.ceil(CHUNK_ELEMENTS / (part.most if part is not None else weight.shape[0]))
         for start in range(0, len(targets), size):
             chunk = hidden[start : start + size]
@@ -242,7 +260,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *gradients.scaled(loss_weight), None, None, None
 
 
-def _losses_of(logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+def _losses_of(
+    logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None
+) -> torch.Tensor:
     """The cross-entropy of each row of logits [n, V]: [n, 1]. In their memory they become the gradient with respect to
     them, softmax minus one-hot."""
     largest = logits.amax(1, keepdim=True)
@@ -267,7 +287,11 @@ class _Gradients:
     """Sums over the chunks, in float32 where the parameters are shorter; None for what needs no gradient."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needed: tuple[bool, ...],
     ) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.factor = weight
@@ -290,11 +314,17 @@ class _Gradients:
     def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
         """The gradients times *loss_weight*, in the types of what they belong to; the sums are used up by it."""
         sums, dtype = (self.hidden, self.weight, self.bias), self.factor.dtype
-        return [None if each is None else each.mul_(loss_weight.to(each.dtype)).to(dtype) for each in sums]
+        return [
+            None if each is None else each.mul_(loss_weight.to(each.dtype)).to(dtype)
+            for each in sums
+        ]
 
 
 def install_loss_head(
-    model: nn.Module, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
+    model: nn.Module,
+    options: Mapping[str, Any],
+    multiple: int = 1,
+    device: torch.device | None = None,
 ) -> LossHead | ModuleLossHead | None:
     """Make the model's output layer one that gives the loss, where it gives the logits as they are.
 
@@ -309,7 +339,10 @@ def install_loss_head(
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
     try:
-        vocabulary, why = _num_logits(model, layer, tokens, options), "modifies its logits after the output layer"
+        vocabulary, why = (
+            _num_logits(model, layer, tokens, options),
+            "modifies its logits after the output layer",
+        )
     except Exception as error:
         log.debug("the model cannot be asked about its output layer", exc_info=True)
         vocabulary, why = (
@@ -335,11 +368,19 @@ def _output_layer(model: Any) -> nn.Module | None:
 
 def _is_cut_across(layer: nn.Module) -> bool:
     """Whether tensor parallel ranks have parts of the layer that are not rows of its weight (tokens)."""
-    cut = [p for p in layer.parameters() if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())]
-    return any(type(layer) is not nn.Linear or p.placements[-1] not in (Shard(0), Replicate()) for p in cut)
+    cut = [
+        p
+        for p in layer.parameters()
+        if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())
+    ]
+    return any(
+        type(layer) is not nn.Linear or p.placements[-1] not in (Shard(0), Replicate()) for p in cut
+    )
 
 
-def _num_logits(model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]) -> int:
+def _num_logits(
+    model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
+) -> int:
     """How many logits *layer* gives for a token; 0 where they are not the model's answer as they are."""
     outputs: list[torch.Tensor] = []
 
@@ -359,7 +400,11 @@ def _num_logits(model: nn.Module, layer: nn.Module, tokens: torch.Tensor, option
     return logits.shape[-1] if same and torch.equal(logits, outputs[0].to(logits.dtype)) else 0
 
 
-def _equal_by_row(forward: Callable[..., torch.Tensor], hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+def _equal_by_row(
+    forward: Callable[..., torch.Tensor], hidden: torch.Tensor, logits: torch.Tensor
+) -> bool:
     """Whether *forward* gives each position's logits by itself, whatever the others are."""
     some, rows = forward(hidden.flatten(0, -2)[1:3]), logits.flatten(0, -2)[1:3]
-    return some.shape == rows.shape and torch.allclose(some.float(), rows.float(), rtol=1e-2, atol=1e-2)
+    return some.shape == rows.shape and torch.allclose(
+        some.float(), rows.float(), rtol=1e-2, atol=1e-2
+    )

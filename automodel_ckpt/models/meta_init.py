@@ -52,10 +52,14 @@ class InitialValues:
         _replace(module, lent)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(_mixed(self._seed, name))  # an accelerator's draws are not ours
+                torch.default_generator.manual_seed(
+                    _mixed(self._seed, name)
+                )  # an accelerator's draws are not ours
                 for outer in _outwards(name):
                     self._initialise(outer)
-            return {own: tensor.detach() for own, tensor in _own_tensors(module).items() if wanted(own)}
+            return {
+                own: tensor.detach() for own, tensor in _own_tensors(module).items() if wanted(own)
+            }
         finally:
             _replace(module, kept)
 
@@ -73,7 +77,11 @@ class _Touching(TorchFunctionMode):
     """A normal draw without memory, which torch composes of ten operations in Python, becomes one write."""
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
         if function in (nn.init.normal_, torch.Tensor.normal_):
@@ -91,7 +99,10 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def _mixed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
+        >> 1
+    )
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,7 +115,9 @@ def _replace(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         if name in module._buffers:
             module._buffers[name] = tensor
         else:
-            module._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
+            module._parameters[name] = (
+                tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
+            )
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
@@ -134,7 +147,9 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def initialise(
-    modules: Mapping[str, nn.Module], values: InitialValues, wanted: Callable[[str, nn.Module], Callable[[str], bool]]
+    modules: Mapping[str, nn.Module],
+    values: InitialValues,
+    wanted: Callable[[str, nn.Module], Callable[[str], bool]],
 ) -> None:
     """Give *modules* (by their names in the uncut model, in its order) their share of the initial values.
 
@@ -144,7 +159,11 @@ def initialise(
     done: set[int] = set()
     with guard_torch_init_functions():
         for name, module in modules.items():
-            own = {key: tensor for key, tensor in _own_tensors(module).items() if id(tensor) not in done}
+            own = {
+                key: tensor
+                for key, tensor in _own_tensors(module).items()
+                if id(tensor) not in done
+            }
             done.update(id(tensor) for tensor in own.values())
             asked = wanted(name, module)
             for key, whole in values.of_module(name, lambda key: key in own and asked(key)).items():  # noqa: B023
@@ -156,8 +175,12 @@ def put(target: torch.Tensor, whole: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+    sizes, offsets = compute_local_shape_and_global_offset(
+        target.shape, target.device_mesh, target.placements
+    )
+    part = whole[
+        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    ]
     target.to_local().copy_(part)
 
 

@@ -92,7 +92,9 @@ def parameters_of_stages(model: nn.Module, num_stages: int) -> Iterator[list[nn.
     inner, head = _inner(model), _any(model).lm_head
     for stage in range(num_stages):
         parts = [inner.layers[number] for number in layers_of(len(inner.layers), stage, num_stages)]
-        parts += [inner.embed_tokens] * (stage == 0) + [inner.norm, head] * (stage == num_stages - 1)
+        parts += [inner.embed_tokens] * (stage == 0) + [inner.norm, head] * (
+            stage == num_stages - 1
+        )
         yield list({id(p): p for part in parts for p in part.parameters()}.values())
 
 
@@ -107,12 +109,20 @@ def _inner(model: nn.Module) -> Any:
 
 def _why_not(model: nn.Module) -> str:
     inner = _inner(model)
-    names = [*(f"{model.base_model_prefix}.{name}" for name in (*_ENDS, "layers")), "lm_head"] if inner else []
+    names = (
+        [*(f"{model.base_model_prefix}.{name}" for name in (*_ENDS, "layers")), "lm_head"]
+        if inner
+        else []
+    )
     modules = dict(model.named_modules())
     missing = [name for name in names if name not in modules]
     if missing or not names or not isinstance(inner.layers, nn.ModuleList):
         return f"it has no {missing[0] if missing else 'list of layers'}"
-    elsewhere = [name for name, _ in model.named_parameters() if not name.startswith(tuple(f"{n}." for n in names))]
+    elsewhere = [
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(tuple(f"{n}." for n in names))
+    ]
     if elsewhere:
         return f"it has parameters elsewhere ({elsewhere[0]})"
     return "" if _hands_on(model) else "it modifies hidden states outside of its layers"
@@ -125,9 +135,13 @@ def _hands_on(model: nn.Module) -> bool:
     hidden = torch.arange(3.0 * width).sin().reshape(1, 3, width)
     try:
         with torch.no_grad():
-            output = hull(inputs_embeds=hidden, position_ids=torch.arange(3).unsqueeze(0), use_cache=False)
+            output = hull(
+                inputs_embeds=hidden, position_ids=torch.arange(3).unsqueeze(0), use_cache=False
+            )
     except Exception as error:
-        log.debug("could not probe the model for pipeline stages: %s: %s", type(error).__name__, error)
+        log.debug(
+            "could not probe the model for pipeline stages: %s: %s", type(error).__name__, error
+        )
         return False
     return torch.equal(logits_of(output), hidden)
 
@@ -136,7 +150,9 @@ def _hull(model: nn.Module) -> nn.Module:
     """A copy, on the CPU, of what no stage has for itself; the values of its buffers are of no account."""
     inner = _inner(model)
     layers = nn.ModuleList(PassThrough() for _ in inner.layers)
-    parts = {id(getattr(inner, name)): PassThrough() for name in _ENDS} | {id(_any(model).lm_head): PassThrough()}
+    parts = {id(getattr(inner, name)): PassThrough() for name in _ENDS} | {
+        id(_any(model).lm_head): PassThrough()
+    }
     hull: nn.Module = copy.deepcopy(model, {**parts, id(inner.layers): layers})
     for module in hull.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -51,12 +51,18 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 def logits_of(output: Any) -> torch.Tensor:
     """What a model returned, or the logits in it."""
     plain = isinstance(output, Mapping) and not hasattr(output, "logits")
-    logits: torch.Tensor = output.get("logits", output) if plain else getattr(output, "logits", output)
+    logits: torch.Tensor = (
+        output.get("logits", output) if plain else getattr(output, "logits", output)
+    )
     return logits
 
 
 def keeps_samples_apart(
-    model: nn.Module, one_row: bool, options: Mapping[str, Any], multiple: int = 1, device: torch.device | None = None
+    model: nn.Module,
+    one_row: bool,
+    options: Mapping[str, Any],
+    multiple: int = 1,
+    device: torch.device | None = None,
 ) -> Answer:
     """Whether samples in one row, told apart by ``position_ids`` alone, give the outputs that they give by themselves.
 
@@ -67,13 +73,18 @@ def keeps_samples_apart(
     if "position_ids" not in forward_parameters(model):
         return Answer(False)
     rest = _rest(multiple)
-    rows = [row + rest for row in (_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST)]
+    rows = [
+        row + rest
+        for row in (_FIRST + _SECOND, _OTHER + _SECOND, _FIRST + _SECOND, _SECOND + _FIRST)
+    ]
     restarted, continued = [*range(3), *range(4), *rest], [*range(7), *rest]
     positions = [restarted, restarted, continued, [*range(4), *range(3), *rest]]
     try:
         with undisturbed(model):
             device = device or next(model.parameters()).device
-            outputs = _logits(model, torch.tensor([rows, positions], device=device), one_row, options)
+            outputs = _logits(
+                model, torch.tensor([rows, positions], device=device), one_row, options
+            )
         after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
         alone = outputs[3, :4]
         # What crossing attention does is the measure: rounding is far below it in every dtype.
@@ -90,7 +101,9 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
-def rows_to_ask(multiple: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_to_ask(
+    multiple: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens [1, T] of a few samples, a number divisible by *multiple*; their positions, and those of one sample."""
     rest = _rest(multiple)
     rows = [[*_FIRST, *_SECOND, *rest], [*range(3), *range(4), *rest], [*range(7 + len(rest))]]
@@ -103,10 +116,14 @@ def _rest(multiple: int) -> list[int]:
     return [0] * (-len(_FIRST + _SECOND) % multiple)
 
 
-def _logits(model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]) -> torch.Tensor:
+def _logits(
+    model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]
+) -> torch.Tensor:
     """Logits [B, T, V] of *rows* [2, B, T], which are token ids and position ids."""
     parts = torch.split(rows, 1 if one_row else rows.shape[1], dim=1)
-    outputs = [model(input_ids=tokens, position_ids=positions, **options) for tokens, positions in parts]
+    outputs = [
+        model(input_ids=tokens, position_ids=positions, **options) for tokens, positions in parts
+    ]
     return torch.cat([logits_of(output) for output in outputs]).float()
 
 
@@ -121,7 +138,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         # A few tokens are not worth compiling for.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         for module, training in modes.items():

@@ -36,10 +36,15 @@ def read_processor(name: str) -> Any:
         if processor_class is None or _VIDEOS not in processor_class.get_attributes():
             raise
         try:
-            processor = without_videos(processor_class).from_pretrained(name, trust_remote_code=False)
+            processor = without_videos(processor_class).from_pretrained(
+                name, trust_remote_code=False
+            )
         except (AttributeError, TypeError):  # it is not made without that part
             raise error from None
-    log.info("%s is loaded without its video processor, which requires torchvision", processor_class.__name__)
+    log.info(
+        "%s is loaded without its video processor, which requires torchvision",
+        processor_class.__name__,
+    )
     return processor
 
 
@@ -48,8 +53,14 @@ def _class_of(name: str) -> Any:
     try:
         return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(name, trust_remote_code=False))]
     except (OSError, ValueError, KeyError):  # no model's files: a processor alone
-        named = getattr(transformers, str(_content(name, "processor_config.json").get("processor_class")), None)
-        return named if isinstance(named, type) and issubclass(named, transformers.ProcessorMixin) else None
+        named = getattr(
+            transformers, str(_content(name, "processor_config.json").get("processor_class")), None
+        )
+        return (
+            named
+            if isinstance(named, type) and issubclass(named, transformers.ProcessorMixin)
+            else None
+        )
 
 
 def _content(name: str, file: str) -> dict[str, Any]:
@@ -84,15 +95,25 @@ def without_videos(processor_class: Any) -> Any:
             return [part for part in parts if part != _VIDEOS]
 
         @classmethod
-        def from_args_and_dict(cls, args: Sequence[Any], processor_dict: Mapping[str, Any], **options: Any) -> Any:
-            given, others = list(args), {key: value for key, value in processor_dict.items() if key != _VIDEOS}
+        def from_args_and_dict(
+            cls, args: Sequence[Any], processor_dict: Mapping[str, Any], **options: Any
+        ) -> Any:
+            given, others = (
+                list(args),
+                {key: value for key, value in processor_dict.items() if key != _VIDEOS},
+            )
             given.insert(parts.index(_VIDEOS), None)
             return super().from_args_and_dict(given, others, **options)
 
         @classmethod
         def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> Any:
-            made, within = super().from_pretrained(name, **options), _content(str(name), "processor_config.json")
-            files = (_content(str(name), f"{kind}preprocessor_config.json") for kind in ("video_", ""))
+            made, within = (
+                super().from_pretrained(name, **options),
+                _content(str(name), "processor_config.json"),
+            )
+            files = (
+                _content(str(name), f"{kind}preprocessor_config.json") for kind in ("video_", "")
+            )
             made.video_processor = _Settings(within.get(_VIDEOS) or next(filter(None, files), {}))
             return made
 

@@ -24,16 +24,22 @@ _ORDINARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Quantization = Literal["nf4", "fp4", "int8"]
 
 
-def quantized_loading(kind: Quantization, *, device: torch.device, strategy: str, dtype: str) -> dict[str, Any]:
+def quantized_loading(
+    kind: Quantization, *, device: torch.device, strategy: str, dtype: str
+) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which a base is read in so few bits.
 
     *dtype* is the one to compute in. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes,
     or sharded.
     """
     if device.type != "cuda":
-        _refuse(kind, f"it needs a CUDA device; this is a {device.type}", "remove it, or train on a GPU")
+        _refuse(
+            kind, f"it needs a CUDA device; this is a {device.type}", "remove it, or train on a GPU"
+        )
     if strategy == "fsdp2":
-        _refuse(kind, "packed weights cannot be sharded by fsdp2", "set distributed.strategy to ddp")
+        _refuse(
+            kind, "packed weights cannot be sharded by fsdp2", "set distributed.strategy to ddp"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         _refuse(kind, "bitsandbytes is not installed", "pip install 'automodel_ckpt[quantization]'")
     import transformers
@@ -44,7 +50,10 @@ def quantized_loading(kind: Quantization, *, device: torch.device, strategy: str
     else:
         compute = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
         config = make(
-            load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
         )
     return {"quantization_config": config, "device_map": {"": device}}
 
@@ -67,8 +76,10 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
 
     transformers leaves those of quantized files in the type of the files. What a model keeps in float32 stays.
     """
-    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()),
-            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}  # fmt: skip
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
     found: Counter[torch.dtype] = Counter()
     for name, parameter in model.named_parameters():
         stays = parameter.dtype == torch.float32 and any(part in kept for part in name.split("."))
@@ -76,7 +87,9 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
             found[parameter.dtype] += 1
             parameter.data = parameter.data.to(dtype)
     for other, number in found.items():
-        log.info("casting %d parameters from %s to %s (model.dtype)", number, _name(other), _name(dtype))
+        log.info(
+            "casting %d parameters from %s to %s (model.dtype)", number, _name(other), _name(dtype)
+        )
 
 
 def check_not_quantized(model: nn.Module) -> None:
@@ -84,7 +97,9 @@ def check_not_quantized(model: nn.Module) -> None:
     if not getattr(model, "is_quantized", False):
         return
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
-    method = getattr(settings, "quant_method", None) or (settings or {}).get("quant_method", "unknown")
+    method = getattr(settings, "quant_method", None) or (settings or {}).get(
+        "quant_method", "unknown"
+    )
     raise RecipeError(
         "the base's weights stay quantized and cannot be cast to model.dtype",
         where="model.from_pretrained",
@@ -98,4 +113,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _refuse(kind: str, why: str, remedy: str) -> NoReturn:
-    raise RecipeError(f"the base cannot be quantized: {why}", where=_WHERE, value=kind, remedy=remedy)
+    raise RecipeError(
+        f"the base cannot be quantized: {why}", where=_WHERE, value=kind, remedy=remedy
+    )

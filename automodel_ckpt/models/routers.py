@@ -51,7 +51,10 @@ def check_router_loss(
     tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
     with undisturbed(model):
         output = model(input_ids=tokens, **options)
-    router_logits, expected = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
+    router_logits, expected = (
+        getattr(output, "router_logits", None),
+        getattr(output, "aux_loss", None),
+    )
     if not router_logits or expected is None:
         found = "the model returns no router logits"
     else:

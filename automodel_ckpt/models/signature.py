@@ -33,7 +33,10 @@ def outline(directory: Path) -> ModelSignature:
     model = _empty_model(directory)
     renamed, stored = names_in_files(model, directory).names, _stored_names(directory)
     prefix: str = model.base_model_prefix
-    files = {name: _spelled(renamed.get(name, name), prefix, stored) for name in model.state_dict(keep_vars=True)}
+    files = {
+        name: _spelled(renamed.get(name, name), prefix, stored)
+        for name in model.state_dict(keep_vars=True)
+    }
     transposed = {name for name, module in model.named_modules() if isinstance(module, _TRANSPOSED)}
     return ModelSignature(files, dict(model.all_tied_weights_keys), frozenset(transposed))
 
@@ -42,8 +45,12 @@ def _empty_model(directory: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["?"])[0])
-        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-            raise ValueError(f"{config.architectures} is not a model")  # the file may name any function
+        if not (
+            isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+        ):
+            raise ValueError(
+                f"{config.architectures} is not a model"
+            )  # the file may name any function
         with torch.device("meta"):
             return model_class(config)
     except (OSError, ValueError, AttributeError) as error:

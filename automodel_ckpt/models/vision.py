@@ -10,12 +10,20 @@ from transformers import PreTrainedConfig
 # The first part with one of its names in a parameter's path has it: a projector may lie inside the vision tower.
 _PARTS = {
     "projector": {
-        "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "mm_projector", "projector",
-        "modality_projection", "vision_projection", "embed_vision", "aligner",
+        "multi_modal_projector",
+        "connector",
+        "merger",
+        "deepstack_merger_list",
+        "mm_projector",
+        "projector",
+        "modality_projection",
+        "vision_projection",
+        "embed_vision",
+        "aligner",
     },
     "vision_tower": {"vision_tower", "vision_model", "visual", "vision_encoder", "image_encoder"},
     "language_model": {"language_model", "text_model", "lm_head"},
-}  # fmt: skip
+}
 PARTS = ("vision_tower", "projector", "language_model")
 
 _IMAGE_IDS = ("image_token_id", "image_token_index", "boi_token_index", "eoi_token_index")
@@ -34,7 +42,13 @@ def _part_of(name: str) -> str | None:
 def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozenset[int]:
     """The tokens in whose places the model puts what it sees, or that frame it: nothing to be learnt as text."""
     owners = (config, processor, getattr(processor, "tokenizer", None))
-    names = (*_IMAGE_IDS, "vision_start_token_id", "vision_end_token_id", "boi_token_id", "eoi_token_id")
+    names = (
+        *_IMAGE_IDS,
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "boi_token_id",
+        "eoi_token_id",
+    )
     ids = [getattr(owner, name, None) for owner in owners for name in names]
     return frozenset(token for token in ids if isinstance(token, int) and token >= 0)
 
@@ -49,4 +63,8 @@ def image_settings(processor: Any, default: PreTrainedConfig) -> dict[str, int]:
         "boi_token_index": getattr(tokenizer, "boi_token_id", None),
         "eoi_token_index": getattr(tokenizer, "eoi_token_id", None),
     }
-    return {name: token for name, token in known.items() if isinstance(token, int) and hasattr(default, name)}
+    return {
+        name: token
+        for name, token in known.items()
+        if isinstance(token, int) and hasattr(default, name)
+    }

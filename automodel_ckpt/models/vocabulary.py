@@ -34,12 +34,16 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
 def num_embeddings(model: nn.Module) -> int | None:
     """Rows of the input embedding; None for a model that does not say which that is."""
     of_transformers: Any = model
-    embedding = of_transformers.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embedding = (
+        of_transformers.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    )
     weight = getattr(embedding, "weight", None)
     return None if weight is None else len(weight)
 
 
-def check_token_ids(batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str) -> None:
+def check_token_ids(
+    batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str
+) -> None:
     """:class:`RecipeError` that names *where* for tokens or labels that a model of *size* embeddings has no row for."""
     for name, ignored in (("input_ids", 0), ("labels", -100)):
         for ids in (batch[name] for batch in batches if name in batch):
@@ -61,11 +65,20 @@ def vocabulary_names(model: nn.Module) -> list[str]:
 def _vocabulary(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     of_transformers: Any = model
     layers = [of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()]
-    wanted = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters(recurse=False)}
-    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in wanted)
+    wanted = {
+        id(parameter)
+        for layer in layers
+        if layer is not None
+        for parameter in layer.parameters(recurse=False)
+    }
+    return (
+        (name, parameter) for name, parameter in model.named_parameters() if id(parameter) in wanted
+    )
 
 
-def resize_vocabulary(model: nn.Module, size: int, new_tokens: Literal["mean", "init"]) -> list[str]:
+def resize_vocabulary(
+    model: nn.Module, size: int, new_tokens: Literal["mean", "init"]
+) -> list[str]:
     """Give a transformers model room for *size* tokens; returns the names of the parameters that changed.
 
     The first rows stay as they are, and tied layers tied. New rows are fresh (from torch's generator), or with ``mean``
@@ -85,7 +98,9 @@ def resize_vocabulary(model: nn.Module, size: int, new_tokens: Literal["mean", "
     return list(before)
 
 
-def log_resized(name: str, old: Sequence[int], new: Sequence[int], new_tokens: Literal["mean", "init"]) -> None:
+def log_resized(
+    name: str, old: Sequence[int], new: Sequence[int], new_tokens: Literal["mean", "init"]
+) -> None:
     """Log what became of the parameter *name*, of two shapes."""
     filled = "the mean of the others" if new_tokens == "mean" else "fresh"
     rows = f", new rows are {filled}" if new[0] > old[0] else ", the last rows are dropped"

@@ -56,8 +56,12 @@ class Verdict:
 
     def lines(self, *, allowed: bool) -> list[str]:
         """The differences that the recipe allows, or those that it does not, a readable line each."""
-        lines = [f"+ {name}: not there" for name in self.missing if (name in self.allowed) == allowed]
-        lines += [f"- {name}: only there" for name in self.unexpected if (name in self.allowed) == allowed]
+        lines = [
+            f"+ {name}: not there" for name in self.missing if (name in self.allowed) == allowed
+        ]
+        lines += [
+            f"- {name}: only there" for name in self.unexpected if (name in self.allowed) == allowed
+        ]
         for name, (there, here) in self.misshapen.items():
             if (name in self.allowed) == allowed:
                 lines.append(f"~ {name}: there {list(there)}, here {list(here)}")
@@ -82,7 +86,10 @@ class Verdict:
     def tell(self, between: str) -> None:
         """Log by name what is not taken, as the recipe allows; and what was resized."""
         lines = self.lines(allowed=True)
-        lines += [f"~ {name}: {there[0]} rows there, {here[0]} here" for name, (there, here) in self.resized.items()]
+        lines += [
+            f"~ {name}: {there[0]} rows there, {here[0]} here"
+            for name, (there, here) in self.resized.items()
+        ]
         if lines:
             log.info("%s differ, which the recipe allows:\n    %s", between, "\n    ".join(lines))
 
@@ -98,7 +105,10 @@ class Verdict:
     ) -> Verdict:
         """The verdict on what somebody else has compared; *misshapen* gives the shapes (there, here)."""
         only_here, only_there = tuple(sorted(missing)), tuple(sorted(unexpected))
-        allowed = {*_matching([*only_here, *misshapen], allow_missing), *_matching(only_there, allow_unexpected)}
+        allowed = {
+            *_matching([*only_here, *misshapen], allow_missing),
+            *_matching(only_there, allow_unexpected),
+        }
         return cls({}, {}, only_here, only_there, misshapen, frozenset(allowed))
 
 
@@ -136,7 +146,9 @@ def compare(
     matches = {name: holder for name, holder in found.items() if holder is not None}
     shapes = {name: (there.shapes[holder], here.shapes[name]) for name, holder in matches.items()}
     different = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-    resized = {n: pair for n, pair in different.items() if n in resizable and pair[0][1:] == pair[1][1:]}
+    resized = {
+        n: pair for n, pair in different.items() if n in resizable and pair[0][1:] == pair[1][1:]
+    }
     misshapen = {name: pair for name, pair in different.items() if name not in resized}
     used = {*matches.values(), *_left_to_ties(here, there, prefix)}
     verdict = Verdict.of_differences(
@@ -163,7 +175,9 @@ def _spellings(name: str, prefix: str) -> list[str]:
 
 def _left_to_ties(here: Names, there: Names, prefix: str) -> Iterable[str]:
     """Tensors of the source under names that the model only has as further names of others: files may hold both."""
-    return [each for alias in here.tied for each in _spellings(alias, prefix) if each in there.shapes]
+    return [
+        each for alias in here.tied for each in _spellings(alias, prefix) if each in there.shapes
+    ]
 
 
 def _matching(names: Sequence[str], patterns: Iterable[str]) -> set[str]:

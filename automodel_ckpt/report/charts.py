@@ -76,9 +76,12 @@ class Chart:
         parts += self._point_marks(across, up)
         scale = f'data-low="{across.low!r}" data-high="{across.high!r}"'
         opening = (
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{escape(self.title)}" {scale}>'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+            f'tabindex="0" aria-label="{escape(self.title)}" {scale}>'
         )
-        return "\n".join([opening, *parts, '<line class="cursor" y1="14" y2="220" x1="-9" x2="-9"/>', "</svg>"])
+        return "\n".join(
+            [opening, *parts, '<line class="cursor" y1="14" y2="220" x1="-9" x2="-9"/>', "</svg>"]
+        )
 
     def _vertical_marks(self, across: Scale) -> Iterator[str]:
         for mark in self.marks:
@@ -126,7 +129,8 @@ def _grid(across: Scale, up: Scale) -> Iterator[str]:
     for step in across.ticks(8):
         if step == int(step):
             text = (
-                f'<text class="tick" x="{across(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(step)}</text>'
+                f'<text class="tick" x="{across(step):.1f}" '
+                f'y="{HEIGHT - 10}" text-anchor="middle">{short(step)}</text>'
             )
             yield text
 
@@ -135,15 +139,22 @@ def _drawn(line: Line, across: Scale, up: Scale, num_runs: int) -> Iterator[str]
     series = line.series.at_most(MAX_POINTS)
     apart = min(_ASIDE, _MOST_ASIDE / num_runs) if line.style == "stems" else 0.0
     aside = apart * (line.run - (num_runs - 1) / 2)  # several runs may save at the same step
-    places = [(across(step) + aside, up(value)) for step, value in zip(series.steps, series.values, strict=True)]
+    places = [
+        (across(step) + aside, up(value))
+        for step, value in zip(series.steps, series.values, strict=True)
+    ]
     colour = f"c{line.run}"
     if line.style == "stems":
         foot = up(max(up.low, 0.0))
-        yield from (f'<path class="stem {colour}" d="M{x:.1f} {foot:.1f}V{y:.1f}"/>' for x, y in places)
+        yield from (
+            f'<path class="stem {colour}" d="M{x:.1f} {foot:.1f}V{y:.1f}"/>' for x, y in places
+        )
     elif places:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         style = "line dashed" if line.style == "dots" else line.style
         yield f'<polyline class="{style} {colour}" points="{points}"/>'
     has_circles = line.style in ("dots", "stems") and len(places) <= _MOST_CIRCLES
     if has_circles or len(places) == 1:
-        yield from (f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places)
+        yield from (
+            f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
+        )

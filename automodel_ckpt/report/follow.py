@@ -65,9 +65,14 @@ class Follower:
     """
 
     def __init__(
-        self, run: Path, trackers: Options, after: int | None, complain: Callable[[str], None] = log.warning, *,
+        self,
+        run: Path,
+        trackers: Options,
+        after: int | None,
+        complain: Callable[[str], None] = log.warning,
+        *,
         went_back: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.run = run
         self._complain = complain
         self._memory = _read_memory(run)
@@ -101,7 +106,9 @@ class Follower:
                 del self._memory[name]["open"]
         self._remember()
 
-    def _start(self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool) -> None:
+    def _start(
+        self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
+    ) -> None:
         kind, memory = TRACKERS[name], self._memory.setdefault(name, {"sent": {}})
         had, is_torn = bool(memory["sent"]), memory.pop("open", False)
         is_behind = after is not None and any(step > after for step in memory["sent"].values())
@@ -112,7 +119,10 @@ class Follower:
         memory["open"] = True
         tracker = kind(self.run, memory, **options)
         if kind.forgets and had:
-            first = min([*_steps_to_send(self._waiting, sent), *([] if after is None else [after + 1])], default=None)
+            first = min(
+                [*_steps_to_send(self._waiting, sent), *([] if after is None else [after + 1])],
+                default=None,
+            )
             if first is not None:
                 sent |= {group: min(step, first - 1) for group, step in sent.items()}
                 self._remember()  # first: a kill after the forgetting would leave a gap
@@ -191,7 +201,9 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {
+        k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
+    }
 
 
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
@@ -217,7 +229,9 @@ def main(run: Path) -> None:
     complain = _redirected(run)
     job = json.loads(sys.stdin.readline())
     with holding(run, wait=True):  # the process of a previous start may still be sending
-        follower = Follower(run, job["trackers"], job["after"], complain, went_back=job["went_back"])
+        follower = Follower(
+            run, job["trackers"], job["after"], complain, went_back=job["went_back"]
+        )
         while not _ended(sys.stdin.fileno()):
             follower.feed()
         signal.alarm(LAST_SECONDS)

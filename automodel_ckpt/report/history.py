@@ -123,7 +123,15 @@ def read_history(path: Path, name: str | None = None) -> History:
     lossy = {record["step"] for record in steps if "loss" in record}
     not_finite = tuple(sorted(lossy - {*series["loss"].steps}))
     return History(
-        name or path.name, path, series, checkpoints, tuple(resumed), tokens, times, max(lossy, default=0), not_finite
+        name or path.name,
+        path,
+        series,
+        checkpoints,
+        tuple(resumed),
+        tokens,
+        times,
+        max(lossy, default=0),
+        not_finite,
     )
 
 
@@ -135,7 +143,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         return
     except OSError as error:
         raise CheckpointUnusable(
-            "a log of this run cannot be read", where=str(path), value=error.strerror, remedy="remove it"
+            "a log of this run cannot be read",
+            where=str(path),
+            value=error.strerror,
+            remedy="remove it",
         ) from error
     for line in lines:
         try:
@@ -179,4 +190,6 @@ def _checkpoints(root: Path) -> Iterator[Checkpoint]:
         measured = {**summary.losses, **late_validations.recall(root / str(name), summary.digest)}
         train_loss = _number(measured.get("train_loss"))
         val_loss = _number(measured.get("val_loss"))
-        yield Checkpoint(str(name), summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, pointers)
+        yield Checkpoint(
+            str(name), summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, pointers
+        )

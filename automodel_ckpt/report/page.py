@@ -24,11 +24,16 @@ _MOST_HEADS = 2
 
 def page(runs: Sequence[History]) -> str:
     """The HTML document for *runs*."""
-    style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        resources.files(__package__).joinpath(name).read_text("utf-8")
+        for name in ("page.css", "page.js")
+    )
     charts = [chart for chart in charts_of(runs) if not chart.is_empty]
     title = " · ".join(run.name for run in runs)
     heads = _heads(runs) if len(runs) <= _MOST_HEADS else _head_table(runs)
-    body = "\n".join([*heads, _legend(charts), *(_figure(chart) for chart in charts), *_tables(runs)])
+    body = "\n".join(
+        [*heads, _legend(charts), *(_figure(chart) for chart in charts), *_tables(runs)]
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -41,15 +46,27 @@ def page(runs: Sequence[History]) -> str:
 
 def charts_of(runs: Sequence[History]) -> Iterator[Chart]:
     """The panels of the page, all over the same steps; some may be empty."""
-    last = max((series.steps[-1] for run in runs for series in run.series.values() if len(series)), default=1)
+    last = max(
+        (series.steps[-1] for run in runs for series in run.series.values() if len(series)),
+        default=1,
+    )
     steps = (1, last)
     losses = [line for n, run in enumerate(runs) for line in _losses(n, run)]
     yield Chart("Loss", losses, [*_marks(runs)], steps=steps)
     for field, title, from_zero, smooth in PANELS:
-        lines = [line for n, run in enumerate(runs) for line in _curves(n, run.name, run.series[field], smooth)]
+        lines = [
+            line
+            for n, run in enumerate(runs)
+            for line in _curves(n, run.name, run.series[field], smooth)
+        ]
         yield Chart(title, lines, from_zero=from_zero, steps=steps)
-    for field, title in (("stall_seconds", "Training waited for saves, seconds"), ("bytes", "Size of saves, bytes")):
-        lines = [Line(run.name, number, run.series[field], "stems") for number, run in enumerate(runs)]
+    for field, title in (
+        ("stall_seconds", "Training waited for saves, seconds"),
+        ("bytes", "Size of saves, bytes"),
+    ):
+        lines = [
+            Line(run.name, number, run.series[field], "stems") for number, run in enumerate(runs)
+        ]
         yield Chart(title, lines, from_zero=True, steps=steps)
 
 
@@ -73,7 +90,9 @@ def _marks(runs: Sequence[History]) -> Iterator[Mark]:
         for step in run.resumed_at:
             yield Mark("resumed", number, step, f"{run.name}: resumed from step {step}")
         for checkpoint in run.checkpoints:
-            yield Mark("saved", number, checkpoint.step, f"{run.name}: checkpoint {checkpoint.name}")
+            yield Mark(
+                "saved", number, checkpoint.step, f"{run.name}: checkpoint {checkpoint.name}"
+            )
             if "LOWEST_VAL" in checkpoint.pointers:
                 text = f"{run.name}: LOWEST_VAL, {checkpoint.name}"
                 yield Mark("best", number, checkpoint.step, text, checkpoint.val_loss)
@@ -84,7 +103,14 @@ def _figure(chart: Chart) -> str:
     for line in chart.lines:
         if len(line.series):
             series = line.series.at_most(MAX_POINTS)
-            data.append({"label": line.label, "colour": line.run, "steps": series.steps, "values": series.values})
+            data.append(
+                {
+                    "label": line.label,
+                    "colour": line.run,
+                    "steps": series.steps,
+                    "values": series.values,
+                }
+            )
     embedded = json.dumps(data).replace("<", "\\u003c")
     return (
         f"<figure><figcaption>{escape(chart.title)}</figcaption>{chart.svg()}"
@@ -95,7 +121,9 @@ def _figure(chart: Chart) -> str:
 def _heads(runs: Sequence[History]) -> Iterator[str]:
     yield "<h1>" + escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs") + "</h1>"
     for number, run in enumerate(runs):
-        cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in summary(run))
+        cells = "".join(
+            f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in summary(run)
+        )
         yield (
             f'<section><h2><span class="key c{number}"></span>{escape(run.name)} '
             f"<small>{escape(str(run.path))}</small></h2><dl>{cells}</dl></section>"
@@ -140,7 +168,10 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         yield "loss not finite", f"{_steps(len(run.not_finite))}, first {run.not_finite[0]:,}"
     if len(validation):
         best = min(range(len(validation)), key=validation.values.__getitem__)
-        yield "lowest validation loss", f"{validation.values[best]:.4f} at step {validation.steps[best]:,}"
+        yield (
+            "lowest validation loss",
+            f"{validation.values[best]:.4f} at step {validation.steps[best]:,}",
+        )
     yield "tokens", f"{run.num_tokens:,}"
     yield "checkpoints", str(len(run.checkpoints))
     if len(stalls):
@@ -158,7 +189,10 @@ def _steps(count: int) -> str:
 def _tables(runs: Sequence[History]) -> Iterator[str]:
     for number, run in enumerate(runs):
         if run.checkpoints:
-            head = "".join(f"<th>{t}</th>" for t in ("checkpoint", "step", "epoch", "train", "validation", "size", ""))
+            head = "".join(
+                f"<th>{t}</th>"
+                for t in ("checkpoint", "step", "epoch", "train", "validation", "size", "")
+            )
             rows = "".join(_row(checkpoint) for checkpoint in run.checkpoints)
             yield (
                 f'<h2><span class="key c{number}"></span>Checkpoints of {escape(run.name)}</h2>'
@@ -169,7 +203,11 @@ def _tables(runs: Sequence[History]) -> Iterator[str]:
 def _row(checkpoint: Checkpoint) -> str:
     losses = ["" if v is None else f"{v:.4f}" for v in (checkpoint.train_loss, checkpoint.val_loss)]
     cells = [
-        checkpoint.name, str(checkpoint.step), str(checkpoint.epoch), *losses, size_text(checkpoint.nbytes),
+        checkpoint.name,
+        str(checkpoint.step),
+        str(checkpoint.epoch),
+        *losses,
+        size_text(checkpoint.nbytes),
         ", ".join(checkpoint.pointers),
-    ]  # fmt: skip
+    ]
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -30,9 +30,11 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise RecipeError(
-            "writing a PNG requires matplotlib, which is not installed", where="--output", value=str(file),
+            "writing a PNG requires matplotlib, which is not installed",
+            where="--output",
+            value=str(file),
             remedy="pip install 'automodel_ckpt[plot]', or write an .html file, which requires nothing",
-        ) from error  # fmt: skip
+        ) from error
     pyplot.switch_backend("agg")
     figure = drawn(pyplot, runs)
     figure.savefig(file, dpi=110)
@@ -42,11 +44,19 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
 def drawn(pyplot: Any, runs: Sequence[History]) -> Any:
     """The figure: all panels over the same steps, and one legend below them."""
     charts = [chart for chart in charts_of(runs) if not chart.is_empty]
-    figure, axes = pyplot.subplots(len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained"
+    )
     for chart, (axis,) in zip(charts, axes, strict=True):
         _draw(chart, axis)
     handles = [*_legend(runs, charts)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), 4),
+        fontsize=8,
+        frameon=False,
+    )
     return figure
 
 
@@ -55,17 +65,36 @@ def _draw(chart: Chart, axis: Any) -> None:
     axis.grid(alpha=0.3)
     for line in chart.lines:
         style, alpha = _STYLES.get(line.style, "-"), 0.3 if line.style == "faint" else 1.0
-        axis.plot(line.series.steps, line.series.values, style, color=_colour(line.run), alpha=alpha, markersize=3,
-                  linewidth=1.2)  # fmt: skip
+        axis.plot(
+            line.series.steps,
+            line.series.values,
+            style,
+            color=_colour(line.run),
+            alpha=alpha,
+            markersize=3,
+            linewidth=1.2,
+        )
     for mark in chart.marks:
         if mark.kind == "resumed":
             axis.axvline(mark.step, color=_colour(mark.run), linestyle=":", linewidth=1)
         elif mark.kind == "saved":
             axis.plot(
-                [mark.step], [0.02], "^", color=_colour(mark.run), markersize=4, transform=axis.get_xaxis_transform()
+                [mark.step],
+                [0.02],
+                "^",
+                color=_colour(mark.run),
+                markersize=4,
+                transform=axis.get_xaxis_transform(),
             )
         elif mark.value is not None:
-            axis.plot([mark.step], [mark.value], "o", color=_colour(mark.run), markersize=9, fillstyle="none")
+            axis.plot(
+                [mark.step],
+                [mark.value],
+                "o",
+                color=_colour(mark.run),
+                markersize=9,
+                fillstyle="none",
+            )
     across, _ = chart.scales()
     axis.set_xlim(across.low, across.high)
     if chart.from_zero:
@@ -79,7 +108,9 @@ def _legend(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:
     for number, run in enumerate(runs):
         name = run.name if len(run.name) <= _LONGEST_NAME else f"...{run.name[-_LONGEST_NAME:]}"
         name = name.replace("$", r"\$")  # matplotlib would render it as mathematics
-        yield Line2D([], [], color=_colour(number), label=f" {name}")  # a label that begins with _ is left out
+        yield Line2D(
+            [], [], color=_colour(number), label=f" {name}"
+        )  # a label that begins with _ is left out
     found = {line.style for chart in charts for line in chart.lines if len(line.series)}
     found |= {mark.kind for chart in charts for mark in chart.marks}
     for kind, (label, style) in _EXPLAINED.items():

@@ -30,7 +30,9 @@ class Scale:
         return [number * step for number in range(first, last + 1)]
 
 
-def scale_over(values: Iterable[float], start: float, stop: float, *, from_zero: bool = False) -> Scale:
+def scale_over(
+    values: Iterable[float], start: float, stop: float, *, from_zero: bool = False
+) -> Scale:
     """A scale from *start* to *stop* that contains all *values* with a margin of 4 percent.
 
     Its range is never empty, even for no values or equal ones. With *from_zero*, it contains 0, without a margin below.

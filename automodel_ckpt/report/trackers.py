@@ -50,7 +50,9 @@ class TensorBoard(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
-        summary = self._summaries.Summary(value=[value(tag=k, simple_value=v) for k, v in values.items()])
+        summary = self._summaries.Summary(
+            value=[value(tag=k, simple_value=v) for k, v in values.items()]
+        )
         self._write(step, summary=summary)
 
     def forget(self, step: int) -> None:
@@ -94,25 +96,38 @@ class MLflow(Tracker):
     is_durable = True
 
     def __init__(
-        self, run: Path, memory: dict[str, Any], *,
-        tracking_uri: str | None = None, experiment: str = "automodel_ckpt", **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        run: Path,
+        memory: dict[str, Any],
+        *,
+        tracking_uri: str | None = None,
+        experiment: str = "automodel_ckpt",
+        **options: Any,
+    ) -> None:
         self._metric = importlib.import_module("mlflow.entities").Metric
         self._client = client = importlib.import_module("mlflow").MlflowClient(tracking_uri)
         known = "id" in memory
         if not known:
             found = client.get_experiment_by_name(experiment)
             place = found.experiment_id if found else client.create_experiment(experiment)
-            memory["id"] = client.create_run(place, **({"run_name": _name(run, memory)} | options)).info.run_id
+            memory["id"] = client.create_run(
+                place, **({"run_name": _name(run, memory)} | options)
+            ).info.run_id
         self._id = memory["id"]
         client.update_run(self._id, status="RUNNING")
         # Values that were sent just before a kill may be missing in the memory.
         names = client.get_run(self._id).data.metrics if known else ()
-        self._had = {(name, point.step) for name in names for point in client.get_metric_history(self._id, name)}
+        self._had = {
+            (name, point.step)
+            for name in names
+            for point in client.get_metric_history(self._id, name)
+        }
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [self._metric(k, v, now, step) for k, v in values.items() if (k, step) not in self._had]
+        metrics = [
+            self._metric(k, v, now, step) for k, v in values.items() if (k, step) not in self._had
+        ]
         if metrics:
             self._client.log_batch(self._id, metrics)
 
@@ -126,7 +141,9 @@ class Trackio(Tracker):
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         trackio = importlib.import_module("trackio")
         name = memory.setdefault("name", options.pop("name", _name(run, memory)))
-        self._run = trackio.init(**({"project": "automodel_ckpt", "resume": "allow"} | options), name=name)
+        self._run = trackio.init(
+            **({"project": "automodel_ckpt", "resume": "allow"} | options), name=name
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -142,6 +159,9 @@ def _name(run: Path, memory: Mapping[str, Any]) -> str:
 
 
 TRACKERS: Mapping[str, type[Any]] = {
-    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
-}  # fmt: skip
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
 """By name, which is also that of the library to be imported."""

@@ -51,5 +51,7 @@ class CombinedOptimizer(Optimizer):
         start = 0
         for optimizer in self.optimizers:
             end = start + len(optimizer.param_groups)
-            optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups[start:end]})
+            optimizer.__setstate__(
+                {"state": self.state, "param_groups": self.param_groups[start:end]}
+            )
             start = end

@@ -63,7 +63,9 @@ def labelled_positions(
 
 def in_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The values of a tensor of a batch; they share its memory where they can, as almost always."""
-    return tensor.numpy(force=not tensor.is_cpu or tensor.requires_grad)  # force takes five times as long
+    return tensor.numpy(
+        force=not tensor.is_cpu or tensor.requires_grad
+    )  # force takes five times as long
 
 
 def num_label_tokens(labels: torch.Tensor) -> int:
@@ -72,7 +74,10 @@ def num_label_tokens(labels: torch.Tensor) -> int:
 
 
 def next_token_loss(
-    logits: torch.Tensor, labels: torch.Tensor, loss_fn: LossFn = cross_entropy_sum, part: slice = WHOLE
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    loss_fn: LossFn = cross_entropy_sum,
+    part: slice = WHOLE,
 ) -> torch.Tensor:
     """Sum of *loss_fn* over a micro-batch: labels [B, T] unshifted, logits [B, T, V] or of a *part* of each row; 0-dim.
 
@@ -98,7 +103,9 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
     raise RecipeError(
         "the model returns no logits for each token, which the next-token loss requires",
         where="model",
-        value=f"a tensor of shape {shape} for {list(labels.shape)} tokens" if is_tensor else type(logits).__name__,
+        value=f"a tensor of shape {shape} for {list(labels.shape)} tokens"
+        if is_tensor
+        else type(logits).__name__,
         remedy="use a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
         "or compute another loss in a recipe of your own (Objective.loss)",
     )

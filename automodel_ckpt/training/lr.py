@@ -16,9 +16,15 @@ _FILLED = frozenset({"optimizer", "last_epoch", "num_warmup_steps", "num_trainin
 
 
 def build_schedule(
-    optimizer: Optimizer, name: str, *, total_steps: int | None, warmup_steps: int | None = None,
-    warmup_ratio: float | None = None, decay_steps: int | None = None, kwargs: Mapping[str, Any] | None = None,
-) -> LRScheduler:  # fmt: skip
+    optimizer: Optimizer,
+    name: str,
+    *,
+    total_steps: int | None,
+    warmup_steps: int | None = None,
+    warmup_ratio: float | None = None,
+    decay_steps: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> LRScheduler:
     """The schedule *name* over *decay_steps* (default: *total_steps*), warm-up included.
 
     Raises :class:`RecipeError` when the length is needed and unknown (a stream with no max_steps), or *kwargs* holds
@@ -32,9 +38,15 @@ def build_schedule(
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
-    _check_all_used(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio} if not warms_up else {})
-    _check_all_used(name, {"decay_steps": decay_steps} if not decays and warmup_ratio is None else {})
-    _check_kwargs(name, kwargs or {}, {key: p for key, p in parameters.items() if key not in _FILLED})
+    _check_all_used(
+        name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio} if not warms_up else {}
+    )
+    _check_all_used(
+        name, {"decay_steps": decay_steps} if not decays and warmup_ratio is None else {}
+    )
+    _check_kwargs(
+        name, kwargs or {}, {key: p for key, p in parameters.items() if key not in _FILLED}
+    )
     if length is None and (decays or warmup_ratio is not None):
         raise RecipeError(
             "this schedule requires the number of steps, which the data set does not define",
@@ -42,11 +54,18 @@ def build_schedule(
             value=name,
             remedy="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
         )
-    warmup = round(warmup_ratio * length) if warmup_ratio is not None and length is not None else warmup_steps or 0
+    warmup = (
+        round(warmup_ratio * length)
+        if warmup_ratio is not None and length is not None
+        else warmup_steps or 0
+    )
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
         for factor in getattr(schedule, "lr_lambdas", ()):
-            factor(warmup), factor(length or warmup + 1)  # what is wrong shall not show after the warm-up only
+            (
+                factor(warmup),
+                factor(length or warmup + 1),
+            )  # what is wrong shall not show after the warm-up only
     except (TypeError, ValueError, ArithmeticError) as error:
         raise RecipeError(
             f"the schedule {name} cannot be computed with these values",
@@ -68,7 +87,8 @@ def follow_schedule(schedule: LambdaLR) -> None:
     A loaded state holds the rates of the schedule it was saved under; needed when that was another one.
     """
     rates = [
-        base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        base * factor(schedule.last_epoch)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -83,7 +103,9 @@ def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
         follow_schedule(schedule)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects a step of the optimizer before each of these
+        warnings.simplefilter(
+            "ignore"
+        )  # torch expects a step of the optimizer before each of these
         for _ in range(num_steps):
             schedule.step()
 
@@ -99,7 +121,9 @@ def _check_all_used(name: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _check_kwargs(name: str, given: Mapping[str, Any], taken: Mapping[str, inspect.Parameter]) -> None:
+def _check_kwargs(
+    name: str, given: Mapping[str, Any], taken: Mapping[str, inspect.Parameter]
+) -> None:
     unknown = sorted(set(given) - set(taken))
     missing = [key for key, p in taken.items() if p.default is p.empty and key not in given]
     if unknown or missing:

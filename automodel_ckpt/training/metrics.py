@@ -39,7 +39,9 @@ class JsonlLog:
     *before_writing* is called before each change of the file; what it raises is raised, and nothing is written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, before_writing: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, before_writing: Callable[[], None] = lambda: None
+    ) -> None:
         self.path = Path(path)
         self._before_writing = before_writing
         self._file: IO[bytes] | None = None
@@ -62,7 +64,12 @@ class JsonlLog:
                 self._write()
             except OSError as error:
                 if not waiting:
-                    log.warning("%s", os_problem(error, f"{self.path} cannot be written now", remedy="free space"))
+                    log.warning(
+                        "%s",
+                        os_problem(
+                            error, f"{self.path} cannot be written now", remedy="free space"
+                        ),
+                    )
 
     def flush(self) -> None:
         """Return when everything appended is on disk. Raises OSError where it cannot be."""
@@ -128,7 +135,9 @@ class JsonlLog:
     def _open(self) -> IO[bytes]:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+            self._file = os.fdopen(
+                open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0
+            )
         return self._file
 
 
@@ -156,7 +165,11 @@ class _Content:
         if "step" not in record:
             self._without_step.append(line)
         # A run may be resumed several times from one step: only equal events are the same event.
-        same = line if "event" in record or "step" not in record else (record["step"], frozenset(record))
+        same = (
+            line
+            if "event" in record or "step" not in record
+            else (record["step"], frozenset(record))
+        )
         if same in places:
             self.num_dropped += 1
             self._duplicates.append(self.kept[places[same]])
@@ -182,7 +195,9 @@ def _shown(lines: list[bytes]) -> str:
     """The first of some lines, shortened and printable, each on a line of its own."""
     texts = [line[:_SHOWN_BYTES].decode(errors="replace").rstrip() for line in lines[:_SHOWN_LINES]]
     texts += [f"... and {len(lines) - _SHOWN_LINES} more"] if len(lines) > _SHOWN_LINES else []
-    return "".join(f"\n    {''.join(c if c.isprintable() else '?' for c in text)}" for text in texts)
+    return "".join(
+        f"\n    {''.join(c if c.isprintable() else '?' for c in text)}" for text in texts
+    )
 
 
 def _line_of(record: dict[str, Any]) -> bytes:

@@ -34,8 +34,11 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
             value=type(optimizer).__name__,
             remedy="return one from this section's function or class",
         )
-    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty
-              and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    needed = [
+        p.name
+        for p in inspect.signature(optimizer.step).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if needed and not takes_own_steps:
         raise RecipeError(
             "this optimizer evaluates the loss several times in a step, but the recipe computes it once",
@@ -48,7 +51,10 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
 def check_sharding_support(optimizer: torch.optim.Optimizer, error: Exception) -> None:
     """:class:`RecipeError` where *error* came out of the optimizer's step and tells of an operation on sharded tensors
     that torch does not have."""
-    inside = any(frame.f_locals.get("self") is optimizer for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = any(
+        frame.f_locals.get("self") is optimizer
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     if inside and ("aten." in str(error) or "DTensor" in str(error)):
         raise RecipeError(
             "the optimizer cannot update sharded parameters",
@@ -112,7 +118,9 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def _update_all(self) -> bool:
         """False, with nothing done, where only torch knows how."""
-        known = [each for each in map(self._parts_of, range(len(self.param_groups))) if each is not None]
+        known = [
+            each for each in map(self._parts_of, range(len(self.param_groups))) if each is not None
+        ]
         if len(known) < len(self.param_groups):
             return False
         for group, parts in zip(self.param_groups, known, strict=True):
@@ -123,7 +131,9 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def _step_of_torch(self, closure: Callable[[], float] | None) -> float | None:
         if self.grad_scale is not None:  # it is no DTensor, as the gradients may be
-            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [
+                p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+            ]
             torch._foreach_div_(_here(gradients), self.grad_scale.item())
             self.grad_scale = None
         return _STEP_OF_TORCH(self, closure)  # type: ignore[no-any-return]
@@ -133,7 +143,12 @@ class FusedAdamW(torch.optim.AdamW):
         above all."""
         group, state = self.param_groups[index], self.state
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not group["fused"] or group["amsgrad"] or group["maximize"] or not all(map(_is_on_cpu, trained)):
+        if (
+            not group["fused"]
+            or group["amsgrad"]
+            or group["maximize"]
+            or not all(map(_is_on_cpu, trained))
+        ):
             return None
         entries = [state[parameter] for parameter in trained]
         moments = self._moments.get(index)
@@ -149,10 +164,21 @@ class FusedAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         parts.all_steps.add_(1)
         torch._fused_adamw_(
-            parts.parameters, parts.gradients, parts.averages, parts.squares, [], parts.steps,
-            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-            amsgrad=False, maximize=False, grad_scale=self.grad_scale,
-        )  # fmt: skip
+            parts.parameters,
+            parts.gradients,
+            parts.averages,
+            parts.squares,
+            [],
+            parts.steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+        )
 
 
 class _Parts(NamedTuple):
@@ -173,7 +199,9 @@ class _Moments:
     tensor, so that one addition counts them."""
 
     def __init__(self, entries: list[dict[str, torch.Tensor]]) -> None:
-        self._all_steps = torch.stack([entry["step"] for entry in entries]) if entries else torch.zeros(0)
+        self._all_steps = (
+            torch.stack([entry["step"] for entry in entries]) if entries else torch.zeros(0)
+        )
         self._steps = list(self._all_steps.unbind())
         for entry, step in zip(entries, self._steps, strict=True):
             entry["step"] = step
@@ -181,7 +209,9 @@ class _Moments:
         self._averages = [entry["exp_avg"] for entry in entries]
         self._squares = [entry["exp_avg_sq"] for entry in entries]
         self._averages_here, self._squares_here = _here(self._averages), _here(self._squares)
-        self._plain = all(map(_is_plain, chain(self._averages_here, self._squares_here, self._steps)))
+        self._plain = all(
+            map(_is_plain, chain(self._averages_here, self._squares_here, self._steps))
+        )
 
     def are_of(self, entries: list[dict[str, torch.Tensor]]) -> bool:
         """Whether these are the *entries* of the optimizer's state, and in them the tensors that were there."""
@@ -202,7 +232,14 @@ class _Moments:
             trained, gradients = _here(trained), _here(gradients)
         if not self._plain or not all(map(_is_plain, chain(trained, gradients))):
             return None
-        return _Parts(trained, gradients, self._averages_here, self._squares_here, self._steps, self._all_steps)
+        return _Parts(
+            trained,
+            gradients,
+            self._averages_here,
+            self._squares_here,
+            self._steps,
+            self._all_steps,
+        )
 
 
 _AVERAGE, _SQUARE, _STEP = itemgetter("exp_avg"), itemgetter("exp_avg_sq"), itemgetter("step")
@@ -213,7 +250,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
-_STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(inspect.unwrap(torch.optim.AdamW.step))
+_STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(
+    inspect.unwrap(torch.optim.AdamW.step)
+)
 
 
 def _here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -223,12 +262,20 @@ def _here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _alike(*tensors: torch.Tensor) -> bool:
     """Whether all are cut in the same way among the same ranks, or none is."""
-    layouts = [(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors]
+    layouts = [
+        (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
+        for each in tensors
+    ]
     return all(layout == layouts[0] for layout in layouts)
 
 
 def adamw(
-    params: Iterable[nn.Parameter], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    params: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> FusedAdamW:
     """Fused AdamW in one parameter group."""
     return FusedAdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

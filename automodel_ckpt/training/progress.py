@@ -74,9 +74,14 @@ class Progress:
     """
 
     def __init__(
-        self, *, total_steps: int | None = None, every_seconds: float = 10.0, enabled: bool = True,
-        stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        total_steps: int | None = None,
+        every_seconds: float = 10.0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.total_steps = total_steps
         self.every_seconds = every_seconds
         self.enabled = enabled
@@ -130,7 +135,11 @@ class Progress:
                 self._saving_since = now
             if self._live and saving != before:
                 self._show(self._parts(self._latest) if self._latest else [str(saving or "")])
-            elif saving is not None and not self._live and now - self._saving_since >= self.every_seconds:
+            elif (
+                saving is not None
+                and not self._live
+                and now - self._saving_since >= self.every_seconds
+            ):
                 self._saving_since = now
                 self._show([str(saving)])
 
@@ -173,7 +182,9 @@ class Progress:
         self._num_seen += 1
         if self._num_seen == 1:
             self._first_at = self._clock()
-        if self._num_seen <= 2:  # the first step of a process is slow, and says nothing about the others
+        if (
+            self._num_seen <= 2
+        ):  # the first step of a process is slow, and says nothing about the others
             self._tokens_per_second = speed
         self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
 
@@ -187,7 +198,9 @@ class Progress:
 
     def _parts(self, view: StepView) -> list[str]:
         shown = (
-            f"step {view.step}" if self.total_steps is None else f"step {view.step:>{self._width}}/{self.total_steps}"
+            f"step {view.step}"
+            if self.total_steps is None
+            else f"step {view.step:>{self._width}}/{self.total_steps}"
         )
         parts = [
             shown,
@@ -226,7 +239,9 @@ class ProgressHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         # Records tell of names that others chose: they must not steer the terminal.
-        self.progress.write_above("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text))
+        self.progress.write_above(
+            "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+        )
 
 
 def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler:
@@ -261,7 +276,11 @@ def fitting(parts: list[str], width: int) -> str:
 def _columns(stream: TextIO) -> int:
     """The width of the terminal that *stream* is, which need not be that of standard output; COLUMNS overrules it."""
     with suppress(ValueError):
-        return int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS") else _columns_of(stream.fileno())
+        return (
+            int(os.environ["COLUMNS"])
+            if os.environ.get("COLUMNS")
+            else _columns_of(stream.fileno())
+        )
     return _COLUMNS
 
 

@@ -75,7 +75,11 @@ def _mixed(seed: int, *parts: int) -> int:
 
 def _python_state() -> dict[str, Any]:
     version, words, gauss_next = random.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next}
+    return {
+        "version": version,
+        "words": torch.tensor(words, dtype=torch.int64),
+        "gauss_next": gauss_next,
+    }
 
 
 def _set_python_state(state: Mapping[str, Any]) -> None:
@@ -96,4 +100,6 @@ def _numpy_state() -> dict[str, Any]:
 
 def _set_numpy_state(state: Mapping[str, Any]) -> None:
     words = state["words"].numpy().astype(numpy.uint32)
-    numpy.random.set_state((state["name"], words, state["position"], state["has_gauss"], state["gauss"]))
+    numpy.random.set_state(
+        (state["name"], words, state["position"], state["has_gauss"], state["gauss"])
+    )

@@ -38,23 +38,33 @@ class Routing:
     num_rows: float
 
 
-def routing_of(router_logits: Sequence[torch.Tensor], top_k: int, is_token: torch.Tensor | None = None) -> Routing:
+def routing_of(
+    router_logits: Sequence[torch.Tensor], top_k: int, is_token: torch.Tensor | None = None
+) -> Routing:
     """The sums of one forward pass: *router_logits* has [B * T, E] of each layer; *is_token* [B, T] is 0 for padding,
     which does not count. None: there is no padding."""
-    mask = None if is_token is None else is_token.reshape(-1, 1).to(router_logits[0].device, torch.float32)
+    mask = (
+        None
+        if is_token is None
+        else is_token.reshape(-1, 1).to(router_logits[0].device, torch.float32)
+    )
     num_tokens = float(len(router_logits[0]) if mask is None else mask.sum())
     assigned, probabilities = [], []
     for logits in router_logits:
         weights = torch.softmax(logits, dim=-1)
         chosen = torch.topk(weights, top_k, dim=-1).indices
-        choices = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device).scatter_(1, chosen, 1.0)
+        choices = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device).scatter_(
+            1, chosen, 1.0
+        )
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         if mask is not None:
             choices, weights = choices * mask, weights * mask
         assigned.append(choices.sum(0))
         probabilities.append(weights.sum(0))
     num_rows = num_tokens * len(router_logits)
-    return Routing(torch.stack(assigned).sum(0), torch.stack(probabilities).sum(0), num_tokens, num_rows)
+    return Routing(
+        torch.stack(assigned).sum(0), torch.stack(probabilities).sum(0), num_tokens, num_rows
+    )
 
 
 def load_balancing_loss(routing: Routing) -> torch.Tensor:
@@ -76,7 +86,13 @@ class RouterLoss:
     """
 
     def __init__(
-        self, coefficient: float, top_k: int, over: str, *, sum_over_ranks: SumOverRanks, counts_here: bool
+        self,
+        coefficient: float,
+        top_k: int,
+        over: str,
+        *,
+        sum_over_ranks: SumOverRanks,
+        counts_here: bool,
     ) -> None:
         self.coefficient, self.top_k, self.over = coefficient, top_k, over
         self._sum_over_ranks, self._counts_here = sum_over_ranks, counts_here

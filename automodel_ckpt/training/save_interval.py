@@ -53,7 +53,11 @@ class AutoInterval:
     def _reasoning(self, step: float, stall: float, total: float, best: float) -> str:
         hours, interval = self._mtbf_seconds / 3600, self.steps * step
         lost = stall / interval + interval / 2 / self._mtbf_seconds
-        limit = f", but the next save waits for the {total:.3g} s that writing takes" if total > best else ""
+        limit = (
+            f", but the next save waits for the {total:.3g} s that writing takes"
+            if total > best
+            else ""
+        )
         return (
             f"saving every {self.steps} steps: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
             f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}. "

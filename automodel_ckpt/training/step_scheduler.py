@@ -86,7 +86,9 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
     if num_epochs is None:
         return f"max_steps {max_steps} will end the run{time}"
     if steps_per_epoch is None:
-        or_steps = f", or max_steps {max_steps}, whichever comes first" if max_steps is not None else ""
+        or_steps = (
+            f", or max_steps {max_steps}, whichever comes first" if max_steps is not None else ""
+        )
         return f"num_epochs {num_epochs} will end the run{or_steps}{time}"
     last = num_epochs * steps_per_epoch
     if max_steps is not None and max_steps <= last:
@@ -103,9 +105,18 @@ _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_token
 
 
 def _check_plausible(state: Mapping[str, Any]) -> None:
-    wrong = [name for name in _COUNTERS if type(state[name]) is not int or not 0 <= state[name] < 2**53]
-    numbers = {"elapsed_seconds": state["elapsed_seconds"], "best": 0.0 if state["best"] is None else state["best"]}
-    wrong += [name for name, number in numbers.items() if type(number) is not float or not math.isfinite(number)]
+    wrong = [
+        name for name in _COUNTERS if type(state[name]) is not int or not 0 <= state[name] < 2**53
+    ]
+    numbers = {
+        "elapsed_seconds": state["elapsed_seconds"],
+        "best": 0.0 if state["best"] is None else state["best"],
+    }
+    wrong += [
+        name
+        for name, number in numbers.items()
+        if type(number) is not float or not math.isfinite(number)
+    ]
     if wrong:
         raise CheckpointUnusable(
             "the saved step counters are invalid",
@@ -123,7 +134,11 @@ class StepScheduler:
     """
 
     def __init__(
-        self, cadence: Cadence, *, planned_steps: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        cadence: Cadence,
+        *,
+        planned_steps: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cadence = cadence
         self.planned_steps = planned_steps
@@ -149,7 +164,9 @@ class StepScheduler:
         self._is_in_step = False
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
-        self._auto = AutoInterval(cadence.mtbf_seconds) if cadence.mtbf_seconds is not None else None
+        self._auto = (
+            AutoInterval(cadence.mtbf_seconds) if cadence.mtbf_seconds is not None else None
+        )
 
     def is_finished(self) -> bool:
         """Whether no step follows."""
@@ -277,7 +294,9 @@ class StepScheduler:
         """Record how long a save kept the training, and how long it took until its checkpoint was there; on the leader,
         perhaps in another thread. Returns why the run now saves as often as it does, where it chooses that anew."""
         self._longest_save_seconds = max(self._longest_save_seconds, total_seconds)
-        return self._auto.note_save(stall_seconds, total_seconds) if self._auto is not None else None
+        return (
+            self._auto.note_save(stall_seconds, total_seconds) if self._auto is not None else None
+        )
 
     def note_lost_save(self) -> None:
         """What :meth:`note_save` recorded last did not come about."""

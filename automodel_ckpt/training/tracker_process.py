@@ -23,15 +23,19 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
     """Raise :class:`RecipeError` for trackers whose library is not installed, and for any of a run without logs."""
     if names and not has_logs:
         raise RecipeError(
-            "trackers read the run's logs, but this run writes none", where="logging.trackers",
-            value="checkpoint.enabled is false", remedy="set checkpoint.enabled, or remove the trackers",
-        )  # fmt: skip
+            "trackers read the run's logs, but this run writes none",
+            where="logging.trackers",
+            value="checkpoint.enabled is false",
+            remedy="set checkpoint.enabled, or remove the trackers",
+        )
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise RecipeError(
-            "a tracker's library is not installed", where="logging.trackers", value=", ".join(missing),
+            "a tracker's library is not installed",
+            where="logging.trackers",
+            value=", ".join(missing),
             remedy=f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
-        )  # fmt: skip
+        )
 
 
 class Tracking:
@@ -41,7 +45,12 @@ class Tracking:
     """
 
     def __init__(
-        self, run: Path, trackers: Mapping[str, Mapping[str, Any]], after: int, *, went_back: bool = False
+        self,
+        run: Path,
+        trackers: Mapping[str, Mapping[str, Any]],
+        after: int,
+        *,
+        went_back: bool = False,
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "automodel_ckpt.report.follow", str(run.absolute())]

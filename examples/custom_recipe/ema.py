@@ -25,8 +25,12 @@ class Average(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.pairs = [(weight.detach().clone(), weight.detach()) for weight in unwrap(model).parameters()]
-        for (name, _), (average, _) in zip(unwrap(model).named_parameters(), self.pairs, strict=True):
+        self.pairs = [
+            (weight.detach().clone(), weight.detach()) for weight in unwrap(model).parameters()
+        ]
+        for (name, _), (average, _) in zip(
+            unwrap(model).named_parameters(), self.pairs, strict=True
+        ):
             self.register_buffer(name.replace(".", "_"), average)
 
     def update(self, decay):
@@ -45,7 +49,9 @@ class EmaFinetune(LLMFinetune):
 
     def build(self):
         super().build()
-        self.average = Average(self.model)  # all that it takes: found, saved, checked and restored with the others
+        self.average = Average(
+            self.model
+        )  # all that it takes: found, saved, checked and restored with the others
 
     def step(self, batch, control):
         due = super().step(batch, control)

@@ -36,7 +36,12 @@ raise SystemExit(code)
 """
 
 
-MISTAKES = ["recipe.yaml", "--seeed=1", "--dataset.seq_length=1", "--optimizer={_target_: torch.optim.SGD, lr: x}"]
+MISTAKES = [
+    "recipe.yaml",
+    "--seeed=1",
+    "--dataset.seq_length=1",
+    "--optimizer={_target_: torch.optim.SGD, lr: x}",
+]
 
 
 @pytest.fixture
@@ -56,14 +61,26 @@ def say(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 # (text added to the recipe, arguments, pieces that the message has)
 TABLE: list[tuple[str, list[str], list[str]]] = [
-    ("optimiser:\n  lr: 1\n", [], ["unknown key optimiser", "recipe.yaml:6", "did you mean optimizer?"]),
-    ("optimizer:\n  lrr: 1\n", [], ["unknown key optimizer.lrr", "recipe.yaml:7", "did you mean optimizer.lr?"]),
+    (
+        "optimiser:\n  lr: 1\n",
+        [],
+        ["unknown key optimiser", "recipe.yaml:6", "did you mean optimizer?"],
+    ),
+    (
+        "optimizer:\n  lrr: 1\n",
+        [],
+        ["unknown key optimizer.lrr", "recipe.yaml:7", "did you mean optimizer.lr?"],
+    ),
     (
         "checkpoint:\n  max_steps: 3\n",
         [],
         ["unknown key checkpoint.max_steps", "did you mean step_scheduler.max_steps?"],
     ),
-    ("", ["--checkpoint.verfy=size"], ["unknown key checkpoint.verfy", "--checkpoint.verfy", "checkpoint.verify?"]),
+    (
+        "",
+        ["--checkpoint.verfy=size"],
+        ["unknown key checkpoint.verfy", "--checkpoint.verfy", "checkpoint.verify?"],
+    ),
     ("", ["--seeed", "1"], ["unknown key seeed", "where:  --seeed", "did you mean seed?"]),
     ("seed: many\n", [], ["seed must be a whole number", "recipe.yaml:6", "value:  many"]),
     ("seed: 1.5\n", [], ["seed must be a whole number"]),
@@ -74,25 +91,48 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("optimizer: 5\n", [], ["optimizer must be a section or a section with _target_"]),
     ("optimizer:\n  lr: nan\n", [], ["optimizer.lr must be 0 or more, and finite"]),
     ("optimizer:\n  lr: -1\n", [], ["optimizer.lr must be 0 or more", "value:  -1"]),
-    ("optimizer:\n  betas: [1, 0.9]\n", [], ["optimizer.betas must be two numbers from 0 to below 1"]),
+    (
+        "optimizer:\n  betas: [1, 0.9]\n",
+        [],
+        ["optimizer.betas must be two numbers from 0 to below 1"],
+    ),
     ("optimizer:\n  betas: [0.9]\n", [], ["optimizer.betas must be a list of 2"]),
     (
         "step_scheduler:\n  stop_signals: [SIGTERM, SIGKILL]\n",
         [],
-        ["step_scheduler.stop_signals must be a list out of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU", ":7"],
+        [
+            "step_scheduler.stop_signals must be a list out of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU",
+            ":7",
+        ],
     ),
     ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
-    ("step_scheduler:\n  ckpt_every_steps: 0\n", [], ["step_scheduler.ckpt_every_steps must be 1 or more", ":7"]),
-    ("step_scheduler:\n  max_time: soon\n", [], ["step_scheduler.max_time must be a number of seconds"]),
+    (
+        "step_scheduler:\n  ckpt_every_steps: 0\n",
+        [],
+        ["step_scheduler.ckpt_every_steps must be 1 or more", ":7"],
+    ),
+    (
+        "step_scheduler:\n  max_time: soon\n",
+        [],
+        ["step_scheduler.max_time must be a number of seconds"],
+    ),
     (
         "step_scheduler:\n  global_batch_size: 10\n  local_batch_size: 4\n",
         [],
-        ["global_batch_size must be a multiple of local_batch_size", "recipe.yaml:7", "global_batch_size: 10"],
+        [
+            "global_batch_size must be a multiple of local_batch_size",
+            "recipe.yaml:7",
+            "global_batch_size: 10",
+        ],
     ),
     (
         "step_scheduler:\n  global_batch_size: 8\n",
         ["--nproc-per-node=3"],
-        ["global_batch_size must be a multiple of local_batch_size x ranks", "recipe.yaml:7", "ranks: 3"],
+        [
+            "global_batch_size must be a multiple of local_batch_size x ranks",
+            "recipe.yaml:7",
+            "ranks: 3",
+        ],
     ),
     (
         "step_scheduler:\n  global_batch_size: 9\n",
@@ -103,7 +143,10 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "checkpoint:\n  save_consolidated: sometimes\n",
         [],
-        ["checkpoint.save_consolidated must be final, every or true or false or null", "value:  sometimes"],
+        [
+            "checkpoint.save_consolidated must be final, every or true or false or null",
+            "value:  sometimes",
+        ],
     ),
     (
         "checkpoint:\n  model_layout: hf\n  model_save_format: torch_save\n",
@@ -115,9 +158,17 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["--checkpoint.export_best"],
         ["save_consolidated and export_best have no effect with model_layout hf"],
     ),
-    ("checkpoint:\n  model_save_format: safetensor\n", [], ["safetensors, torch_save", "did you mean safetensors?"]),
+    (
+        "checkpoint:\n  model_save_format: safetensor\n",
+        [],
+        ["safetensors, torch_save", "did you mean safetensors?"],
+    ),
     ("checkpoint:\n  checkpoint_dir: null\n", [], ["checkpoint.checkpoint_dir must be text"]),
-    ("distributed:\n  strategy: fsdp\n", [], ["distributed.strategy must be auto, fsdp2, ddp, single", "fsdp2?"]),
+    (
+        "distributed:\n  strategy: fsdp\n",
+        [],
+        ["distributed.strategy must be auto, fsdp2, ddp, single", "fsdp2?"],
+    ),
     (
         "distributed:\n  mixed_precision: float16\n",
         [],
@@ -125,7 +176,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ),
     ("distributed:\n  sequence_parallel: true\n", [], ["set tp_size above 1"]),
     ("", ["--distributed.tp_plan={_target_: transformers.AutoModel}"], ["set tp_size above 1"]),
-    ("distributed:\n  cp_size: 2\n  tp_size: 2\n  sequence_parallel: true\n", [], ["both shard the sequence"]),
+    (
+        "distributed:\n  cp_size: 2\n  tp_size: 2\n  sequence_parallel: true\n",
+        [],
+        ["both shard the sequence"],
+    ),
     (
         "distributed:\n  cpu_offload: true\n  backend: nccl\n",
         [],
@@ -149,13 +204,21 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["one forward pass per backward pass"],
     ),
     ("distributed:\n  cp_size: 2\n  pp_size: 2\n", [], ["pp_size and cp_size cannot be combined"]),
-    ("distributed:\n  dp_replicate_size: 0\n", [], ["distributed.dp_replicate_size must be 1 or more"]),
+    (
+        "distributed:\n  dp_replicate_size: 0\n",
+        [],
+        ["distributed.dp_replicate_size must be 1 or more"],
+    ),
     (
         "",
         ["--distributed.tp_size=2", "--nproc-per-node=3"],
         ["the product of the parallel sizes", "a multiple of 2 ranks"],
     ),
-    ("", ["--distributed.dp_size=3", "--nproc-per-node=2"], ["the product of the parallel sizes", "remove dp_size"]),
+    (
+        "",
+        ["--distributed.dp_size=3", "--nproc-per-node=2"],
+        ["the product of the parallel sizes", "remove dp_size"],
+    ),
     ("", ["--distributed.strategy=single", "--nproc-per-node=2"], ["one data parallel rank"]),
     ("", ["--model.from_pretrained=x"], ["exactly one of from_pretrained and from_config"]),
     ("", ["--dataset=null"], ["dataset must be a section with _target_"]),
@@ -167,15 +230,31 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("<<: {seed: 1}\n", [], ["merge keys (<<) are not supported", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["invalid YAML", "recipe.yaml:7"]),
     ("---\nseed: 1\n", [], ["invalid YAML", "single document"]),
-    ("", ["--model.freeze=[*.y]"], ["where:  --model.freeze\n  hint:   quote words that begin with *"]),
+    (
+        "",
+        ["--model.freeze=[*.y]"],
+        ["where:  --model.freeze\n  hint:   quote words that begin with *"],
+    ),
     ("", ["--model.freeze", "[x, *y]"], ["undefined alias", "quote words that begin"]),
     ("clip_grad_norm: @x\n", [], ["recipe.yaml:6", "quote words that begin"]),
-    ("seed: ${oc.env:CKPT_NOT_SET}\n", [], ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"]),
+    (
+        "seed: ${oc.env:CKPT_NOT_SET}\n",
+        [],
+        ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"],
+    ),
     ("seed: ${model}\n", [], ["unsupported interpolation", "${oc.env:NAME}"]),
-    ("", ["--nproc-per-nod=2"], ["unknown option --nproc-per-nod", "did you mean --nproc-per-node?"]),
+    (
+        "",
+        ["--nproc-per-nod=2"],
+        ["unknown option --nproc-per-nod", "did you mean --nproc-per-node?"],
+    ),
     ("", ["--nproc-per-node=0"], ["nproc_per_node must be a number from 1, auto, gpu or cpu"]),
     ("", ["other.yaml"], ["unexpected argument other.yaml"]),
-    ("", ["optimizer.lr=3"], ["unexpected argument optimizer.lr=3", "did you mean --optimizer.lr=3?"]),
+    (
+        "",
+        ["optimizer.lr=3"],
+        ["unexpected argument optimizer.lr=3", "did you mean --optimizer.lr=3?"],
+    ),
     ("", ["--optimizer.lr"], ["--optimizer.lr needs a value"]),
     ("", ["--seed.x=1", "-v"], ["unknown argument -v"]),
 ]
@@ -196,7 +275,15 @@ def test_all_mistakes_of_file_and_command_line_are_reported_at_once(
 ) -> None:
     recipe.write_text(RECIPE + "seed: x\noptimizer:\n  lrr: 1\nseed: y\nlogging:\n  level: loud\n")
     error = say(capsys, "--nproc-per-nod=2", str(recipe), "--clip_grad_norm=-1", "extra")
-    pieces = ["seed must", "optimizer.lrr", "duplicate key", "logging.level", "nproc-per-nod", "clip_grad", "extra"]
+    pieces = [
+        "seed must",
+        "optimizer.lrr",
+        "duplicate key",
+        "logging.level",
+        "nproc-per-nod",
+        "clip_grad",
+        "extra",
+    ]
     assert [piece for piece in pieces if piece not in error] == []
     assert error.count("where: ") == len(pieces)
 
@@ -220,13 +307,19 @@ loss_fn: {_target_: os.system}
 """)
     error = say(capsys, str(recipe), "--step_scheduler.max_steps=x")
     pieces = [
-        "unknown recipe\n  where:  recipe.yaml:1", "unknown key optimiser", "max_steps must be",
+        "unknown recipe\n  where:  recipe.yaml:1",
+        "unknown key optimiser",
+        "max_steps must be",
         "unknown key dataset.pth\n  where:  recipe.yaml:6\n  value:  x.jsonl\n  hint:   did you mean dataset.path?",
-        "dataset.seq_length must be a whole number", "dataset.truncation must be error, right", "max_samples must be 1",
-        "dataset.path is missing", "validation_dataset.seq_length must be 2 or more", "optimizer.lr must be a number",
+        "dataset.seq_length must be a whole number",
+        "dataset.truncation must be error, right",
+        "max_samples must be 1",
+        "dataset.path is missing",
+        "validation_dataset.seq_length must be 2 or more",
+        "optimizer.lr must be a number",
         "loss_fn: os.system is not trusted",
         "validation_dataset.path: a data file cannot be read\n  where:  recipe.yaml:10\n  value:  no.jsonl",
-    ]  # fmt: skip
+    ]
     assert [piece for piece in pieces if piece not in error] == []
     assert error.count("where: ") == len(pieces)
 
@@ -237,12 +330,18 @@ def test_a_data_file_that_is_missing_is_reported_with_mistakes_in_code_that_has_
     words = ["--dataset={_target_: automodel_ckpt.data.text.text, path: no.jsonl}"]
     words += ["--model={_target_: transformers.AutoModelForCausalLM.from_config, confg: x}"]
     error = say(capsys, str(recipe), *words)
-    assert "dataset.path: a data file cannot be read\n  where:  --dataset\n  value:  no.jsonl" in error
+    assert (
+        "dataset.path: a data file cannot be read\n  where:  --dataset\n  value:  no.jsonl" in error
+    )
     assert error.count("where: ") > 1 and "model.confg" in error
-    assert main([str(recipe), *words, "--print-config"]) == EXIT_DONE, "files may be on another machine"
+    assert main([str(recipe), *words, "--print-config"]) == EXIT_DONE, (
+        "files may be on another machine"
+    )
 
 
-def test_a_missing_recipe_is_named_with_its_neighbours(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_recipe_is_named_with_its_neighbours(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = say(capsys, "recipes.yaml")
     assert "recipe file not found" in error
     assert str(recipe.absolute().with_name("recipes.yaml")) in error
@@ -253,7 +352,9 @@ def test_a_missing_recipe_is_named_with_its_neighbours(recipe: Path, capsys: pyt
 
 def test_a_recipe_may_come_through_a_pipe(recipe: Path) -> None:
     command = [sys.executable, "-c", QUIET, "--print-config", "-", "--seed", "3"]
-    done = subprocess.run(command, input=RECIPE + "clip_grad_norm: 2\n", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=RECIPE + "clip_grad_norm: 2\n", capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "loaded=[]\n")
     assert "# standard input:6\n" in done.stdout and "# --seed\n" in done.stdout
     read, write = os.pipe()
@@ -261,12 +362,17 @@ def test_a_recipe_may_come_through_a_pipe(recipe: Path) -> None:
     os.close(write)
     first = load_recipe(f"/dev/fd/{read}")
     assert (first.config, first.directory) == (load_recipe(recipe).config, Path())
-    assert load_recipe(first.path).config == first.config, "what was read is kept: it cannot be read again"
+    assert load_recipe(first.path).config == first.config, (
+        "what was read is kept: it cannot be read again"
+    )
     os.close(read)
 
 
 def test_a_directory_that_was_removed_is_told(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -278,7 +384,9 @@ def test_a_place_to_meet_that_is_none_is_told_also_where_nobody_is_met(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe.write_text(RECIPE)
-    assert "this is not a place to meet" in say(capsys, str(recipe), "--rdzv-endpoint=localhost:99999")
+    assert "this is not a place to meet" in say(
+        capsys, str(recipe), "--rdzv-endpoint=localhost:99999"
+    )
 
 
 def test_elastic_runs_are_told_of_numbers_of_machines_that_do_not_fit(
@@ -290,12 +398,16 @@ def test_elastic_runs_are_told_of_numbers_of_machines_that_do_not_fit(
     check_node_counts(loaded, LaunchFlags(nnodes="1:9", nproc_per_node="auto"))
     assert capsys.readouterr().err == ""
     check_node_counts(loaded, LaunchFlags(nnodes="1:3", nproc_per_node="2"))
-    assert capsys.readouterr().err.startswith("warning: with 3 nodes, the run will end with exit code 2\n")
+    assert capsys.readouterr().err.startswith(
+        "warning: with 3 nodes, the run will end with exit code 2\n"
+    )
     with pytest.raises(RecipeError, match="must be a multiple"):
         check_node_counts(loaded, LaunchFlags(nnodes="5:7"))
 
 
-@pytest.mark.parametrize("content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000])
+@pytest.mark.parametrize(
+    "content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000]
+)
 def test_a_file_that_is_no_recipe_ends_with_one_message(
     recipe: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
@@ -306,9 +418,28 @@ def test_a_file_that_is_no_recipe_ends_with_one_message(
 def test_a_mistake_in_a_plug_in_ends_with_the_same_message_before_anything_is_built(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(recipe), "--dataset.seq_lenght=3", "--dataset.split=7.5x", "--loss_fn._target_=os.system"]) == 2
+    assert (
+        main(
+            [
+                str(recipe),
+                "--dataset.seq_lenght=3",
+                "--dataset.split=7.5x",
+                "--loss_fn._target_=os.system",
+            ]
+        )
+        == 2
+    )
     assert "loss_fn: os.system is not trusted" in capsys.readouterr().err
-    assert main([str(recipe), "--dataset.seq_lenght=3", "--optimizer={_target_: torch.optim.SGD, lr: fast}"]) == 2
+    assert (
+        main(
+            [
+                str(recipe),
+                "--dataset.seq_lenght=3",
+                "--optimizer={_target_: torch.optim.SGD, lr: fast}",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert "unknown key dataset.seq_lenght\n  where:  --dataset.seq_lenght" in error
     assert "did you mean dataset.seq_length?" in error
@@ -317,9 +448,13 @@ def test_a_mistake_in_a_plug_in_ends_with_the_same_message_before_anything_is_bu
 
 
 @pytest.mark.parametrize("words", [["--help"], ["recipe.yaml", "--print-config"], MISTAKES])
-def test_help_config_and_mistakes_need_no_torch_and_less_than_a_second(recipe: Path, words: list[str]) -> None:
+def test_help_config_and_mistakes_need_no_torch_and_less_than_a_second(
+    recipe: Path, words: list[str]
+) -> None:
     start = seconds_of_children()
-    done = subprocess.run([sys.executable, "-c", QUIET, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET, *words], capture_output=True, text=True, check=False
+    )
     assert seconds_of_children() - start < 1
     assert "loaded=[]" in done.stderr
     assert done.returncode == (EXIT_USAGE if words == MISTAKES else EXIT_DONE)
@@ -330,7 +465,9 @@ def test_only_one_rank_of_a_machine_reports(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main([str(recipe), "--seeed=1"]) == EXIT_USAGE
-    assert "seeed" in capsys.readouterr().err, "left over in a shell: there is nobody else to say it"
+    assert "seeed" in capsys.readouterr().err, (
+        "left over in a shell: there is nobody else to say it"
+    )
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert main([str(recipe), "--seeed=1"]) == EXIT_USAGE
     assert capsys.readouterr().err == ""
@@ -342,7 +479,11 @@ def test_only_one_rank_of_a_machine_reports(
 def test_help_has_a_line_for_every_key_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help", "--wrong"]) == EXIT_DONE
     text = capsys.readouterr().out
-    leaves = [key for key in keys_of(RecipeConfig) if not hasattr(getattr(RecipeConfig(), key, None), "relations")]
+    leaves = [
+        key
+        for key in keys_of(RecipeConfig)
+        if not hasattr(getattr(RecipeConfig(), key, None), "relations")
+    ]
     for key in leaves:
         rows = [row for row in text.splitlines() if row.startswith((f"  {key} ", f"{key}: "))]
         assert len(rows) == 1, key
@@ -351,11 +492,17 @@ def test_help_has_a_line_for_every_key_and_flag(capsys: pytest.CaptureFixture[st
         assert f"  --{flag.replace('_', '-')} " in text
 
 
-def test_print_config_shows_every_value_with_its_origin(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_shows_every_value_with_its_origin(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--print-config", str(recipe), "--optimizer.lr", "1e-3"]) == EXIT_DONE
     rows = capsys.readouterr().out.splitlines()
     origins = {row.split(":")[0].strip(): row.rpartition("# ")[2] for row in rows if "# " in row}
-    assert (origins["lr"], origins["seq_length"], origins["seed"]) == ("--optimizer.lr", "recipe.yaml:5", "default")
+    assert (origins["lr"], origins["seq_length"], origins["seed"]) == (
+        "--optimizer.lr",
+        "recipe.yaml:5",
+        "default",
+    )
 
 
 def test_a_dry_run_says_what_is_missing_before_anything_is_built(

@@ -38,7 +38,11 @@ def model_directory(path: Path, interpreter: str = sys.executable) -> Path:
 @pytest.fixture
 def stub(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "stub.py").write_text(STUB)
-    return {**environment(), "CONSOLIDATION_TOOL": str(tmp_path / "stub.py"), "STUB_LOG": str(tmp_path / "log")}
+    return {
+        **environment(),
+        "CONSOLIDATION_TOOL": str(tmp_path / "stub.py"),
+        "STUB_LOG": str(tmp_path / "log"),
+    }
 
 
 def environment() -> dict[str, str]:
@@ -59,9 +63,17 @@ def calls(env: dict[str, str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def bash(*arguments: str | Path, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def bash(
+    *arguments: str | Path, env: dict[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", *arguments], env=env, cwd=cwd, capture_output=True, text=True, errors="surrogateescape", timeout=120
+        ["bash", *arguments],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=120,
     )
 
 
@@ -72,15 +84,26 @@ def test_the_tool_gets_the_peers_arguments_and_the_directory_is_all_that_is_prin
     done = bash(model / "consolidate.sh", env=stub, cwd=Path("/"))
     assert (done.returncode, done.stdout) == (0, f"{model}/consolidated\n"), done.stderr
     assert calls(stub)[0]["argv"] == [
-        "--model-name", f"{model}/.hf_metadata", "--input-dir", str(model), "--output-dir", f"{model}/consolidated",
-        "--num-threads", str(min(5, len(os.sched_getaffinity(0)))), "--backend", "gloo",
-    ]  # fmt: skip
+        "--model-name",
+        f"{model}/.hf_metadata",
+        "--input-dir",
+        str(model),
+        "--output-dir",
+        f"{model}/consolidated",
+        "--num-threads",
+        str(min(5, len(os.sched_getaffinity(0)))),
+        "--backend",
+        "gloo",
+    ]
 
 
 def test_the_environment_reaches_the_tool(tmp_path: Path, stub: dict[str, str]) -> None:
     model = model_directory(tmp_path / "model")
     Path(stub["CONSOLIDATION_TOOL"]).write_text(STUB + "\n# reads NPROC_PER_NODE\n")
-    done = bash(model / "consolidate.sh", env={**stub, "NUM_THREADS": "2", "NPROC_PER_NODE": "3", "CAST_DTYPE": "bf16"})
+    done = bash(
+        model / "consolidate.sh",
+        env={**stub, "NUM_THREADS": "2", "NPROC_PER_NODE": "3", "CAST_DTYPE": "bf16"},
+    )
     assert done.returncode == 0, done.stderr
     (call,) = calls(stub)
     assert call["nproc"] == "3"
@@ -91,11 +114,40 @@ def test_the_environment_reaches_the_tool(tmp_path: Path, stub: dict[str, str]) 
 def hostile_names(count: int) -> list[str]:
     chooser = random.Random(7)
     alphabet = [
-        "$(touch PWNED)", "`touch PWNED`", "'", '"', "\\", " ", "\n", ";touch PWNED;", "&", "|", "*", "?", "[a]",
-        "${HOME}", "~", "#", "!", "-", "é", "\udcff", "\t", "{a,b}", "<", ">", "%s", "\\n", "-n", "x",
-    ]  # fmt: skip
+        "$(touch PWNED)",
+        "`touch PWNED`",
+        "'",
+        '"',
+        "\\",
+        " ",
+        "\n",
+        ";touch PWNED;",
+        "&",
+        "|",
+        "*",
+        "?",
+        "[a]",
+        "${HOME}",
+        "~",
+        "#",
+        "!",
+        "-",
+        "é",
+        "\udcff",
+        "\t",
+        "{a,b}",
+        "<",
+        ">",
+        "%s",
+        "\\n",
+        "-n",
+        "x",
+    ]
     fixed = ["-", "--", "-rf", " ", "\n", "trailing\n", "a\n\n", "'", '"', "~", "$HOME", "*"]
-    return fixed + ["".join(chooser.choices(alphabet, k=chooser.randint(1, 6))) for _ in range(count - len(fixed))]
+    return fixed + [
+        "".join(chooser.choices(alphabet, k=chooser.randint(1, 6)))
+        for _ in range(count - len(fixed))
+    ]
 
 
 def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
@@ -104,7 +156,12 @@ def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
     tool.write_text('#!/bin/sh\nprintf "%s\\0" "$@" >>"$STUB_LOG"\n')
     tool.chmod(0o755)
     (tmp_path / "stub.py").write_text("")
-    env = {**environment(), "PYTHON": str(tool), "CONSOLIDATION_TOOL": str(tmp_path / "stub.py"), "STUB_LOG": str(log)}
+    env = {
+        **environment(),
+        "PYTHON": str(tool),
+        "CONSOLIDATION_TOOL": str(tmp_path / "stub.py"),
+        "STUB_LOG": str(log),
+    }
     names = sorted(set(hostile_names(500)))
     for number, name in enumerate(names):
         base = tmp_path / "h" / str(number)
@@ -134,7 +191,9 @@ def test_hostile_path_names_work_with_the_real_tool(tmp_path: Path, name: str) -
     assert done.stdout == f"{model}/consolidated\n"
 
 
-def test_sourced_it_leaves_the_callers_shell_as_it_was(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_sourced_it_leaves_the_callers_shell_as_it_was(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     model = model_directory(tmp_path / "model")
     code = """
         state() {
@@ -151,12 +210,18 @@ def test_sourced_it_leaves_the_callers_shell_as_it_was(tmp_path: Path, stub: dic
         text = code.replace('source "$1"', f'source "{model}/consolidate.sh"')
         done = bash(*options, "-c", text, env=stub, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.splitlines() == [f"{model}/consolidated", "the callers own", "mine"], done.stdout
+        assert done.stdout.splitlines() == [f"{model}/consolidated", "the callers own", "mine"], (
+            done.stdout
+        )
 
 
-def test_sourced_a_failure_is_a_status_and_the_shell_lives_on(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_sourced_a_failure_is_a_status_and_the_shell_lives_on(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     model = model_directory(tmp_path / "model")
-    done = bash("-c", f'source "{model}/consolidate.sh"; echo "status $?"', env={**stub, "STUB_CODE": "3"})
+    done = bash(
+        "-c", f'source "{model}/consolidate.sh"; echo "status $?"', env={**stub, "STUB_CODE": "3"}
+    )
     assert done.stdout == "status 3\n" and "nothing was exported" in done.stderr
 
 
@@ -164,7 +229,10 @@ def test_sourced_a_failure_is_a_status_and_the_shell_lives_on(tmp_path: Path, st
 def test_sourced_in_zsh_it_works_too(tmp_path: Path, stub: dict[str, str]) -> None:
     model = model_directory(tmp_path / "model")
     done = subprocess.run(
-        ["zsh", "-c", f'source "{model}/consolidate.sh"; echo "$?"'], env=stub, capture_output=True, text=True
+        ["zsh", "-c", f'source "{model}/consolidate.sh"; echo "$?"'],
+        env=stub,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == f"{model}/consolidated\n0\n", done.stderr
 
@@ -174,14 +242,19 @@ def test_another_shell_is_told_to_use_bash(tmp_path: Path, stub: dict[str, str])
     if shell is None:
         pytest.skip("no shell but bash here")
     model = model_directory(tmp_path / "model")
-    done = subprocess.run([shell, model / "consolidate.sh"], env=stub, capture_output=True, text=True)
+    done = subprocess.run(
+        [shell, model / "consolidate.sh"], env=stub, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "bash" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"CONSOLIDATION_TOOL": "/nowhere/tool.py"}, "there is no tool at CONSOLIDATION_TOOL: /nowhere/tool.py"),
+        (
+            {"CONSOLIDATION_TOOL": "/nowhere/tool.py"},
+            "there is no tool at CONSOLIDATION_TOOL: /nowhere/tool.py",
+        ),
         ({"PYTHON": "/nowhere/python"}, "cannot run the Python interpreter: /nowhere/python"),
         ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE is not a number of processes: two"),
         ({"NUM_THREADS": "0"}, "NUM_THREADS is not a number of threads: 0"),
@@ -199,16 +272,24 @@ def test_what_is_wrong_is_said_and_the_status_is_not_zero(
 
 def test_more_workers_than_cpus_are_warned_about(tmp_path: Path, stub: dict[str, str]) -> None:
     model = model_directory(tmp_path / "model")
-    for change, warned in (({"NUM_THREADS": "4096"}, True), ({"NUM_THREADS": "1"}, False),
-                           ({"NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "1"}, True)):  # fmt: skip
+    for change, warned in (
+        ({"NUM_THREADS": "4096"}, True),
+        ({"NUM_THREADS": "1"}, False),
+        ({"NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "1"}, True),
+    ):
         done = bash(model / "consolidate.sh", env={**stub, **change})
         assert done.returncode == 0 and ("exceeds" in done.stderr) is warned, done.stderr
 
 
-def test_the_default_number_of_threads_is_no_more_than_the_cpus(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_the_default_number_of_threads_is_no_more_than_the_cpus(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     model = model_directory(tmp_path / "model")
     cpus = min(len(os.sched_getaffinity(0)), 2)
-    for change, threads in (({"SLURM_CPUS_PER_TASK": str(cpus)}, cpus), ({"SLURM_CPUS_PER_TASK": "1"}, 1)):
+    for change, threads in (
+        ({"SLURM_CPUS_PER_TASK": str(cpus)}, cpus),
+        ({"SLURM_CPUS_PER_TASK": "1"}, 1),
+    ):
         done = bash(model / "consolidate.sh", env={**stub, **change})
         assert done.returncode == 0 and "exceeds" not in done.stderr, done.stderr
         words: Any = calls(stub)[-1]["argv"]
@@ -223,7 +304,10 @@ def test_a_spooled_copy_says_that_it_lost_its_place(tmp_path: Path, stub: dict[s
     done = bash(spool / "slurm_script", env={**stub, "SLURM_JOB_ID": "7"}, cwd=model)
     assert done.returncode != 0 and "--wrap" in done.stderr and calls(stub) == []
     wrapped = ["sh", "-c", f"NUM_THREADS=2 bash {model}/consolidate.sh"]
-    assert subprocess.run(wrapped, env={**stub, "SLURM_JOB_ID": "7"}, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(wrapped, env={**stub, "SLURM_JOB_ID": "7"}, capture_output=True).returncode
+        == 0
+    )
     assert len(calls(stub)) == 1
 
 
@@ -233,7 +317,9 @@ def test_a_link_to_the_script_finds_the_checkpoint(tmp_path: Path, stub: dict[st
     assert bash(tmp_path / "link.sh", env=stub).stdout == f"{model}/consolidated\n"
 
 
-def test_the_tool_in_the_current_directory_comes_before_the_package(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_the_tool_in_the_current_directory_comes_before_the_package(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     model = model_directory(tmp_path / "model")
     (tmp_path / "tools").mkdir()
     Path(stub.pop("CONSOLIDATION_TOOL")).rename(tmp_path / "tools" / "offline_hf_consolidation.py")
@@ -241,7 +327,9 @@ def test_the_tool_in_the_current_directory_comes_before_the_package(tmp_path: Pa
     assert len(calls(stub)) == 1
 
 
-def test_the_interpreter_that_trained_is_used_if_it_is_there(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_the_interpreter_that_trained_is_used_if_it_is_there(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     ours = tmp_path / "it's $(here)" / "python"
     ours.parent.mkdir()
     ours.write_text(f'#!/bin/sh\ntouch "{tmp_path}/used"\nexec "{sys.executable}" "$@"\n')
@@ -257,7 +345,9 @@ def test_an_interpreter_without_the_package_is_named(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     python.chmod(0o755)
-    done = bash(model / "consolidate.sh", env={**environment(), "PYTHON": str(python)}, cwd=tmp_path)
+    done = bash(
+        model / "consolidate.sh", env={**environment(), "PYTHON": str(python)}, cwd=tmp_path
+    )
     assert done.returncode != 0 and f"{python} has no package automodel_ckpt" in done.stderr
 
 
@@ -268,7 +358,14 @@ def test_a_moved_checkpoint_is_checked_and_exported(tmp_path: Path, way: str) ->
     moved = tmp_path / "elsewhere" / checkpoint.name / "model"
     cwd = ROOT if way == "tool" else tmp_path
     latest = tmp_path / "elsewhere" / "LATEST" / "model" / "consolidate.sh"
-    done = bash("-c", f'source "{latest}"', env={**environment(), "NPROC_PER_NODE": "2", "NUM_THREADS": "1"}, cwd=cwd)
+    done = bash(
+        "-c",
+        f'source "{latest}"',
+        env={**environment(), "NPROC_PER_NODE": "2", "NUM_THREADS": "1"},
+        cwd=cwd,
+    )
     assert done.returncode == 0 and done.stdout == f"{moved}/consolidated\n", done.stderr
     assert "digests checked" in done.stderr
-    assert torch.equal(load_file(moved / "consolidated/model-00001-of-00001.safetensors")["n"], torch.tensor(3))
+    assert torch.equal(
+        load_file(moved / "consolidated/model-00001-of-00001.safetensors")["n"], torch.tensor(3)
+    )

@@ -29,7 +29,9 @@ def docker_problem() -> str | None:
     if shutil.which("docker") is None:
         return "there is no docker command"
     try:
-        done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            ["docker", "info"], capture_output=True, text=True, timeout=20, check=False
+        )
     except subprocess.TimeoutExpired:
         return "no docker daemon answers within 20 s"
     return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
@@ -40,18 +42,36 @@ def test_the_image_builds_and_its_command_answers() -> None:
     if problem := docker_problem():
         pytest.skip(problem)
     index = "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
-    subprocess.run(["docker", "build", "-t", "automodel_ckpt:test", "--build-arg", index, ROOT], check=True)
-    done = subprocess.run(["docker", "run", "--rm", "automodel_ckpt:test", "--list"], capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    subprocess.run(
+        ["docker", "build", "-t", "automodel_ckpt:test", "--build-arg", index, ROOT], check=True
+    )
+    done = subprocess.run(
+        ["docker", "run", "--rm", "automodel_ckpt:test", "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "tiny_llama_python_docs" in done.stdout
 
 
 def test_what_the_image_copies_is_there_and_is_all_that_a_wheel_is_made_of() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    copied = {name for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for name in line.split()[:-1]}
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        name
+        for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE)
+        for name in line.split()[:-1]
+    }
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert copied == kept and all((ROOT / name).exists() for name in copied)
-    links = {os.readlink(path).removeprefix("../") for path in (ROOT / "automodel_ckpt").iterdir() if path.is_symlink()}
+    links = {
+        os.readlink(path).removeprefix("../")
+        for path in (ROOT / "automodel_ckpt").iterdir()
+        if path.is_symlink()
+    }
     project = (ROOT / "pyproject.toml").read_text()
     named = set(re.findall(r'^(?:readme = |license-files = \[)"([^"]+)"', project, re.MULTILINE))
     assert copied == {"pyproject.toml", "constraints.txt", "automodel_ckpt"} | links | named
@@ -74,10 +94,14 @@ def on_an_overlay(base: Path) -> int | str:
     checkpointer = tiny.checkpointer(merged / "run")
     checkpointer.open()
     checkpointer.close()
-    return main(["--dry-run", str(base / "recipe.yaml"), "--checkpoint.checkpoint_dir", str(merged / "dry")])
+    return main(
+        ["--dry-run", str(base / "recipe.yaml"), "--checkpoint.checkpoint_dir", str(merged / "dry")]
+    )
 
 
-def test_checkpoints_on_an_overlay_file_system_are_warned_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_on_an_overlay_file_system_are_warned_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for name in ("lower", "upper", "work", "merged with a space"):
         (tmp_path / name).mkdir()
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -97,7 +121,10 @@ def test_the_innermost_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "3 2 0:9 / /data/a\\040b rw - overlay overlay rw\n"
     )
     monkeypatch.setattr(file_system, "_MOUNTS", mounts)
-    kinds = [file_system_of(Path(path)) for path in ("/x", "/data", "/data/run", "/data/a b/run", "/database")]
+    kinds = [
+        file_system_of(Path(path))
+        for path in ("/x", "/data", "/data/run", "/data/a b/run", "/database")
+    ]
     assert kinds == ["overlay", "ext4", "ext4", "overlay", "overlay"]
     monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "none")
     assert file_system_of(Path("/x")) is None and overlay_warning(Path("/x")) is None

@@ -51,10 +51,16 @@ def train(*overrides: str, kill_after: frozenset[int] = frozenset()) -> dict[str
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(num_ranks: int, tmp_path: Path) -> None:
-    whole, killed = (f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "killed"))
+def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    whole, killed = (
+        f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "killed")
+    )
     expected = ranks.run(partial(train, whole, *SHORT), num_ranks, init=False)
-    ended = ranks.outcomes(partial(train, killed, *SHORT, kill_after=frozenset([3])), num_ranks, init=False)
+    ended = ranks.outcomes(
+        partial(train, killed, *SHORT, kill_after=frozenset([3])), num_ranks, init=False
+    )
     assert -9 in [outcome.exitcode for outcome in ended]
     assert ranks.run(partial(train, killed, *SHORT), num_ranks, init=False) == expected
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
@@ -80,9 +86,15 @@ def test_it_takes_less_than_sixty_lines() -> None:
 def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
     blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     assert len(blocks) == 4
-    sources = (EXAMPLE / "ema.py").read_text() + (ROOT / "tests/support/training_parts.py").read_text()
+    sources = (EXAMPLE / "ema.py").read_text() + (
+        ROOT / "tests/support/training_parts.py"
+    ).read_text()
     assert all(block.rstrip("\n") in sources for block in blocks)
-    commands = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
+    commands = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
+        for line in block.splitlines()
+    ]
     for words in (shlex.split(command) for command in commands if command.startswith("ckpt-train")):
         line = parse(words[1:])
         assert not line.problems
@@ -91,7 +103,9 @@ def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
 
 def test_the_guides_methods_are_those_of_the_recipe() -> None:
     table = GUIDE[GUIDE.index("| method |") : GUIDE.index("## Another loss")]
-    names = re.findall(r"`(\w+)[`(]", "\n".join(row.split("|")[1] for row in table.splitlines() if row))
+    names = re.findall(
+        r"`(\w+)[`(]", "\n".join(row.split("|")[1] for row in table.splitlines() if row)
+    )
     recipe = made()
     assert len(names) > 10
     assert [name for name in names if not callable(getattr(recipe, name, None))] == []

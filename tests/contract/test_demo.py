@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_runs_to_its_end(
-    tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    commands: CommandServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("DEMO_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("DEMO_STEPS", "30")
@@ -46,11 +49,21 @@ def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
 ) -> None:
     monkeypatch.setattr(demo_vlm, "RUNS", tmp_path)
     monkeypatch.setattr(demo_vlm, "subprocess", Starting(commands))
-    short = ["--step_scheduler.max_steps=60", "--step_scheduler.ckpt_every_steps=null", "--validation_dataset=null"]
+    short = [
+        "--step_scheduler.max_steps=60",
+        "--step_scheduler.ckpt_every_steps=null",
+        "--validation_dataset=null",
+    ]
     # First: a tokenizer is trained by threads, which do not survive the fork below.
     paths, expected = demo_vlm.write_scans(tmp_path / "scans")
     recipe = ROOT / demo_vlm.RECIPE
-    training = partial(train, recipe, f"--checkpoint.checkpoint_dir={tmp_path}/run", *short, recipe_class=VLMFinetune)
+    training = partial(
+        train,
+        recipe,
+        f"--checkpoint.checkpoint_dir={tmp_path}/run",
+        *short,
+        recipe_class=VLMFinetune,
+    )
     ranks.run(training, 1, init=False, timeout=250)
     answers = demo_vlm.ask((tmp_path / "run/LATEST/model/consolidated").resolve(), paths[:100])
     assert sum(answer == digit for answer, digit in zip(answers, expected[:100], strict=True)) >= 50

@@ -36,13 +36,18 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     found = FENCE.findall(page.read_text())
-    return [Block(language, dict(o.split("=", 1) for o in options.split()), body) for language, options, body in found]
+    return [
+        Block(language, dict(o.split("=", 1) for o in options.split()), body)
+        for language, options, body in found
+    ]
 
 
 def prepare(page: Path, directory: Path) -> None:
     uses = re.search(r"<!-- uses: ([^>]*) -->", page.read_text())
     for thing in uses[1].split() if uses else ():
-        {"my-llama": make_model, "train.jsonl": write_samples, "examples": link_examples}[thing](directory / thing)
+        {"my-llama": make_model, "train.jsonl": write_samples, "examples": link_examples}[thing](
+            directory / thing
+        )
 
 
 def link_examples(place: Path) -> None:
@@ -60,8 +65,15 @@ def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandSe
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.body)
         elif block.language == "bash" and "norun" not in block.options:
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.body], cwd=tmp_path, env=environment,
-                                  capture_output=True, text=True, timeout=170, check=False)  # fmt: skip
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.body],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=170,
+                check=False,
+            )
             assert done.returncode == 0, f"{block.body}\n{done.stdout}\n{done.stderr}"
         elif block.language == "python":
             compile(textwrap.dedent(block.body), str(page), "exec")
@@ -70,12 +82,16 @@ def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandSe
 
 
 def test_there_are_guides_and_each_runs_something() -> None:
-    running = [p.stem for p in GUIDES if any(b.language == "bash" and not b.options for b in blocks(p))]
+    running = [
+        p.stem for p in GUIDES if any(b.language == "bash" and not b.options for b in blocks(p))
+    ]
     assert running == [page.stem for page in GUIDES]
     assert len(running) >= 5
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem
+)
 def test_links_between_pages_lead_to_files_and_headings(page: Path) -> None:
     lost = []
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
@@ -96,14 +112,18 @@ def anchors(page: Path) -> set[str]:
 def test_every_page_is_linked_from_the_front_page() -> None:
     front = (DOCS / "README.md").read_text()
     missing = [
-        str(p.relative_to(DOCS)) for p in PAGES if p.name != "README.md" and str(p.relative_to(DOCS)) not in front
+        str(p.relative_to(DOCS))
+        for p in PAGES
+        if p.name != "README.md" and str(p.relative_to(DOCS)) not in front
     ]
     assert missing == []
 
 
 def test_the_reference_is_what_the_code_says() -> None:
     old = [
-        name for name, text in make_reference.pages().items() if (make_reference.REFERENCE / name).read_text() != text
+        name
+        for name, text in make_reference.pages().items()
+        if (make_reference.REFERENCE / name).read_text() != text
     ]
     assert old == [], "run python -m tools.make_reference"
 
@@ -113,9 +133,9 @@ def test_every_test_and_campaign_that_a_guarantee_names_is_there() -> None:
     table = page[page.index("| event |") : page.index("## How it is measured")]
     rows = [row.strip("| \n").split(" | ") for row in table.splitlines()[2:] if row.startswith("|")]
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    campaigns = set(re.findall(r'add_parser\("([\w-]+)"', (ROOT / "tools" / "crash" / "cli.py").read_text())) | {
-        *re.findall(r'"([\w-]+) --points', (ROOT / "Makefile").read_text())
-    }
+    campaigns = set(
+        re.findall(r'add_parser\("([\w-]+)"', (ROOT / "tools" / "crash" / "cli.py").read_text())
+    ) | {*re.findall(r'"([\w-]+) --points', (ROOT / "Makefile").read_text())}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert len(rows) >= 20
     for event, *_, shown_by in rows:
@@ -131,8 +151,19 @@ def test_what_troubleshooting_quotes_is_what_the_program_says() -> None:
     """A symptom's words stand in the code or among the messages; … stands for what varies."""
     page = (DOCS / "troubleshooting.md").read_text()
     code = [*(ROOT / "automodel_ckpt").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
-    said = re.sub(r'"\s*f?"|\s+', " ", " ".join(path.read_text() for path in code)).replace("  ", " ")
-    symptoms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ") and "symptom" not in line]
-    quoted = [part.strip(" ?,:") for text in symptoms for q in re.findall(r"`([^`]+)`", text) for part in q.split("…")]
+    said = re.sub(r'"\s*f?"|\s+', " ", " ".join(path.read_text() for path in code)).replace(
+        "  ", " "
+    )
+    symptoms = [
+        line.split("|")[1]
+        for line in page.splitlines()
+        if line.startswith("| ") and "symptom" not in line
+    ]
+    quoted = [
+        part.strip(" ?,:")
+        for text in symptoms
+        for q in re.findall(r"`([^`]+)`", text)
+        for part in q.split("…")
+    ]
     missing = [part for part in quoted if len(part.split()) > 2 and part not in said]
     assert missing == []

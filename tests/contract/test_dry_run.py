@@ -53,23 +53,41 @@ def test_memory_and_size_are_what_training_then_takes(
     report = command(commands, "--dry-run", "recipe.yaml")
     assert not Path("checkpoints").exists()
     command(commands, "recipe.yaml", "--checkpoint.save_consolidated", "false")
-    lines = [json.loads(line) for line in Path("checkpoints/training.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in Path("checkpoints/training.jsonl").read_text().splitlines()
+    ]
     measured = max(line["mem"] for line in lines if "mem" in line)
     assert foretold("about SIZE per rank", report) == pytest.approx(measured, rel=0.25)
     assert foretold("checkpoints: +SIZE each", report) == pytest.approx(lines[-1]["bytes"], rel=0.1)
     assert "steps:       2\n" in report
-    assert main(["--dry-run", "recipe.yaml", "--clip_grad_norm", "0.5", "--nproc-per-node", "2"]) == 0
+    assert (
+        main(["--dry-run", "recipe.yaml", "--clip_grad_norm", "0.5", "--nproc-per-node", "2"]) == 0
+    )
     again = capsys.readouterr().out
     assert "resume:      from epoch_0_step_2, the newest usable" in again
     assert "changed:     ranks: 1 -> 2" in again
     assert re.search(r"clip_grad_norm: \S+ -> 0\.5", again)
-    assert main(["--dry-run", "recipe.yaml", "--nproc-per-node", "2", "--distributed.cp_size", "2"]) == 0
-    of_half_rows, of_rows = (foretold("activations SIZE", text) for text in (capsys.readouterr().out, again))
+    assert (
+        main(["--dry-run", "recipe.yaml", "--nproc-per-node", "2", "--distributed.cp_size", "2"])
+        == 0
+    )
+    of_half_rows, of_rows = (
+        foretold("activations SIZE", text) for text in (capsys.readouterr().out, again)
+    )
     assert of_half_rows == pytest.approx(of_rows / 2, rel=0.2)
-    taller = ["--init_from.path=checkpoints", "--model.from_config.num_hidden_layers=5", "--checkpoint.enabled=false"]
+    taller = [
+        "--init_from.path=checkpoints",
+        "--model.from_config.num_hidden_layers=5",
+        "--checkpoint.enabled=false",
+    ]
     assert main(["--dry-run", "recipe.yaml", *taller]) == 2
     assert "the weights do not match this model" in capsys.readouterr().err
-    assert main(["--dry-run", "recipe.yaml", *taller, "--init_from.allow_missing=['model.layers.4.*']"]) == 0
+    assert (
+        main(
+            ["--dry-run", "recipe.yaml", *taller, "--init_from.allow_missing=['model.layers.4.*']"]
+        )
+        == 0
+    )
     there = Path("checkpoints/epoch_0_step_2").absolute()
     wanted = rf"init_from: +{there}: 39 of 48 tensors match.*\n +\+ model.layers.4.input_layernorm.weight: not there"
     assert re.search(wanted, capsys.readouterr().out)
@@ -81,7 +99,9 @@ def test_memory_and_size_are_what_training_then_takes(
     assert "resume:      no: this is a new run" in damaged
 
 
-def test_what_cannot_train_is_an_error_of_the_dry_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_train_is_an_error_of_the_dry_run(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--dry-run", "recipe.yaml", "--dataset.seq_length", "1024"]) == 2
     assert "longer than the model's context" in capsys.readouterr().err
     assert main(["--dry-run", "recipe.yaml", "--init_from.path", str(recipe.parent)]) == 3
@@ -95,7 +115,11 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(recipe: Path, capsys: pyte
         ({"ckpt_every_steps": 30}, {}, 4),
         ({"ckpt_every_steps": 10, "ckpt_every_epochs": 1}, {}, 12),
         ({"ckpt_every_steps": 10}, {"keep_last": 2}, 3),
-        ({"ckpt_every_steps": 10}, {"keep_last": 2, "keep_best": 1, "keep_every_steps": 50, "keep_steps": [10]}, 7),
+        (
+            {"ckpt_every_steps": 10},
+            {"keep_last": 2, "keep_best": 1, "keep_every_steps": 50, "keep_steps": [10]},
+            7,
+        ),
         ({"ckpt_every_steps": "auto"}, {}, 1),
         ({"ckpt_every_steps": "auto"}, {"keep_last": 2}, 3),
         ({"ckpt_every_minutes": 5.0}, {"keep_last": 2, "keep_steps": [100]}, 4),
@@ -118,7 +142,10 @@ def test_of_those_that_are_there_already_a_run_adds_the_rest_and_at_least_one() 
     keeps_all = RecipeConfig(step_scheduler=StepSchedulerConfig(max_steps=100, ckpt_every_steps=10))
     assert still_to_come(keeps_all, 100, None, [10, 20]) == 8
     keeps_two = replace(keeps_all, checkpoint=CheckpointConfig(keep_last=2))
-    assert (still_to_come(keeps_two, 100, None, []), still_to_come(keeps_two, 100, None, [10, 20, 30])) == (3, 1)
+    assert (
+        still_to_come(keeps_two, 100, None, []),
+        still_to_come(keeps_two, 100, None, [10, 20, 30]),
+    ) == (3, 1)
     assert still_to_come(keeps_all, 10**15, None, []) is None
 
 
@@ -126,6 +153,9 @@ def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixt
     recipe = str(Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml")
     kept = []
     for width in (64, 256):
-        assert main(["--dry-run", recipe, f"--model.from_config.vision_config.hidden_size={width}"]) == 0
+        assert (
+            main(["--dry-run", recipe, f"--model.from_config.vision_config.hidden_size={width}"])
+            == 0
+        )
         kept.append(foretold("activations SIZE", capsys.readouterr().out))
     assert kept[1] > 1.2 * kept[0], "the layers for text, and what they see, are as wide as before"

@@ -160,7 +160,11 @@ def model(it: Subject) -> Any:
     """Class, shapes, types and switches of the model, and which parameters are trained."""
     made: Any = built(it)
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in made.named_parameters()]
-    recomputed = [name for name, module in made.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    recomputed = [
+        name
+        for name, module in made.named_modules()
+        if getattr(module, "gradient_checkpointing", False)
+    ]
     return (
         type(made).__name__,
         parameters,
@@ -184,10 +188,15 @@ def adapters(it: Subject) -> Any:
     """The layers of an adapted model with their values, what of it is trained, and what its description says."""
     torch.manual_seed(1)
     it.recipe.model_config = it.recipe.check_model_config()
-    base = LLMFinetune.auto_class.from_config(it.recipe.model_config).to(it.recipe.model_config.dtype)
+    base = LLMFinetune.auto_class.from_config(it.recipe.model_config).to(
+        it.recipe.model_config.dtype
+    )
     assert it.config.peft is not None
     adapted = adapt(base, it.config.peft, 24, "CAUSAL_LM")
-    values = [(name, p.dtype, p.requires_grad, p.double().sum().item()) for name, p in adapted.model.named_parameters()]
+    values = [
+        (name, p.dtype, p.requires_grad, p.double().sum().item())
+        for name, p in adapted.model.named_parameters()
+    ]
     scales = [
         (name, m.scaling)
         for name, m in adapted.model.named_modules()
@@ -237,16 +246,25 @@ def timeline(it: Subject) -> list[Any]:
     """What is due after each step of a run in which a step takes a minute, a save a second, and an epoch is five steps;
     every third validation is the best."""
     now = [0.0]
-    scheduler = StepScheduler(it.recipe.cadence, planned_steps=total_steps(it.recipe.cadence, 5), clock=lambda: now[0])
+    scheduler = StepScheduler(
+        it.recipe.cadence, planned_steps=total_steps(it.recipe.cadence, 5), clock=lambda: now[0]
+    )
     seen: list[Any] = []
     while not scheduler.is_finished() and scheduler.step < 40:
         scheduler.start_step()
         now[0] += 60
         due = scheduler.finish_step(
-            epoch=scheduler.step // 5, epochs_done=(scheduler.step + 1) // 5, num_samples=4, num_tokens=9,
-            elapsed_seconds=now[0], save_is_wanted=scheduler.save_is_wanted(), time_is_up=scheduler.time_is_up(),
-        )  # fmt: skip
-        better = due.validate and scheduler.step % 3 == 0 and scheduler.note_best(1 / scheduler.step)
+            epoch=scheduler.step // 5,
+            epochs_done=(scheduler.step + 1) // 5,
+            num_samples=4,
+            num_tokens=9,
+            elapsed_seconds=now[0],
+            save_is_wanted=scheduler.save_is_wanted(),
+            time_is_up=scheduler.time_is_up(),
+        )
+        better = (
+            due.validate and scheduler.step % 3 == 0 and scheduler.note_best(1 / scheduler.step)
+        )
         if due.save or better:
             now[0] += 1
             scheduler.note_save(1.0)
@@ -360,7 +378,9 @@ def saved(it: Subject, steps: int = 1) -> Any:
 def tree(directory: Path) -> list[Any]:
     paths = sorted(directory.rglob("*"))
     links = [(path.name, os.readlink(path)) for path in paths if path.is_symlink()]
-    return [str(path.relative_to(directory)) for path in paths if "recipe.yaml" not in path.name] + links
+    return [
+        str(path.relative_to(directory)) for path in paths if "recipe.yaml" not in path.name
+    ] + links
 
 
 def saved_often(it: Subject) -> Any:
@@ -406,16 +426,25 @@ def joined(it: Subject) -> Any:
     """What a process is set to once it has joined its ranks."""
     it.recipe.layout = it.recipe.join_ranks()
     log = logging.getLogger("automodel_ckpt")
-    sharded = it.recipe.parallelize(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)))
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in sharded.modules() if hasattr(m, "_get_fsdp_state")]
+    sharded = it.recipe.parallelize(
+        nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2))
+    )
+    groups = [
+        m._get_fsdp_state()._fsdp_param_group
+        for m in sharded.modules()
+        if hasattr(m, "_get_fsdp_state")
+    ]
     try:
         return (
             log.getEffectiveLevel(),
             it.recipe.run_log.progress.every_seconds,
             torch.are_deterministic_algorithms_enabled(),
             torch.rand(2).tolist(),
-            [group and (group.post_forward_mesh_info is not None, group.mp_policy.param_dtype) for group in groups],
-        )  # fmt: skip
+            [
+                group and (group.post_forward_mesh_info is not None, group.mp_policy.param_dtype)
+                for group in groups
+            ],
+        )
     finally:
         it.recipe.close()
 
@@ -441,11 +470,20 @@ def pipelined(it: Subject) -> Any:
 def pretrained(directory: Path) -> None:
     """Model directories: two complete ones of different sizes, one that lacks a tensor and one that has one more."""
     for name, width in (("plain", 8), ("other", 16), ("less", 8), ("more", 8)):
-        config = LlamaConfig(hidden_size=width, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                             num_key_value_heads=2, vocab_size=24, max_position_embeddings=32)  # fmt: skip
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=24,
+            max_position_embeddings=32,
+        )
         LLMFinetune.auto_class.from_config(config).save_pretrained(directory / name)
-    for name, change in (("less", lambda tensors: tensors.pop("model.norm.weight")),
-                         ("more", lambda tensors: tensors.update(extra=torch.ones(2)))):  # fmt: skip
+    for name, change in (
+        ("less", lambda tensors: tensors.pop("model.norm.weight")),
+        ("more", lambda tensors: tensors.update(extra=torch.ones(2))),
+    ):
         file = directory / name / "model.safetensors"
         tensors = load_file(file)
         change(tensors)
@@ -516,7 +554,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/distributed/test_router_loss.py::test_it_can_be_left_out_or_computed_for_each_micro_batch_and_no_pipeline_drops_it",
         "micro_batch",
     ),
-    "model.new_tokens": Proven(START + "test_a_larger_tokenizer_gets_room_and_the_export_says_so", "init"),
+    "model.new_tokens": Proven(
+        START + "test_a_larger_tokenizer_gets_room_and_the_export_says_so", "init"
+    ),
     "model.allow_missing": Observed(
         model,
         "[model.norm.weight]",
@@ -525,21 +565,32 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         default_is_rejected=True,
     ),
     "model.allow_unexpected": Observed(
-        model, "[extra]", ("--model.from_pretrained=more", *PRETRAINED), files=pretrained, default_is_rejected=True
+        model,
+        "[extra]",
+        ("--model.from_pretrained=more", *PRETRAINED),
+        files=pretrained,
+        default_is_rejected=True,
     ),
-    "init_from": Proven(START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "{path: base}"),
-    "init_from.path": Proven(START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "base"),
+    "init_from": Proven(
+        START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "{path: base}"
+    ),
+    "init_from.path": Proven(
+        START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "base"
+    ),
     "init_from.allow_missing": Proven(
-        START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them", "['*bias']"
+        START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them",
+        "['*bias']",
     ),
     "init_from.allow_unexpected": Proven(
-        START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them", "['*bias']"
+        START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them",
+        "['*bias']",
     ),
     "tokenizer": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
     "tokenizer.from_pretrained": Observed(vocabulary, "tokenizer", files=tokenizer),
     "processor": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
     "processor.from_pretrained": Proven(
-        "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes", "processor"
+        "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
+        "processor",
     ),
     "peft": Observed(model, "{base_dir: base}"),
     "peft.method": OneValue(),
@@ -556,7 +607,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "peft.ensure_weight_tying": Observed(
         adapters,
         "false",
-        (*ADAPTED, "--model.from_config.tie_word_embeddings", "--peft.modules_to_save=[embed_tokens]"),
+        (
+            *ADAPTED,
+            "--model.from_config.tie_word_embeddings",
+            "--peft.modules_to_save=[embed_tokens]",
+        ),
     ),
     "peft.dtype": Observed(adapters, "base", (*ADAPTED, "--model.from_config.dtype=bfloat16")),
     "peft.base_dir": Observed(base, "other", ("--peft={}",), before="base"),
@@ -573,7 +628,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distributed.pp_size": Observed(sizes, "2"),
     "distributed.pp_schedule": Observed(pipelined, "gpipe", ("--distributed.pp_size=2",)),
     "distributed.cp_size": Observed(sizes, "2"),
-    "distributed.backend": Proven(TRAINING + "test_what_is_wrong_with_the_recipe_is_refused_before_training", "gloo"),
+    "distributed.backend": Proven(
+        TRAINING + "test_what_is_wrong_with_the_recipe_is_refused_before_training", "gloo"
+    ),
     "distributed.timeout_minutes": Proven(
         "tests/distributed/test_signals.py::"
         "test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain",
@@ -590,7 +647,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "validation_dataset": Observed(validation, f"{{_target_: {__name__}.samples}}"),
     "dataloader.shuffle": Observed(batches, "false"),
     "dataloader.num_workers": Observed(batches, "1"),
-    "dataloader.collate_fn": Observed(batches, "{_target_: automodel_ckpt.data.collate.PadCollator, pad_token_id: 7}"),
+    "dataloader.collate_fn": Observed(
+        batches, "{_target_: automodel_ckpt.data.collate.PadCollator, pad_token_id: 7}"
+    ),
     "dataloader.drop_last": Observed(batches, "true"),
     "dataloader.pad_to_multiple_of": Observed(rows, "16"),
     "dataloader.padding_free": Observed(rows, "false"),
@@ -620,7 +679,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "lr_scheduler.decay_steps": Observed(rates, "6", SCHEDULE),
     "lr_scheduler.kwargs": Observed(rates, "{num_cycles: 2}", SCHEDULE),
     "loss_fn": Observed(loss, "{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.5}"),
-    "clip_grad_norm": Observed(updated, "0.1", ("--optimizer={_target_: torch.optim.SGD, lr: 0.1}",)),
+    "clip_grad_norm": Observed(
+        updated, "0.1", ("--optimizer={_target_: torch.optim.SGD, lr: 0.1}",)
+    ),
     "compile.enabled": Observed(compiled, "true", also=("--compile.backend=eager",)),
     "compile.backend": Observed(compiled, "eager", COMPILED, before="aot_eager"),
     "compile.mode": Observed(compiled, "max-autotune", COMPILED),
@@ -636,11 +697,19 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "step_scheduler.mtbf_hours": Observed(
         timeline,
         "0.01",
-        ("--step_scheduler.ckpt_every_steps=auto", "--step_scheduler.num_epochs=4", "--step_scheduler.max_steps=null"),
+        (
+            "--step_scheduler.ckpt_every_steps=auto",
+            "--step_scheduler.num_epochs=4",
+            "--step_scheduler.max_steps=null",
+        ),
     ),
-    "step_scheduler.ckpt_every_epochs": Observed(timeline, "1", ("--step_scheduler.num_epochs=2",), before="null"),
+    "step_scheduler.ckpt_every_epochs": Observed(
+        timeline, "1", ("--step_scheduler.num_epochs=2",), before="null"
+    ),
     "step_scheduler.ckpt_every_minutes": Observed(timeline, "3"),
-    "step_scheduler.ckpt_on_best": Observed(timeline, "true", (*VALIDATED, "--step_scheduler.val_every_steps=1")),
+    "step_scheduler.ckpt_on_best": Observed(
+        timeline, "true", (*VALIDATED, "--step_scheduler.val_every_steps=1")
+    ),
     "step_scheduler.val_every_steps": Observed(timeline, "2", VALIDATED),
     "step_scheduler.stop_signals": Observed(stop_signals, "[SIGUSR2]"),
     "checkpoint.enabled": Observed(saved, "false"),
@@ -667,12 +736,16 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "continue",
     ),
     "checkpoint.verify": Observed(loaded_damaged, "none"),
-    "checkpoint.allow_missing_state": Observed(loaded_with_more, "[counter]", default_is_rejected=True),
+    "checkpoint.allow_missing_state": Observed(
+        loaded_with_more, "[counter]", default_is_rejected=True
+    ),
     "checkpoint.allow_changed_model": Proven(
         "tests/unit/checkpoint/test_model_config.py::test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is_allowed",
         "true",
     ),
-    "checkpoint.on_incompatible": Observed(loaded_into_another_model, "sibling", default_is_rejected=True),
+    "checkpoint.on_incompatible": Observed(
+        loaded_into_another_model, "sibling", default_is_rejected=True
+    ),
     "logging.level": Observed(joined, "warning"),
     "logging.log_every_seconds": Observed(joined, "3"),
     "logging.sample_ids": Observed(step_line, "true"),
@@ -699,7 +772,9 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
             yield key
         if section is not None:
             yield from _keys(section, f"{key}.")
-        if (listed := find(kinds, list)) and (item := section_type(members(typing.get_args(listed)[0]))):
+        if (listed := find(kinds, list)) and (
+            item := section_type(members(typing.get_args(listed)[0]))
+        ):
             yield from _keys(item, f"{key}.0.")
 
 
@@ -725,7 +800,9 @@ def compare(key: str, entry: Observed, directory: Path) -> str | None:
     before = observed_once(entry, directory, (*entry.given, *first))
     if is_rejection(before) != entry.default_is_rejected:
         return f"the value to compare with: {before}"
-    after = observation(entry, directory / "after", [*entry.given, f"--{key}={entry.after}", *entry.also])
+    after = observation(
+        entry, directory / "after", [*entry.given, f"--{key}={entry.after}", *entry.also]
+    )
     if is_rejection(after) and key.rpartition(".")[2] not in after[1]:
         return f"the rejection does not name the key: {after[1]}"
     return "nothing changed" if after == before else None
@@ -737,8 +814,12 @@ _seen: dict[tuple[Any, tuple[str, ...]], Any] = {}
 def observed_once(entry: Observed, directory: Path, words: tuple[str, ...]) -> Any:
     """What is observed with *words*, which many keys are compared with; twice the same, as it has to be."""
     if (entry.observe, words) not in _seen:
-        first, again = (observation(entry, directory / name, list(words)) for name in ("before", "again"))
-        assert first == again or is_rejection(first), f"the observation differs without a change: {first} and {again}"
+        first, again = (
+            observation(entry, directory / name, list(words)) for name in ("before", "again")
+        )
+        assert first == again or is_rejection(first), (
+            f"the observation differs without a change: {first} and {again}"
+        )
         _seen[entry.observe, words] = first
     return _seen[entry.observe, words]
 
@@ -748,8 +829,16 @@ def is_rejection(seen: Any) -> bool:
 
 
 IN_A_GROUP = (joined, pipelined)
-JOINED = [key for key, entry in EFFECTS.items() if isinstance(entry, Observed) and entry.observe in IN_A_GROUP]
-HERE = [key for key, entry in EFFECTS.items() if isinstance(entry, Observed) and entry.observe not in IN_A_GROUP]
+JOINED = [
+    key
+    for key, entry in EFFECTS.items()
+    if isinstance(entry, Observed) and entry.observe in IN_A_GROUP
+]
+HERE = [
+    key
+    for key, entry in EFFECTS.items()
+    if isinstance(entry, Observed) and entry.observe not in IN_A_GROUP
+]
 
 
 @pytest.fixture
@@ -781,20 +870,30 @@ def test_another_value_changes_what_a_process_is_set_to(directory: Path) -> None
     assert outcomes == dict.fromkeys(JOINED)
 
 
-@pytest.mark.parametrize("key", [key for key, entry in EFFECTS.items() if isinstance(entry, Proven)])
+@pytest.mark.parametrize(
+    "key", [key for key, entry in EFFECTS.items() if isinstance(entry, Proven)]
+)
 def test_the_test_that_proves_an_effect_is_there_and_names_the_key(key: str) -> None:
     entry = EFFECTS[key]
     assert isinstance(entry, Proven)
     file, _, name = entry.node.partition("::")
     source = (ROOT / file).read_text(encoding="utf-8")
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    found = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
     assert len(found) == 1, f"{entry.node} is not there"
     first = min([found[0].lineno, *(decorator.lineno for decorator in found[0].decorator_list)])
     text = "\n".join(source.splitlines()[first - 1 : found[0].end_lineno])
-    assert re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text), f"{entry.node} does not name {key}"
+    assert re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text), (
+        f"{entry.node} does not name {key}"
+    )
 
 
-@pytest.mark.parametrize("key", [key for key, entry in EFFECTS.items() if isinstance(entry, OneValue)])
+@pytest.mark.parametrize(
+    "key", [key for key, entry in EFFECTS.items() if isinstance(entry, OneValue)]
+)
 def test_a_key_with_one_value_rejects_any_other(directory: Path, key: str) -> None:
     section, _, _ = key.rpartition(".")
     with pytest.raises(RecipeError, match=re.escape(key)):
@@ -813,12 +912,13 @@ def conditions(schema: type[Any] = RecipeConfig, prefix: str = "") -> Iterator[t
 UNMET: dict[str, tuple[str, ...]] = {
     "distributed.reshard_after_forward": ("--distributed.strategy=ddp",),
     "dataloader.pad_to_multiple_of": (
-        f"--dataloader.collate_fn={{_target_: {__name__}.samples}}", "--dataloader.padding_free=false",
+        f"--dataloader.collate_fn={{_target_: {__name__}.samples}}",
+        "--dataloader.padding_free=false",
     ),
     "dataloader.padding_free": ("--packed_sequence={}",),
     "checkpoint.on_incompatible": ("--checkpoint.restore_from=LATEST",),
     "checkpoint.keep_best": VALIDATED,
-}  # fmt: skip
+}
 """Overrides without which a key's condition would hold; the others are not met by the defaults."""
 
 
@@ -838,7 +938,10 @@ def test_where_its_condition_is_not_met_a_changed_key_is_rejected_with_its_place
 
 @pytest.mark.parametrize("key", ["save_consolidated", "export_best"])
 def test_an_export_of_a_model_that_has_none_is_rejected(directory: Path, key: str) -> None:
-    it = opened(directory, [f"--model={{_target_: {__name__}.some_model}}", f"--checkpoint.{key}=true", *VALIDATED])
+    it = opened(
+        directory,
+        [f"--model={{_target_: {__name__}.some_model}}", f"--checkpoint.{key}=true", *VALIDATED],
+    )
     it.recipe.model_config = it.recipe.check_model_config()
     with pytest.raises(RecipeError, match=f"there is nothing to export[\\s\\S]*checkpoint.{key}"):
         it.recipe.check_export(it.recipe.build_assets())
@@ -850,8 +953,24 @@ def test_a_loss_of_the_router_for_a_model_without_one_is_rejected(directory: Pat
 
 
 def test_a_run_without_checkpoints_names_the_keys_that_have_no_effect(directory: Path) -> None:
-    words = ["--checkpoint.keep_last=2", "--step_scheduler.ckpt_every_steps=3", "--logging.sample_ids", "--seed=1"]
-    named = ["checkpoint.keep_last", "logging.sample_ids", "step_scheduler.ckpt_every_epochs",
-             "step_scheduler.ckpt_every_steps"]  # fmt: skip
+    words = [
+        "--checkpoint.keep_last=2",
+        "--step_scheduler.ckpt_every_steps=3",
+        "--logging.sample_ids",
+        "--seed=1",
+    ]
+    named = [
+        "checkpoint.keep_last",
+        "logging.sample_ids",
+        "step_scheduler.ckpt_every_epochs",
+        "step_scheduler.ckpt_every_steps",
+    ]
     assert unused_without_checkpoints(opened(directory, words).config) == []
-    assert sorted(unused_without_checkpoints(opened(directory, [*words, "--checkpoint.enabled=false"]).config)) == named
+    assert (
+        sorted(
+            unused_without_checkpoints(
+                opened(directory, [*words, "--checkpoint.enabled=false"]).config
+            )
+        )
+        == named
+    )

@@ -21,14 +21,20 @@ from tests.support.stand_ins import DATA, IMAGES, MODELS, VISION_MODELS, write_s
 from tests.support.training import train
 
 SHIPPED = examples()
-HUB = {name: path for name, path in SHIPPED.items() if re.search(r"from_pretrained: [\w-]+/\w", path.read_text())}
+HUB = {
+    name: path
+    for name, path in SHIPPED.items()
+    if re.search(r"from_pretrained: [\w-]+/\w", path.read_text())
+}
 TP = "llm_finetune/qwen3/qwen3_8b_chat_fsdp2_tp"
 SMALLER = {  # what a few steps on two cores ask to be changed
     "llm_finetune/smollm2/smollm2_360m_stories_packed": [
-        "--packed_sequence.size=160", "--step_scheduler.global_batch_size=8", "--step_scheduler.local_batch_size=4",
+        "--packed_sequence.size=160",
+        "--step_scheduler.global_batch_size=8",
+        "--step_scheduler.local_batch_size=4",
     ],
     TP: ["--step_scheduler.global_batch_size=4"],
-}  # fmt: skip
+}
 RANKS = {TP: 4}
 FAMILIES = {
     "llama3_2": "llama",
@@ -48,7 +54,9 @@ def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_overrides(name: str) -> None:
+def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_overrides(
+    name: str,
+) -> None:
     lines = SHIPPED[name].read_text().split("\n\n")[0].splitlines()
     assert all(line == "#" or line.startswith("# ") for line in lines)
     text = "\n".join(lines)
@@ -64,12 +72,18 @@ def test_each_command_line_that_an_example_shows_is_understood(
 ) -> None:
     monkeypatch.chdir(SHIPPED[name].parents[len(Path(name).parts)].resolve())
     head = SHIPPED[name].read_text().split("\n\n")[0]
-    commands = [line.split("ckpt-train ")[1] for line in head.splitlines() if "  ckpt-train " in line]
-    shown = [re.split(r" {2,}", line[4:])[0] for line in head.splitlines() if line.startswith("#   --")]
+    commands = [
+        line.split("ckpt-train ")[1] for line in head.splitlines() if "  ckpt-train " in line
+    ]
+    shown = [
+        re.split(r" {2,}", line[4:])[0] for line in head.splitlines() if line.startswith("#   --")
+    ]
     assert len(commands) == 1
     assert len(shown) >= 2
     for words in ["", *shown]:
-        assert main([*shlex.split(f"{commands[0]} {words}"), "--print-config"]) == 0, capsys.readouterr().err
+        assert main([*shlex.split(f"{commands[0]} {words}"), "--print-config"]) == 0, (
+            capsys.readouterr().err
+        )
 
 
 @pytest.mark.timeout(120)
@@ -79,9 +93,15 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model, *_ = write_stand_ins(tmp_path, HUB[name].read_text())
-    overrides = ("--step_scheduler.max_steps=2", "--checkpoint.checkpoint_dir=run", *SMALLER.get(name, ()))
+    overrides = (
+        "--step_scheduler.max_steps=2",
+        "--checkpoint.checkpoint_dir=run",
+        *SMALLER.get(name, ()),
+    )
     kind = VLMFinetune if name.startswith("vlm") else LLMFinetune
-    ranks.run(partial(train, HUB[name], *overrides, recipe_class=kind), RANKS.get(name, 1), init=False)
+    ranks.run(
+        partial(train, HUB[name], *overrides, recipe_class=kind), RANKS.get(name, 1), init=False
+    )
     records = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "event" not in record]
     assert len(losses) == 2
@@ -91,7 +111,10 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
     loader = AutoModelForImageTextToText if kind is VLMFinetune else AutoModelForCausalLM
     trained = loader.from_pretrained(export)
     assert trained.config.model_type == FAMILIES[HUB[name].parent.name]
-    assert AutoTokenizer.from_pretrained(export).chat_template == AutoTokenizer.from_pretrained(model).chat_template
+    assert (
+        AutoTokenizer.from_pretrained(export).chat_template
+        == AutoTokenizer.from_pretrained(model).chat_template
+    )
 
 
 # Slurm
@@ -102,19 +125,28 @@ def run_batch_script(directory: Path, code: int, *words: str) -> tuple[int, list
     for name, ends in (("srun", code), ("scontrol", 0)):
         command = directory / "bin" / name
         command.parent.mkdir(exist_ok=True)
-        command.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name} $*" >> {directory}/calls\nexit {ends}\n')
+        command.write_text(
+            f'#!/bin/bash\nprintf "%s\\n" "{name} $*" >> {directory}/calls\nexit {ends}\n'
+        )
         command.chmod(0o755)
     script = next(iter(SHIPPED.values())).parents[1] / "slurm" / "train.sbatch"
     environment = {"PATH": f"{directory}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "VENV": "/my env"}
-    done = subprocess.run(["bash", script, *words], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", script, *words], env=environment, capture_output=True, text=True, check=False
+    )
     calls = directory / "calls"
     return done.returncode, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_the_batch_script_starts_the_ranks_and_goes_back_into_the_queue_after_a_signal(tmp_path: Path) -> None:
+def test_the_batch_script_starts_the_ranks_and_goes_back_into_the_queue_after_a_signal(
+    tmp_path: Path,
+) -> None:
     assert run_batch_script(tmp_path, 75, "my recipe.yaml", "--seed=1") == (
         75,
-        ["srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1", "scontrol requeue 7"],
+        [
+            "srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1",
+            "scontrol requeue 7",
+        ],
     )
 
 

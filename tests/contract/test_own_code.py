@@ -58,18 +58,32 @@ class StepMisled(LLMFinetune):
 BUILDER = "--dataset={_target_: own.rows, fault: %s}"
 CASES = {
     "a builder": (
-        BUILDER % "x", EXIT_USAGE,
+        BUILDER % "x",
+        EXIT_USAGE,
         r"own.py:\d+ in first_of, called at .*own.py:\d+ in rows\n  value:  KeyError: 'x'",
     ),
     "a builder that ends": (BUILDER % "exit", EXIT_USAGE, r"in first_of[\s\S]*SystemExit: no rows"),
-    "what a builder calls": (BUILDER % "library", EXIT_USAGE, r"in first_of[\s\S]*RuntimeError: inconsistent tensor"),
+    "what a builder calls": (
+        BUILDER % "library",
+        EXIT_USAGE,
+        r"in first_of[\s\S]*RuntimeError: inconsistent tensor",
+    ),
     "a model": (
-        "--model={_target_: own.Broken, num_embeddings: 304, embedding_dim: 2}", EXIT_INTERNAL,
+        "--model={_target_: own.Broken, num_embeddings: 304, embedding_dim: 2}",
+        EXIT_INTERNAL,
         r"own.py:\d+ in forward[\s\S]*Expected tensor",
     ),
-    "a recipe at its start": ("--recipe=own.py:BuildFails", EXIT_USAGE, r"in build[\s\S]*no attribute 'nothing'"),
-    "a recipe in a step": ("--recipe=own.py:StepFails", EXIT_INTERNAL, r"in step[\s\S]*AssertionError: a batch came"),
-}  # fmt: skip
+    "a recipe at its start": (
+        "--recipe=own.py:BuildFails",
+        EXIT_USAGE,
+        r"in build[\s\S]*no attribute 'nothing'",
+    ),
+    "a recipe in a step": (
+        "--recipe=own.py:StepFails",
+        EXIT_INTERNAL,
+        r"in step[\s\S]*AssertionError: a batch came",
+    ),
+}
 
 
 def said_of(override: str) -> tuple[int, str]:
@@ -90,7 +104,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     (directory / "recipe.yaml").write_text(RECIPE)
     (directory / "own.py").write_text(OWN)
     (directory / "unreadable.py").write_text("import torch\ntorch.nothing\n")
-    misled = {"ours": "--recipe=own.py:StepMisled", "an import": "--dataset={_target_: unreadable.rows}"}
+    misled = {
+        "ours": "--recipe=own.py:StepMisled",
+        "an import": "--dataset={_target_: unreadable.rows}",
+    }
 
     def all_of_them() -> dict[str, tuple[int, str]]:
         os.chdir(directory)
@@ -103,22 +120,29 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_own_code_raises_is_told_with_its_place_and_words(name: str, said: dict[str, tuple[int, str]]) -> None:
+def test_what_own_code_raises_is_told_with_its_place_and_words(
+    name: str, said: dict[str, tuple[int, str]]
+) -> None:
     _, code, pattern = CASES[name]
     assert said[name][0] == code
     assert re.match(r"error: user code failed\n  where:  ", said[name][1]), said[name][1]
     assert re.search(pattern, said[name][1]), said[name][1]
 
 
-def test_what_own_code_has_us_raise_is_an_internal_error_with_its_traceback(said: dict[str, tuple[int, str]]) -> None:
+def test_what_own_code_has_us_raise_is_an_internal_error_with_its_traceback(
+    said: dict[str, tuple[int, str]],
+) -> None:
     code, text = said["ours"]
     assert code == EXIT_INTERNAL
     assert text.startswith("Traceback") and "\ninternal error: AttributeError" in text
 
 
-def test_a_module_that_cannot_be_imported_is_told_with_the_line(said: dict[str, tuple[int, str]]) -> None:
+def test_a_module_that_cannot_be_imported_is_told_with_the_line(
+    said: dict[str, tuple[int, str]],
+) -> None:
     code, text = said["an import"]
     assert code == EXIT_USAGE
     assert re.search(
-        r"unreadable cannot be imported: AttributeError: [\s\S]*fix the error at .*unreadable.py:2 in <module>", text
+        r"unreadable cannot be imported: AttributeError: [\s\S]*fix the error at .*unreadable.py:2 in <module>",
+        text,
     ), text

@@ -19,13 +19,17 @@ import automodel_ckpt
 
 ROOT = Path(__file__).parents[2]
 # Caches, environments and outputs; what git ignores, but a source archive without git is tested as well.
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "checkpoints")
+LEFT_OUT = shutil.ignore_patterns(
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "checkpoints"
+)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONWARNINGS": "default"}
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -42,7 +46,15 @@ def make_venv(directory: Path) -> Path:
 
 def pip_install(bin_directory: Path, *arguments: str | Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", bin_directory / "python"]
-    run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", *arguments, cwd=bin_directory)
+    run(
+        *pip,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        *arguments,
+        cwd=bin_directory,
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A copy of the source tree, its sdist, and the wheel built from that sdist."""
     source = tmp_path_factory.mktemp("build") / "source"
     shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", source.parent, source, cwd=source.parent)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        source.parent,
+        source,
+        cwd=source.parent,
+    )
     (sdist,) = source.parent.glob("*.tar.gz")
     (wheel,) = source.parent.glob("*.whl")
     return Built(source, sdist, wheel)
@@ -66,9 +87,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def expected_files() -> set[str]:
     """Every module, the type marker, the shell templates and the examples, as paths inside the wheel."""
     found = set()
-    for folder, inside in (("automodel_ckpt", ""), ("recipes", "recipes"), ("examples", "examples")):
+    for folder, inside in (
+        ("automodel_ckpt", ""),
+        ("recipes", "recipes"),
+        ("examples", "examples"),
+    ):
         for file in (ROOT / folder).rglob("*"):
-            is_code = file.suffix in (".py", ".sh", ".css", ".js", ".jinja") or file.name == "py.typed"
+            is_code = (
+                file.suffix in (".py", ".sh", ".css", ".js", ".jinja") or file.name == "py.typed"
+            )
             is_wanted = folder == "examples" or is_code
             if file.is_file() and is_wanted and "__pycache__" not in file.parts:
                 found.add(str(Path("automodel_ckpt", inside, file.relative_to(ROOT / folder))))
@@ -92,7 +119,9 @@ def test_the_sdist_holds_files_instead_of_links(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         members = archive.getmembers()
     assert [member.name for member in members if not (member.isfile() or member.isdir())] == []
-    assert any(member.name.endswith("/automodel_ckpt/recipes/llm_finetune.py") for member in members)
+    assert any(
+        member.name.endswith("/automodel_ckpt/recipes/llm_finetune.py") for member in members
+    )
 
 
 def test_the_wheel_names_version_licence_and_commands(built: Built) -> None:
@@ -147,7 +176,9 @@ echo "$VIRTUAL_ENV"
 
 def install_lines() -> list[str]:
     """The commands of the README's section on installing."""
-    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("## Train\n")[0]
+    section = (
+        (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("## Train\n")[0]
+    )
     return [line.strip() for line in section.splitlines() if line.startswith("    ")]
 
 
@@ -157,20 +188,34 @@ def shims(directory: Path) -> Path:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     libraries = sysconfig.get_path("purelib")
     python = PYTHON.format(python=sys.executable, libraries=libraries, version=version)
-    for name, text in (("python3", python), ("hf", LOGIN.format(hf=Path(sys.executable).with_name("hf")))):
+    for name, text in (
+        ("python3", python),
+        ("hf", LOGIN.format(hf=Path(sys.executable).with_name("hf"))),
+    ):
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
     return directory
 
 
-def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(built: Built, tmp_path: Path) -> None:
+def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
+    built: Built, tmp_path: Path
+) -> None:
     lines = install_lines()
     assert len(lines) == 4
     (tmp_path / "home").mkdir()
     (tmp_path / "empty").mkdir()
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1"}
+    offline = {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_QUIET": "1",
+    }
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("VIRTUAL_ENV", "PYTHONPATH")
+        },
         **offline,
         "HOME": str(tmp_path / "home"),
         "PATH": f"{shims(tmp_path / 'shims')}:/usr/bin:/bin",
@@ -179,7 +224,9 @@ def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(built: B
     }
     script = "\n".join(["set -e", *lines, IN_AN_EMPTY_DIRECTORY])
     shell = ["bash", "-c", script]
-    done = subprocess.run(shell, cwd=built.source, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        shell, cwd=built.source, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "usage: hf auth login" in done.stdout.replace("Usage", "usage")
     assert "max_steps: 60" in done.stdout
@@ -190,7 +237,9 @@ def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(built: B
     assert all(Path(file).is_relative_to(tmp_path / "home") for file in files)
 
 
-def test_an_editable_install_finds_the_recipes_through_the_link(built: Built, tmp_path: Path) -> None:
+def test_an_editable_install_finds_the_recipes_through_the_link(
+    built: Built, tmp_path: Path
+) -> None:
     bin_directory = make_venv(tmp_path / "venv")
     pip_install(bin_directory, "--editable", built.source)
     _, package, _, recipe = modules_found_by(bin_directory / "python")

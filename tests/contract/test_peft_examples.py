@@ -15,7 +15,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "llm_finetune"
 def test_the_tiny_recipe_makes_its_base_and_trains_adapters_on_two_processes(
     tmp_path: Path, commands: CommandServer
 ) -> None:
-    short = ("--step_scheduler.max_steps=3", "--lr_scheduler=null", "--validation_dataset.max_samples=4")
+    short = (
+        "--step_scheduler.max_steps=3",
+        "--lr_scheduler=null",
+        "--validation_dataset.max_samples=4",
+    )
     recipe = str(EXAMPLES / "tiny_llama_lora.yaml")
     done = commands.run("ckpt-train", "--nproc-per-node=2", recipe, *short, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BIN = Path(sys.executable).parent
 RECIPE = README.partition("```yaml\n")[2].partition("```")[0]
-COMMANDS = [line.partition("#")[0].strip() for line in README.splitlines() if line.startswith("    ckpt-train ")]
+COMMANDS = [
+    line.partition("#")[0].strip()
+    for line in README.splitlines()
+    if line.startswith("    ckpt-train ")
+]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -36,10 +40,17 @@ def make_model(directory: Path) -> None:
 
     tokenizer = train_tokenizer(vocab_size=512)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=None, bos_token_id=None,
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        pad_token_id=None,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -66,7 +77,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, commands: CommandServer) -
 def test_the_recipe_trains_and_its_export_is_loaded_by_transformers(trained: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    steps = [json.loads(line) for line in (trained / "checkpoints" / "training.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)
+        for line in (trained / "checkpoints" / "training.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in steps if "event" not in line] == [1, 2, 3, 4]
     export = trained / "checkpoints" / "LATEST" / "model" / "consolidated"
     _, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
@@ -79,7 +93,11 @@ def test_the_tree_names_what_a_run_writes(trained: Path) -> None:
     assert {"MANIFEST.json", "losses.json", "dataloader", ".hf_metadata", "consolidated"} <= names
     written = {path.name for path in (trained / "checkpoints").rglob("*")}
     # One rank wrote here and four steps were made; the README shows two ranks at step 40, and a validation set.
-    not_here = {"epoch_0_step_40", "shard-00002-model-00001-of-00001.safetensors", "validation.jsonl"}
+    not_here = {
+        "epoch_0_step_40",
+        "shard-00002-model-00001-of-00001.safetensors",
+        "validation.jsonl",
+    }
     assert names - written == not_here
 
 

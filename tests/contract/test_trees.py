@@ -26,9 +26,11 @@ TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 PROCESSOR = [*TOKENIZER, "processor_config.json", "chat_template.jinja"]
 ADAPTER = ["adapter_config.json", "automodel_peft_config.json"]
 SHORT = (
-    "--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--step_scheduler.global_batch_size=4",
+    "--step_scheduler.max_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.global_batch_size=4",
     "--lr_scheduler=null",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "-".join([self.domain, "peft" if self.peft else "sft", self.model_format, self.model_layout])
+        return "-".join(
+            [self.domain, "peft" if self.peft else "sft", self.model_format, self.model_layout]
+        )
 
     @property
     def options(self) -> list[str]:
@@ -54,8 +58,18 @@ class Case:
             # The adapter files are the export: with every export that there is, nothing more is written.
             saved += ["--checkpoint.save_consolidated=every"]
         if self.domain == "llm":
-            return [*saved, "--model.from_config.attention_dropout=0"]  # it draws other numbers on other ranks
-        return [*saved, *(["--model.freeze=[]", "--peft.exclude_modules=['*vision_tower*']"] if self.peft else [])]
+            return [
+                *saved,
+                "--model.from_config.attention_dropout=0",
+            ]  # it draws other numbers on other ranks
+        return [
+            *saved,
+            *(
+                ["--model.freeze=[]", "--peft.exclude_modules=['*vision_tower*']"]
+                if self.peft
+                else []
+            ),
+        ]
 
 
 CASES = [
@@ -81,21 +95,34 @@ def expected_tree(case: Case, num_ranks: int, *, last: bool) -> set[str]:
     files |= {f"dataloader/dataloader_dp_rank_{rank}.pt" for rank in one_by_one}
     files |= {f"rng/rng_dp_rank_{rank}.pt" for rank in one_by_one}
     files |= {"optim/.metadata"} | {f"optim/__{rank}_0.distcp" for rank in one_by_one}
-    side = [*(PROCESSOR if case.domain == "vlm" else TOKENIZER), *(ADAPTER if case.peft else _of_a_model(case))]
+    side = [
+        *(PROCESSOR if case.domain == "vlm" else TOKENIZER),
+        *(ADAPTER if case.peft else _of_a_model(case)),
+    ]
     if case.model_layout == "adapter":
         return files | {f"model/{name}" for name in (*side, "adapter_model.safetensors")}
     if case.model_layout == "hf":
-        weights = ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "consolidate.sh"]
+        weights = [
+            "model-00001-of-00001.safetensors",
+            "model.safetensors.index.json",
+            "consolidate.sh",
+        ]
         return files | {f"model/{name}" for name in (*side, *weights)}
     if case.model_format == "safetensors":
-        files |= {f"model/shard-{rank + 1:05}-model-00001-of-00001.safetensors" for rank in one_by_one}
+        files |= {
+            f"model/shard-{rank + 1:05}-model-00001-of-00001.safetensors" for rank in one_by_one
+        }
     else:
         files |= {"model/.metadata"} | {f"model/__{rank}_0.distcp" for rank in one_by_one}
-    files |= {"model/consolidate.sh"} | {f"model/.hf_metadata/{name}" for name in (*side, *_maps(case))}
+    files |= {"model/consolidate.sh"} | {
+        f"model/.hf_metadata/{name}" for name in (*side, *_maps(case))
+    }
     if last and case.model_format == "safetensors":
         weights = ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
         weights = ["adapter_model.safetensors"] if case.peft else weights
-        files |= {f"model/consolidated/{name}" for name in (*side, *weights, "export_manifest.json")}
+        files |= {
+            f"model/consolidated/{name}" for name in (*side, *weights, "export_manifest.json")
+        }
     return files
 
 
@@ -111,7 +138,9 @@ def _maps(case: Case) -> list[str]:
 
 
 def tree(checkpoint: Path) -> set[str]:
-    return {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
+    }
 
 
 def recipe_of(case: Case, directory: Path) -> Path:
@@ -120,7 +149,9 @@ def recipe_of(case: Case, directory: Path) -> Path:
     else:
         text = RECIPE
         if case.peft:
-            text = text.replace("\ntokenizer:", f"\npeft:\n  base_dir: {directory / 'llm-base'}\ntokenizer:", 1)
+            text = text.replace(
+                "\ntokenizer:", f"\npeft:\n  base_dir: {directory / 'llm-base'}\ntokenizer:", 1
+            )
     return write_recipe(directory / case.name, text)
 
 
@@ -145,8 +176,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (root / case.name).mkdir()
     recipes = [(case, recipe_of(case, root), ranks.free_port()) for case in cases_on(num_ranks)]
     place = "--checkpoint.checkpoint_dir={run}/run"
-    digests = ranks.run(lambda: train_all(recipes, place, "--step_scheduler.local_batch_size=2"), num_ranks,
-                        init=False, timeout=LIMIT_SECONDS)  # fmt: skip
+    digests = ranks.run(
+        lambda: train_all(recipes, place, "--step_scheduler.local_batch_size=2"),
+        num_ranks,
+        init=False,
+        timeout=LIMIT_SECONDS,
+    )
     return num_ranks, root, digests
 
 
@@ -175,13 +210,16 @@ def test_each_goes_on_bit_for_bit_and_on_another_number_of_ranks(trained: Any) -
         "--step_scheduler.local_batch_size=2",
         "--checkpoint.save_consolidated=false",
     )
-    again = ranks.run(lambda: train_all(recipes, *options), num_ranks, init=False, timeout=LIMIT_SECONDS)
+    again = ranks.run(
+        lambda: train_all(recipes, *options), num_ranks, init=False, timeout=LIMIT_SECONDS
+    )
     for before, after in zip(digests, again, strict=True):
         assert {name: before[name] for name in after} == after
     other = ("--checkpoint.checkpoint_dir={run}/other", *options[1:])
     ranks.run(lambda: train_all(recipes, *other), 3 - num_ranks, init=False, timeout=LIMIT_SECONDS)
     for case in cases:
         losses = [
-            [float.fromhex(step["loss"]) for step in steps_of(root / case.name / run)] for run in ("run", "other")
+            [float.fromhex(step["loss"]) for step in steps_of(root / case.name / run)]
+            for run in ("run", "other")
         ]
         assert losses[1] == pytest.approx(losses[0][2:], rel=1e-4), case.name

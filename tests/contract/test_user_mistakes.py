@@ -22,10 +22,22 @@ from tests.support import ranks
 from tests.support.training import RECIPE, Recipe, build
 
 DIGITS = Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml"
-LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
 SMALL_GPT2 = "{_target_: transformers.GPT2Config, n_layer: 1, n_embd: 8, n_head: 1, vocab_size: 304, pad_token_id: 0}"
-TALK = json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}) + "\n"
+TALK = (
+    json.dumps(
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    )
+    + "\n"
+)
 IMAGE = json.dumps(json.loads(TALK) | {"images": ["a.png"]}) + "\n"
 
 
@@ -41,7 +53,9 @@ class Mistake:
 
 
 def texts(file: str, content: bytes | str, said: str, *more: str) -> Mistake:
-    section = f"--dataset={{_target_: automodel_ckpt.data.text.text, path: '@/{file}', seq_length: 16}}"
+    section = (
+        f"--dataset={{_target_: automodel_ckpt.data.text.text, path: '@/{file}', seq_length: 16}}"
+    )
     return Mistake((section, *more), said, {file: content})
 
 
@@ -52,64 +66,116 @@ def talks(template: str, said: str, **files: bytes | str) -> Mistake:
 
 
 def rows(kind: str, said: str, *more: str) -> Mistake:
-    return Mistake((f"--dataset={{_target_: tests.support.training_parts.samples, kind: {kind}}}", *more), said)
+    return Mistake(
+        (f"--dataset={{_target_: tests.support.training_parts.samples, kind: {kind}}}", *more), said
+    )
 
 
 def part(section: str, name: str, said: str) -> Mistake:
-    return Mistake((f"--{section}={{_target_: tests.support.training_parts.part, name: {name}}}",), said)
+    return Mistake(
+        (f"--{section}={{_target_: tests.support.training_parts.part, name: {name}}}",), said
+    )
 
 
 def images(path: str, said: str, *more: str, **files: bytes | str) -> Mistake:
     section = f"--dataset={{_target_: automodel_ckpt.data.vlm.conversations, path: '@/{path}'}}"
-    return Mistake((section, *more), said, {name.replace("__", "."): text for name, text in files.items()}, 2, DIGITS)
+    return Mistake(
+        (section, *more),
+        said,
+        {name.replace("__", "."): text for name, text in files.items()},
+        2,
+        DIGITS,
+    )
 
 
 def pretrained(said: str, **files: bytes | str) -> Mistake:
-    named = {f"base/{name}": text for name, text in ({"config.json": json.dumps(LLAMA)} | files).items()}
+    named = {
+        f"base/{name}": text for name, text in ({"config.json": json.dumps(LLAMA)} | files).items()
+    }
     return Mistake(("--model={from_pretrained: '@/base'}",), said, named)
 
 
 def tokens(said: str, **files: str) -> Mistake:
-    return Mistake(("--tokenizer={from_pretrained: '@/tok'}",), said, {f"tok/{name}": v for name, v in files.items()})
+    return Mistake(
+        ("--tokenizer={from_pretrained: '@/tok'}",),
+        said,
+        {f"tok/{name}": v for name, v in files.items()},
+    )
 
 
 STREAMED = "--dataset.streaming"
 MISTAKES = {
     "blank lines": texts("a.jsonl", "\n\n", r"the data file is empty[\s\S]*a.jsonl"),
     "a stream of nothing": texts("a.jsonl", "", "the data file is empty", STREAMED),
-    "another encoding": texts("a.jsonl", b'{"text": "\xff"}\n', r"not UTF-8[\s\S]*a.jsonl:1[\s\S]*0xff"),
-    "a table in another encoding": texts("a.csv", b"text\n\xff\n", r"not UTF-8[\s\S]*a.csv:2[\s\S]*save the file"),
-    "a stream that is no JSON": texts("a.jsonl", '{"text": "a"}\n{"te\n', r"not JSON[\s\S]*a.jsonl:2", STREAMED),
-    "a table of uneven rows": texts("a.csv", "text,b\n1,2\n3,4,5\n", r"more values than[\s\S]*a.csv:3[\s\S]*3 val"),
-    "no parquet": texts("a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"),
+    "another encoding": texts(
+        "a.jsonl", b'{"text": "\xff"}\n', r"not UTF-8[\s\S]*a.jsonl:1[\s\S]*0xff"
+    ),
+    "a table in another encoding": texts(
+        "a.csv", b"text\n\xff\n", r"not UTF-8[\s\S]*a.csv:2[\s\S]*save the file"
+    ),
+    "a stream that is no JSON": texts(
+        "a.jsonl", '{"text": "a"}\n{"te\n', r"not JSON[\s\S]*a.jsonl:2", STREAMED
+    ),
+    "a table of uneven rows": texts(
+        "a.csv", "text,b\n1,2\n3,4,5\n", r"more values than[\s\S]*a.csv:3[\s\S]*3 val"
+    ),
+    "no parquet": texts(
+        "a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"
+    ),
     "a kind of file": texts("a.dat", "x", r"unknown data file format[\s\S]*\*\.jsonl"),
-    "no samples": texts("a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0"),
+    "no samples": texts(
+        "a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0"
+    ),
     "no samples streamed": texts(
-        "a.jsonl", '{"text": "a"}\n', "max_samples must be 1 or more", "--dataset.max_samples=0", STREAMED
+        "a.jsonl",
+        '{"text": "a"}\n',
+        "max_samples must be 1 or more",
+        "--dataset.max_samples=0",
+        STREAMED,
     ),
     "a template in another encoding": Mistake(
-        ("--dataset={_target_: automodel_ckpt.data.chat.messages, path: '@/a.jsonl', chat_template: '@/t'}",),
-        r"chat template cannot be read[\s\S]*can't decode", {"a.jsonl": TALK, "t": b"\xff"},
+        (
+            "--dataset={_target_: automodel_ckpt.data.chat.messages, path: '@/a.jsonl', chat_template: '@/t'}",
+        ),
+        r"chat template cannot be read[\s\S]*can't decode",
+        {"a.jsonl": TALK, "t": b"\xff"},
     ),
-    "a template that fails": talks("{{ 1 / 0 }}", r"cannot render[\s\S]*ZeroDivisionError[\s\S]*template_kwargs"),
-    "images of nothing": images("no.jsonl", r"a data file cannot be read[\s\S]*no.jsonl[\s\S]*ENOENT"),
+    "a template that fails": talks(
+        "{{ 1 / 0 }}", r"cannot render[\s\S]*ZeroDivisionError[\s\S]*template_kwargs"
+    ),
+    "images of nothing": images(
+        "no.jsonl", r"a data file cannot be read[\s\S]*no.jsonl[\s\S]*ENOENT"
+    ),
     "images of a subset": images("a.jsonl", "has no subsets", "--dataset.name=x", a__jsonl=IMAGE),
     "no image there": images(
         "a.jsonl", r"image cannot be read[\s\S]*a.jsonl:\d[\s\S]*No such file", a__jsonl=IMAGE * 8
     ),
-    "fewer than no images": Mistake(("--dataset.max_samples=-3",), "max_samples must be 1 or more", {}, 2, DIGITS),
-    "weights of no kind": pretrained(r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}),
-    "weights cut short": pretrained(r"weights is damaged[\s\S]*base\n", **{"pytorch_model.bin": ""}),
-    "a model of no type": pretrained("configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}),
-    "a tokenizer of no kind": tokens("the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}),
+    "fewer than no images": Mistake(
+        ("--dataset.max_samples=-3",), "max_samples must be 1 or more", {}, 2, DIGITS
+    ),
+    "weights of no kind": pretrained(
+        r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}
+    ),
+    "weights cut short": pretrained(
+        r"weights is damaged[\s\S]*base\n", **{"pytorch_model.bin": ""}
+    ),
+    "a model of no type": pretrained(
+        "configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}
+    ),
+    "a tokenizer of no kind": tokens(
+        "the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}
+    ),
     "arguments that a library refuses": Mistake(
-        ("--optimizer={_target_: torch.optim.SGD, lr: -3}",), r"calling torch.optim.SGD failed[\s\S]*rate: -3"
+        ("--optimizer={_target_: torch.optim.SGD, lr: -3}",),
+        r"calling torch.optim.SGD failed[\s\S]*rate: -3",
     ),
     "an argument that a library needs": Mistake(
-        ("--model={_target_: transformers.AutoModel.from_pretrained}",), r"failed[\s\S]*pretrained_model_name"
+        ("--model={_target_: transformers.AutoModel.from_pretrained}",),
+        r"failed[\s\S]*pretrained_model_name",
     ),
     "an optimizer that computes the loss itself": Mistake(
-        ("--optimizer={_target_: torch.optim.LBFGS}",), r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)"
+        ("--optimizer={_target_: torch.optim.LBFGS}",),
+        r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)",
     ),
     "an optimizer for whole parameters": Mistake(
         ("--optimizer={_target_: torch.optim.Adafactor}", "--distributed.strategy=fsdp2"),
@@ -124,62 +190,100 @@ MISTAKES = {
     ),
     "no optimizer": part("optimizer", "relu", "is not a torch.optim.Optimizer"),
     "no model": part("model", "config", "is not a torch.nn.Module"),
-    "a model without values": part("model", "lazy", r"are not initialized[\s\S]*2 of 2, the first w"),
+    "a model without values": part(
+        "model", "lazy", r"are not initialized[\s\S]*2 of 2, the first w"
+    ),
     "a model for classes": Mistake(
-        (f"--model={{_target_: transformers.AutoModelForSequenceClassification.from_config, config: {SMALL_GPT2}}}",),
+        (
+            f"--model={{_target_: transformers.AutoModelForSequenceClassification.from_config, config: {SMALL_GPT2}}}",
+        ),
         r"no logits for each token[\s\S]*shape \[4, 2\] for \[4, \d+\] tokens",
     ),
     "tokens of another tokenizer": rows(
         "input_ids", r"input_ids outside of the model's vocabulary[\s\S]*9999; [\s\S]*from 0 to \d"
     ),
-    "labels of another tokenizer": rows("labels", r"labels outside of the model's vocabulary[\s\S]*-7; the model"),
+    "labels of another tokenizer": rows(
+        "labels", r"labels outside of the model's vocabulary[\s\S]*-7; the model"
+    ),
     "padded samples": rows("attention_mask", r"already padded[\s\S]*1 of 4 tokens"),
-    "padded samples to be packed": rows("attention_mask", r"already padded", "--packed_sequence.size=16"),
+    "padded samples to be packed": rows(
+        "attention_mask", r"already padded", "--packed_sequence.size=16"
+    ),
     "a dictionary of data sets": Mistake(
         ("--dataset={_target_: tests.support.training_parts.splits}",),
         r"a mapping of several data sets[\s\S]*value:  train",
     ),
     "a loss for other things": Mistake(
-        ("--loss_fn={_target_: torch.nn.MSELoss}",), r"does not accept logits[\s\S]*CrossEntropyLoss"
+        ("--loss_fn={_target_: torch.nn.MSELoss}",),
+        r"does not accept logits[\s\S]*CrossEntropyLoss",
     ),
     "a backend without its device": Mistake(
-        ("--distributed.backend=cpu:gloo,cuda:nccl",), r"backend nccl is unavailable[\s\S]*remove distributed.backend"
+        ("--distributed.backend=cpu:gloo,cuda:nccl",),
+        r"backend nccl is unavailable[\s\S]*remove distributed.backend",
     ),
-    "a backend that torch lacks": Mistake(("--distributed.backend=mpi",), "backend mpi is unavailable"),
-    "a backend of no name": Mistake(("--distributed.backend=foo",), "unknown torch.distributed backend"),
+    "a backend that torch lacks": Mistake(
+        ("--distributed.backend=mpi",), "backend mpi is unavailable"
+    ),
+    "a backend of no name": Mistake(
+        ("--distributed.backend=foo",), "unknown torch.distributed backend"
+    ),
     "a mean for a loss": Mistake(
-        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}",), "has to be the sum over the labels"
+        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}",),
+        "has to be the sum over the labels",
     ),
     "a base that cannot be written": Mistake(
-        ("--peft={r: 4, base_dir: /proc/x}",), r"the base model cannot be written[\s\S]*peft.base_dir"
+        ("--peft={r: 4, base_dir: /proc/x}",),
+        r"the base model cannot be written[\s\S]*peft.base_dir",
     ),
     "a processor for text": Mistake(
-        ("--processor={_target_: automodel_ckpt.data.digits.processor}",), "has a tokenizer, not a processor"
+        ("--processor={_target_: automodel_ckpt.data.digits.processor}",),
+        "has a tokenizer, not a processor",
     ),
-    "a tokenizer for images": Mistake(("--tokenizer={from_pretrained: x}",), "is part of its processor", {}, 2, DIGITS),
-    "packs of images": Mistake(("--packed_sequence.size=64",), "samples with images are not packed", {}, 2, DIGITS),
-    "no processor": Mistake(("--processor={from_pretrained: null}",), "there is no processor", {}, 2, DIGITS),
+    "a tokenizer for images": Mistake(
+        ("--tokenizer={from_pretrained: x}",), "is part of its processor", {}, 2, DIGITS
+    ),
+    "packs of images": Mistake(
+        ("--packed_sequence.size=64",), "samples with images are not packed", {}, 2, DIGITS
+    ),
+    "no processor": Mistake(
+        ("--processor={from_pretrained: null}",), "there is no processor", {}, 2, DIGITS
+    ),
     "a processor of no kind": Mistake(
-        ("--processor={from_pretrained: '@/p'}",), r"processor cannot be read[\s\S]*p \(", {"p/x": ""}, 2, DIGITS
+        ("--processor={from_pretrained: '@/p'}",),
+        r"processor cannot be read[\s\S]*p \(",
+        {"p/x": ""},
+        2,
+        DIGITS,
     ),
     "checkpoints in a file": Mistake(
-        ("--checkpoint.checkpoint_dir=@/file",), r"ENOTDIR[\s\S]*to a writable directory", {"file": ""}
+        ("--checkpoint.checkpoint_dir=@/file",),
+        r"ENOTDIR[\s\S]*to a writable directory",
+        {"file": ""},
     ),
     "a log that is a directory": Mistake(
-        ("--checkpoint.checkpoint_dir=@/run",), r"log of the run cannot be truncated[\s\S]*training.jsonl",
-        {"run/training.jsonl/x": ""}, EXIT_SAVE_FAILED,
+        ("--checkpoint.checkpoint_dir=@/run",),
+        r"log of the run cannot be truncated[\s\S]*training.jsonl",
+        {"run/training.jsonl/x": ""},
+        EXIT_SAVE_FAILED,
     ),
     "weights of the Hub to begin with": Mistake(
-        ("--init_from={path: some-organisation/some-model}",), r"cannot be fetched from the Hub[\s\S]*hf auth login"
+        ("--init_from={path: some-organisation/some-model}",),
+        r"cannot be fetched from the Hub[\s\S]*hf auth login",
     ),
     "an attention that is not installed": Mistake(
-        ("--model.attn_implementation=flash_attention_2",), r"FlashAttention[\s\S]*attn_implementation to sdpa"
+        ("--model.attn_implementation=flash_attention_2",),
+        r"FlashAttention[\s\S]*attn_implementation to sdpa",
     ),
     "a file to begin with": Mistake(
-        ("--init_from={path: '@/a.safetensors'}",), "not a usable safetensors", {"a.safetensors": ""}, EXIT_UNUSABLE
+        ("--init_from={path: '@/a.safetensors'}",),
+        "not a usable safetensors",
+        {"a.safetensors": ""},
+        EXIT_UNUSABLE,
     ),
-    "weights to begin with": Mistake(("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE),
-}  # fmt: skip
+    "weights to begin with": Mistake(
+        ("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE
+    ),
+}
 
 
 def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
@@ -192,7 +296,10 @@ def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
     recipe = mistake.recipe or directory / "recipe.yaml"
     if mistake.recipe is None:
         recipe.write_text(RECIPE)
-    places = (f"--checkpoint.checkpoint_dir={directory}/checkpoints", "--step_scheduler.max_steps=1")
+    places = (
+        f"--checkpoint.checkpoint_dir={directory}/checkpoints",
+        "--step_scheduler.max_steps=1",
+    )
     words = [word.replace("@", str(directory)) for word in (*places, *mistake.overrides)]
     made = None
     try:
@@ -210,7 +317,10 @@ def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
 
 def test_each_mistake_ends_the_run_with_a_message_of_ours(tmp_path: Path) -> None:
     def all_of_them() -> dict[str, tuple[int, str]]:
-        return {name: said_to(mistake, tmp_path / str(i)) for i, (name, mistake) in enumerate(MISTAKES.items())}
+        return {
+            name: said_to(mistake, tmp_path / str(i))
+            for i, (name, mistake) in enumerate(MISTAKES.items())
+        }
 
     (ended,) = ranks.run(all_of_them, 1, init=False, timeout=240)
     wrong = {
@@ -223,7 +333,9 @@ def test_each_mistake_ends_the_run_with_a_message_of_ours(tmp_path: Path) -> Non
     assert wrong == {}
 
 
-def test_a_recipe_that_cannot_be_read_is_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_cannot_be_read_is_all_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     listed = tmp_path / "list.yaml"
     listed.write_text("- seed: 1\n")
     for words, what in (

@@ -41,7 +41,11 @@ def test_the_oldest_constraints_are_the_declared_minimums() -> None:
     extras = project()["optional-dependencies"]
     declared = minimums(project()["dependencies"] + extras["gguf"] + extras["vision"])
     pinned = pins("constraints-oldest.txt")
-    oldest = {package: version for package, version in pinned.items() if package not in TOOLS | {"torchvision"}}
+    oldest = {
+        package: version
+        for package, version in pinned.items()
+        if package not in TOOLS | {"torchvision"}
+    }
     assert {package: release(version) for package, version in oldest.items()} == {
         package: release(version) for package, version in declared.items()
     }
@@ -55,9 +59,15 @@ def test_the_oldest_constraints_use_the_tested_versions_of_the_tools() -> None:
 def test_no_minimum_is_above_the_version_of_development() -> None:
     newest = pins("constraints.txt")
     oldest = pins("constraints-oldest.txt")
-    assert [name for name in oldest.keys() & newest.keys() if release(oldest[name]) > release(newest[name])] == []
+    assert [
+        name
+        for name in oldest.keys() & newest.keys()
+        if release(oldest[name]) > release(newest[name])
+    ] == []
 
 
 def test_ci_tests_the_oldest_versions_after_the_others() -> None:
-    steps = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    steps = [
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")
+    ]
     assert steps == ["make test", "make check", "make test-oldest-quick"]

@@ -55,11 +55,15 @@ def last_calls(sweep: kill.Sweep, name: str, subject: Ours) -> list[int]:
 def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
     needs_calls()
     chosen = tuple(scenario(name) for name in ("prune", "recover"))
-    done = kill.run((random.choice(OURS),), points=8, seed=int(time.time()), seconds=40, scenarios=chosen)
+    done = kill.run(
+        (random.choice(OURS),), points=8, seed=int(time.time()), seconds=40, scenarios=chosen
+    )
     assert done.failures == [] and done.points >= 5
 
 
-def test_no_kill_of_a_sample_loses_a_checkpoint_that_is_written_in_the_background(sweep: kill.Sweep) -> None:
+def test_no_kill_of_a_sample_loses_a_checkpoint_that_is_written_in_the_background(
+    sweep: kill.Sweep,
+) -> None:
     subject, chosen = random.choice(OURS_ASYNC), scenario("save")
     for mode, at in (("rank1", 9), ("rank0", 25), ("both", 60)):
         _, wrong, call = kill.judge(sweep, kill.Point(subject, chosen, mode, at))
@@ -101,15 +105,21 @@ def test_what_had_returned_is_there_after_a_power_cut(file_system: str) -> None:
 
 
 @pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
-def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_one(file_system: str) -> None:
+def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_one(
+    file_system: str,
+) -> None:
     if reason := power.unsupported(file_system):
         pytest.skip(reason)
     with power.Disk(file_system) as disk:
         with open(disk.mount_point / "kept", "wb", buffering=0) as file:
             file.write(b"on disk")
             os.fsync(file.fileno())
-        elsewhere = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo made; read end"], text=True,
-                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        elsewhere = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", "echo made; read end"],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         with elsewhere:
             assert elsewhere.stdout and elsewhere.stdout.readline() == "made\n"
             disk.cut()
@@ -133,7 +143,13 @@ def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
 def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
     needs_calls()
     swept = kill.run_baseline(BASELINES[0], points=4, seed=1, seconds=10)
-    assert swept.points and set(swept.outcomes) <= {"old", "new", "no start", "a mixture, unnoticed", "ranks differ"}
+    assert swept.points and set(swept.outcomes) <= {
+        "old",
+        "new",
+        "no start",
+        "a mixture, unnoticed",
+        "ranks differ",
+    }
     flipped = flips.run_baseline(BASELINES[1], points=8, seed=1, seconds=10)
     assert flipped.outcomes["wrong values, unnoticed"] > 5
 
@@ -144,7 +160,9 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     monkeypatch.setattr(endurance, "subprocess", Starting(commands))
     monkeypatch.setattr(endurance, "LONGEST_SECONDS", 4.0)
     long = endurance.command
-    monkeypatch.setattr(endurance, "command", lambda *run: [*long(*run), "--validation_dataset.max_samples=16"])
+    monkeypatch.setattr(
+        endurance, "command", lambda *run: [*long(*run), "--validation_dataset.max_samples=16"]
+    )
     done = endurance.run(kills=1, seed=int(time.time()), seconds=60, steps=8)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 
@@ -154,10 +172,16 @@ def test_a_call_can_be_refused_with_an_errno_and_the_others_are_left_alone(tmp_p
     with pair.Pair(str(tmp_path)) as ranks:
 
         def decide(rank: int, call: syscalls.Call) -> int:
-            return 28 if rank == 1 and call.name == "mkdir" and call.path.endswith("b") else pair.THROUGH
+            return (
+                28
+                if rank == 1 and call.name == "mkdir" and call.path.endswith("b")
+                else pair.THROUGH
+            )
 
         outcomes = ranks.run(make_two, str(tmp_path), decide=decide)
-    assert outcomes[0].ok and isinstance(outcomes[1].error, OSError) and outcomes[1].error.errno == 28
+    assert (
+        outcomes[0].ok and isinstance(outcomes[1].error, OSError) and outcomes[1].error.errno == 28
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-a", "0-b", "1-a"]
 
 
@@ -190,7 +214,10 @@ def test_a_record_with_a_violation_gives_exit_code_1_and_how_to_repeat_it(
     assert made.finish() == 0
     made.add("new", ["a checkpoint is lost"], point="x/y/1")
     assert made.finish() == 1
-    assert "x/y/1" in capsys.readouterr().err and "a checkpoint is lost" in (tmp_path / "kill-sweep.json").read_text()
+    assert (
+        "x/y/1" in capsys.readouterr().err
+        and "a checkpoint is lost" in (tmp_path / "kill-sweep.json").read_text()
+    )
     assert record.Record("empty", {}).finish() == 1
 
 

@@ -62,6 +62,8 @@ def test_gradients_are_reduced_once_a_step(tmp_path: Path, strategy: str) -> Non
         name = f"local{local}"
         sizes = f"--step_scheduler.local_batch_size={local}"
         run(tmp_path, *overrides, sizes, name=name, num_ranks=2, recipe_class=Counted)
-        counts.append([json.loads((tmp_path / name / f"counts_{rank}.json").read_text()) for rank in (0, 1)])
+        counts.append(
+            [json.loads((tmp_path / name / f"counts_{rank}.json").read_text()) for rank in (0, 1)]
+        )
     assert counts[0] == counts[1]
     assert counts[0][0] >= 1

@@ -10,13 +10,20 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from automodel_ckpt.distributed.agree import all_or_nothing, broadcast_object, gather_objects, while_working
+from automodel_ckpt.distributed.agree import (
+    all_or_nothing,
+    broadcast_object,
+    gather_objects,
+    while_working,
+)
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support import ranks
 
 
 def disk_full(rank: int) -> SaveFailed:
-    return SaveFailed("cannot write", where=f"shard-{rank}", value="ENOSPC (No space left)", remedy="make room")
+    return SaveFailed(
+        "cannot write", where=f"shard-{rank}", value="ENOSPC (No space left)", remedy="make room"
+    )
 
 
 def raised_by(errors: dict[int, BaseException]) -> list[BaseException]:
@@ -43,7 +50,9 @@ def test_one_ranks_error_is_raised_on_all_with_class_rank_and_code() -> None:
 
 
 def test_several_failing_ranks_are_all_named_and_the_first_one_decides() -> None:
-    error = raised_by({2: CheckpointUnusable("torn", where="x", value="", remedy="y"), 1: disk_full(1)})[0]
+    error = raised_by(
+        {2: CheckpointUnusable("torn", where="x", value="", remedy="y"), 1: disk_full(1)}
+    )[0]
     assert isinstance(error, SaveFailed)
     assert str(error).splitlines()[0] == "rank 1: cannot write"
     assert "other ranks failed too\n  where:  rank 2: torn" in str(error)
@@ -87,7 +96,9 @@ def test_a_foreign_exception_is_the_cause_on_the_rank_it_happened_on() -> None:
 def test_gather_and_broadcast_carry_any_object() -> None:
     def rank() -> tuple[list[object], object]:
         me = dist.get_rank()
-        return gather_objects(dist.group.WORLD, {"rank": me}), broadcast_object(dist.group.WORLD, f"from {me}", 1)
+        return gather_objects(dist.group.WORLD, {"rank": me}), broadcast_object(
+            dist.group.WORLD, f"from {me}", 1
+        )
 
     everyone = [{"rank": 0}, {"rank": 1}]
     assert ranks.run(rank, 2) == [(everyone, "from 1"), (everyone, "from 1")]

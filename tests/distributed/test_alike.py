@@ -32,21 +32,29 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"config_yaml": "# other layout\n" + RECIPE.replace("[1, 2]", "\n  - 1\n  - 2")}, []),
     (
         {"config_yaml": RECIPE.replace("1.0e-2", "5.0e-3") + "seed: 7\n"},
-        ["rank 1: this rank was started with another recipe than rank 0",
-         "  where:  optimizer.lr, seed",
-         "  value:  optimizer.lr: 0.005, not 0.01; seed: 7, not None"],
+        [
+            "rank 1: this rank was started with another recipe than rank 0",
+            "  where:  optimizer.lr, seed",
+            "  value:  optimizer.lr: 0.005, not 0.01; seed: 7, not None",
+        ],
     ),
     (
         {"config_yaml": RECIPE, "torch": "2.4.0"},
-        ["rank 1: this rank has other software than rank 0", "  where:  versions",
-         f"  value:  torch 2.4.0, not {VERSIONS['torch']}"],
+        [
+            "rank 1: this rank has other software than rank 0",
+            "  where:  versions",
+            f"  value:  torch 2.4.0, not {VERSIONS['torch']}",
+        ],
     ),
     (
         {"config_yaml": RECIPE, "lengths": 43},
-        ["the ranks do not have the same data: their data sets are not equally long", "  where:  dataset",
-         "  value:  44 samples on rank 0, 43 on rank 1"],
+        [
+            "the ranks do not have the same data: their data sets are not equally long",
+            "  where:  dataset",
+            "  value:  44 samples on rank 0, 43 on rank 1",
+        ],
     ),
-]  # fmt: skip
+]
 
 
 def test_ranks_with_another_recipe_software_or_data_are_refused_on_all() -> None:

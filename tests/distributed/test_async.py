@@ -31,8 +31,12 @@ from tools.crash.trainer import Trainer
 ASYNC = ("--checkpoint.is_async", "true")
 
 
-def run(recipe: Path, directory: Path, *overrides: str, recipe_class: Any = training.Recipe) -> dict[str, str]:
-    return training.train(recipe, "--checkpoint.checkpoint_dir", str(directory), *overrides, recipe_class=recipe_class)
+def run(
+    recipe: Path, directory: Path, *overrides: str, recipe_class: Any = training.Recipe
+) -> dict[str, str]:
+    return training.train(
+        recipe, "--checkpoint.checkpoint_dir", str(directory), *overrides, recipe_class=recipe_class
+    )
 
 
 def test_asynchronous_saves_change_nothing_and_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
@@ -45,7 +49,9 @@ def test_asynchronous_saves_change_nothing_and_a_killed_run_resumes_exactly(tmp_
     assert training.steps_of(tmp_path / "async") == training.steps_of(tmp_path / "sync")
     newest = tmp_path / "async/LATEST"
     assert verify(newest, Manifest.read(newest)) == [] and os.readlink(newest) == "epoch_1_step_12"
-    assert saves(tmp_path / "async") == [5, 10, 12] and not list((tmp_path / "async").glob(".epoch*"))
+    assert saves(tmp_path / "async") == [5, 10, 12] and not list(
+        (tmp_path / "async").glob(".epoch*")
+    )
 
 
 def run_killed(recipe: Path, directory: Path) -> dict[str, str]:
@@ -97,8 +103,14 @@ class WriterKilled(training.Recipe):
 
 def writer_killed(recipe: Path, directory: Path, *overrides: str) -> tuple[str, int, int | None]:
     """(what ended the run, its exit code, the last step before it was reported)"""
-    made = training.build(recipe, "--checkpoint.checkpoint_dir", str(directory), *ASYNC, *overrides,
-                          recipe_class=WriterKilled)  # fmt: skip
+    made = training.build(
+        recipe,
+        "--checkpoint.checkpoint_dir",
+        str(directory),
+        *ASYNC,
+        *overrides,
+        recipe_class=WriterKilled,
+    )
     try:
         made.setup()
         made.run()
@@ -112,12 +124,26 @@ def writer_killed(recipe: Path, directory: Path, *overrides: str) -> tuple[str, 
 def test_a_writer_killed_on_one_rank_is_reported_by_the_next_steps_on_all(tmp_path: Path) -> None:
     recipe = training.write_recipe(tmp_path)
     for message, code, step in ranks.run(writer_killed, 2, recipe, tmp_path / "run", init=False):
-        assert "rank 1" in message and "signal 9" in message and "epoch_0_step_5" in message and code == 4
+        assert (
+            "rank 1" in message
+            and "signal 9" in message
+            and "epoch_0_step_5" in message
+            and code == 4
+        )
         assert step in (5, 6, 7)
-    assert sorted(p.name for p in (tmp_path / "run").glob("*epoch*")) == [] and saves(tmp_path / "run") == []
+    assert (
+        sorted(p.name for p in (tmp_path / "run").glob("*epoch*")) == []
+        and saves(tmp_path / "run") == []
+    )
     keys = ("--checkpoint.on_save_failure", "continue")
-    assert [code for _, code, _ in ranks.run(writer_killed, 2, recipe, tmp_path / "on", *keys, init=False)] == [0, 0]
-    assert saves(tmp_path / "on") == [10, 12] and commit.pointed(tmp_path / "on", "LATEST") == "epoch_1_step_12"
+    assert [
+        code
+        for _, code, _ in ranks.run(writer_killed, 2, recipe, tmp_path / "on", *keys, init=False)
+    ] == [0, 0]
+    assert (
+        saves(tmp_path / "on") == [10, 12]
+        and commit.pointed(tmp_path / "on", "LATEST") == "epoch_1_step_12"
+    )
 
 
 def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
@@ -133,7 +159,9 @@ def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
         saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
         saver.settle()
         newest = directory / "LATEST"
-        found.append((saver._async._kept is kept, [str(p) for p in verify(newest, Manifest.read(newest))]))
+        found.append(
+            (saver._async._kept is kept, [str(p) for p in verify(newest, Manifest.read(newest))])
+        )
     saver.close()
     return found
 
@@ -151,7 +179,11 @@ def chain(tmp_path: Path) -> signals.Chain:
 
 def writers(trainer: Trainer) -> list[int]:
     """The processes that write the ranks' saves."""
-    return [pid for pid in members(trainer.pid) if b"writing.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in members(trainer.pid)
+        if b"writing.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def signal_all(pids: list[int], number: int) -> None:
@@ -165,15 +197,21 @@ def held_in_a_save(trainer: Trainer, root: Path) -> list[int]:
     held = writers(trainer)
     signal_all(held, signal.SIGSTOP)
     since = time.monotonic()
-    while time.monotonic() < since + 0.5:  # what was written before they were held may still be published
+    while (
+        time.monotonic() < since + 0.5
+    ):  # what was written before they were held may still be published
         assert not trainer.wait(0.05), trainer.log
-        begun, done = (sum(mark.name == name for mark in trainer.marks(0)) for name in ("upload", "published"))
+        begun, done = (
+            sum(mark.name == name for mark in trainer.marks(0)) for name in ("upload", "published")
+        )
         since = since if begun > done else time.monotonic()
     assert list(root.glob(".epoch*staging*"))
     return held
 
 
-def test_a_second_signal_does_not_wait_and_leaves_the_checkpoint_before(chain: signals.Chain) -> None:
+def test_a_second_signal_does_not_wait_and_leaves_the_checkpoint_before(
+    chain: signals.Chain,
+) -> None:
     with chain.start(is_async="true", steps=5000) as trainer:
         held, newest = held_in_a_save(trainer, chain.root), commit.pointed(chain.root, "LATEST")
         trainer.send("launcher", signal.SIGTERM)
@@ -182,7 +220,9 @@ def test_a_second_signal_does_not_wait_and_leaves_the_checkpoint_before(chain: s
         signal_all(held, signal.SIGCONT)
         assert trainer.wait(20) and trainer.code == 128 + signal.SIGTERM, trainer.log
         assert trainer.orphans(20) == []
-    assert (chain.root / "LATEST/MANIFEST.json").is_file() and commit.pointed(chain.root, "LATEST") == newest
+    assert (chain.root / "LATEST/MANIFEST.json").is_file() and commit.pointed(
+        chain.root, "LATEST"
+    ) == newest
 
 
 def test_a_launcher_that_is_killed_leaves_no_writer_behind(chain: signals.Chain) -> None:
@@ -194,7 +234,9 @@ def test_a_launcher_that_is_killed_leaves_no_writer_behind(chain: signals.Chain)
 
 def test_a_disk_that_fills_up_while_training_goes_on_ends_it_with_4(chain: signals.Chain) -> None:
     chain.root.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", chain.root], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", chain.root], capture_output=True
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
     try:
@@ -208,13 +250,20 @@ def test_a_disk_that_fills_up_while_training_goes_on_ends_it_with_4(chain: signa
         _, found, error = trainer.log.partition("error: rank ")
         assert found and f"saving {failed} failed" in error and "ENOSPC" in error, trainer.log
         assert f"where:  {held_save}" in error and "free disk space" in error, trainer.log
-        assert commit.pointed(chain.root, "LATEST") == newest and not list(chain.root.glob(f"*{failed}*"))
+        assert commit.pointed(chain.root, "LATEST") == newest and not list(
+            chain.root.glob(f"*{failed}*")
+        )
     finally:
         subprocess.run(["umount", "-l", chain.root], check=True)
 
 
-def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_when_not(chain: signals.Chain) -> None:
-    for steps, code in ((10, 0), (11, 4)):  # saves after 8 and 10; goes on from there, a save after 11
+def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_when_not(
+    chain: signals.Chain,
+) -> None:
+    for steps, code in (
+        (10, 0),
+        (11, 4),
+    ):  # saves after 8 and 10; goes on from there, a save after 11
         going_on = {"checkpoint.on_save_failure": "continue", "step_scheduler.ckpt_every_steps": 8}
         with chain.start(is_async="true", steps=steps, keys=going_on) as trainer:
             while len(found := writers(trainer)) < 2:
@@ -225,7 +274,8 @@ def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_wh
             assert trainer.wait(60) and trainer.code == code, trainer.log
         # Whichever rank's writer is missed first.
         assert re.search(
-            "warning: rank [01]: the process that writes this rank's checkpoints ended unexpectedly", trainer.log
+            "warning: rank [01]: the process that writes this rank's checkpoints ended unexpectedly",
+            trainer.log,
         )
         assert "training goes on, since checkpoint.on_save_failure is continue" in trainer.log
     assert (

@@ -107,19 +107,32 @@ def test_what_one_layout_saves_every_other_loads_bit_for_bit(
     for other, other_size in LAYOUTS:
         for result in ranks.run(loaded, other_size, tmp_path, other):
             assert result.keys() == expected.keys()
-            assert [n for n in expected if not torch.equal(result[n], expected[n])] == [], (other, other_size)
+            assert [n for n in expected if not torch.equal(result[n], expected[n])] == [], (
+                other,
+                other_size,
+            )
 
 
 def saved_with_rank_state(root: Path) -> None:
     rank = dist.get_rank()
-    made = build("fsdp2", rng=PerRank("rank_rng", rank), dataloader=PerRank("dp_rank", 17), alike=tiny.Counter(3),
-                 odd=tiny.Counter({"rank": rank}))  # fmt: skip
+    made = build(
+        "fsdp2",
+        rng=PerRank("rank_rng", rank),
+        dataloader=PerRank("dp_rank", 17),
+        alike=tiny.Counter(3),
+        odd=tiny.Counter({"rank": rank}),
+    )
     tiny.save(root, made)
 
 
 def loaded_with_rank_state(root: Path, allow: list[str], fits: bool = True) -> dict[str, Any]:
-    made = build("fsdp2" if dist.get_world_size() > 1 else "single", rng=PerRank("rank_rng"),
-                 dataloader=PerRank("dp_rank"), alike=tiny.Counter(), odd=tiny.Counter())  # fmt: skip
+    made = build(
+        "fsdp2" if dist.get_world_size() > 1 else "single",
+        rng=PerRank("rank_rng"),
+        dataloader=PerRank("dp_rank"),
+        alike=tiny.Counter(),
+        odd=tiny.Counter(),
+    )
     made.rng.derive = lambda step: setattr(made.rng, "value", f"derived at {step}")
     made.rng.fits = lambda state: fits
     tiny.load(root, made, allow_missing_state=allow)
@@ -130,19 +143,29 @@ def test_state_that_differs_between_ranks_is_kept_per_rank_declared_or_not(tmp_p
     ranks.run(saved_with_rank_state, 2, tmp_path)
     path = tmp_path / "epoch_0_step_20"
     files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*.pt"))
-    assert files == ["alike.pt", "dataloader/dataloader_dp_rank_0.pt", "dataloader/dataloader_dp_rank_1.pt",
-                     "odd/odd_global_rank_0.pt", "odd/odd_global_rank_1.pt", "rng/rng_dp_rank_0.pt",
-                     "rng/rng_dp_rank_1.pt"]  # fmt: skip
+    assert files == [
+        "alike.pt",
+        "dataloader/dataloader_dp_rank_0.pt",
+        "dataloader/dataloader_dp_rank_1.pt",
+        "odd/odd_global_rank_0.pt",
+        "odd/odd_global_rank_1.pt",
+        "rng/rng_dp_rank_0.pt",
+        "rng/rng_dp_rank_1.pt",
+    ]
     for rank, values in enumerate(ranks.run(loaded_with_rank_state, 2, tmp_path, [])):
         assert values == {"rng": rank, "dataloader": 17, "alike": 3, "odd": {"rank": rank}}
     for values in ranks.run(loaded_with_rank_state, 2, tmp_path, [], False):
         assert values["rng"] == "derived at 20"
 
 
-def test_on_other_ranks_state_that_was_alike_comes_back_and_the_rest_is_refused_by_name(tmp_path: Path) -> None:
+def test_on_other_ranks_state_that_was_alike_comes_back_and_the_rest_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
     ranks.run(saved_with_rank_state, 2, tmp_path)
     (refused,) = ranks.outcomes(loaded_with_rank_state, 1, tmp_path, [])
-    assert isinstance(refused.error, CheckpointUnusable) and "'odd' was saved by 2 ranks" in str(refused.error)
+    assert isinstance(refused.error, CheckpointUnusable) and "'odd' was saved by 2 ranks" in str(
+        refused.error
+    )
     (values,) = ranks.run(loaded_with_rank_state, 1, tmp_path, ["odd"])
     assert values == {"rng": "derived at 20", "dataloader": 17, "alike": 3, "odd": 0}
 
@@ -168,9 +191,16 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - started
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(
+    tmp_path: Path,
+) -> None:
     for message, seconds in ranks.run(fails_on_rank_1, 2, tmp_path):
-        assert "rank 1" in message and "ENOSPC" in message and "shard-00002" in message and seconds < 30
+        assert (
+            "rank 1" in message
+            and "ENOSPC" in message
+            and "shard-00002" in message
+            and seconds < 30
+        )
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["LATEST", "epoch_0_step_20", "epoch_0_step_60"]
 
@@ -197,18 +227,24 @@ def staging_left_by_failed_plans(root: Path) -> list[str]:
         for step, fails in enumerate((ValueError("broken"), None, object()), start=1):
             tracker.fails, error = fails, ""
             try:
-                saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+                saver.save(
+                    discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={}
+                )
                 saver.settle()
             except (SaveFailed, RecipeError) as failure:
                 error = failure.problems[0].what.partition(":")[0]
             dist.barrier()
-            found.append(f"{error} {sorted(p.name for p in directory.iterdir() if p.name.startswith('.epoch'))}")
+            found.append(
+                f"{error} {sorted(p.name for p in directory.iterdir() if p.name.startswith('.epoch'))}"
+            )
             dist.barrier()
         saver.close()
     return found
 
 
-def test_a_save_that_fails_while_it_is_planned_on_another_rank_leaves_no_staging_directory(tmp_path: Path) -> None:
+def test_a_save_that_fails_while_it_is_planned_on_another_rank_leaves_no_staging_directory(
+    tmp_path: Path,
+) -> None:
     expected = ["rank 1 []", " []", "rank 1 []"] * 2
     assert ranks.run(staging_left_by_failed_plans, 2, tmp_path) == [expected, expected]
 
@@ -218,7 +254,9 @@ def resumed_step(root: Path) -> int | None:
     return resumed.step if resumed else None
 
 
-def test_all_ranks_fall_back_to_the_same_checkpoint_when_a_shard_is_damaged_or_foreign(tmp_path: Path) -> None:
+def test_all_ranks_fall_back_to_the_same_checkpoint_when_a_shard_is_damaged_or_foreign(
+    tmp_path: Path,
+) -> None:
     def save_two(root: Path) -> None:
         made = build("fsdp2")
         tiny.save(root, made, step=20)
@@ -243,7 +281,9 @@ class Keeping(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         if self.late:
-            self.state.update({p: self.make(p.detach()) for group in self.param_groups for p in group["params"]})
+            self.state.update(
+                {p: self.make(p.detach()) for group in self.param_groups for p in group["params"]}
+            )
 
 
 def keeping(strategy: str, seed: int, *, late: bool, make: Any = Keeping.make) -> SimpleNamespace:
@@ -278,16 +318,25 @@ def late_state(root: Path) -> list[str]:
 def assert_same_late_state(one: SimpleNamespace, other: SimpleNamespace) -> None:
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
         a, b = one.optimizer.state[mine], other.optimizer.state[theirs]
-        assert torch.equal(full(a["mean"]), full(b["mean"])) and torch.equal(full(a["deep"][1]), full(b["deep"][1]))
+        assert torch.equal(full(a["mean"]), full(b["mean"])) and torch.equal(
+            full(a["deep"][1]), full(b["deep"][1])
+        )
         assert isinstance(b["mean"], DTensor) == isinstance(theirs, DTensor)
         assert (b["count"], b["count"].dtype, b["note"]) == (7, torch.int64, "late")
 
 
 def test_state_that_an_optimizer_makes_late_is_loaded_by_ranks_or_refused(tmp_path: Path) -> None:
     for refused in ranks.run(late_state, 2, tmp_path):
-        assert "after its first step\n  where:  optimizer.state.model." in refused[0] and "[2], of a" in refused[0]
-        assert "different state on each rank" in refused[1] and "optimizer.state.*.row" in refused[1]
-        assert "different state on each rank" in refused[2] and "optimizer.state.*.deep" in refused[2]
+        assert (
+            "after its first step\n  where:  optimizer.state.model." in refused[0]
+            and "[2], of a" in refused[0]
+        )
+        assert (
+            "different state on each rank" in refused[1] and "optimizer.state.*.row" in refused[1]
+        )
+        assert (
+            "different state on each rank" in refused[2] and "optimizer.state.*.deep" in refused[2]
+        )
     assert not (tmp_path / "own/LATEST").exists()
     tiny.load(tmp_path / "run", alone := keeping("single", 1, late=False))
     assert alone.optimizer.state[alone.model.first.weight]["note"] == "late"

@@ -35,25 +35,49 @@ class Compiled(Recipe):
 def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_path: Path) -> None:
     four = (STILL, "--lr_scheduler.decay_steps=4", "--step_scheduler.max_steps=4")
     run(tmp_path, *four, name="plain", num_ranks=2)
-    run(tmp_path, *COMPILED, *four, "--step_scheduler.max_steps=2", num_ranks=2, recipe_class=Compiled)
+    run(
+        tmp_path,
+        *COMPILED,
+        *four,
+        "--step_scheduler.max_steps=2",
+        num_ranks=2,
+        recipe_class=Compiled,
+    )
     run(tmp_path, *four, num_ranks=2)
     plain, mixed = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run"))
-    assert [record["loss"] for record in mixed] == pytest.approx([record["loss"] for record in plain], rel=1e-5)
+    assert [record["loss"] for record in mixed] == pytest.approx(
+        [record["loss"] for record in plain], rel=1e-5
+    )
     kept = [Manifest.read(tmp_path / name / "epoch_0_step_4").trees for name in ("plain", "run")]
     compiled = Manifest.read(tmp_path / "run/epoch_0_step_2").trees
-    assert {n: t.tensors.keys() for n, t in kept[0].items()} == {n: t.tensors.keys() for n, t in compiled.items()}
+    assert {n: t.tensors.keys() for n, t in kept[0].items()} == {
+        n: t.tensors.keys() for n, t in compiled.items()
+    }
 
 
-def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_losses(tmp_path: Path) -> None:
+def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_losses(
+    tmp_path: Path,
+) -> None:
     parts = (
-        STILL, "--packed_sequence.size=64", "--model.attn_implementation=eager", "--model.activation_checkpointing",
-        "--peft.r=2", f"--peft.base_dir={tmp_path / 'base'}", "--step_scheduler.max_steps=2",
-    )  # fmt: skip
+        STILL,
+        "--packed_sequence.size=64",
+        "--model.attn_implementation=eager",
+        "--model.activation_checkpointing",
+        "--peft.r=2",
+        f"--peft.base_dir={tmp_path / 'base'}",
+        "--step_scheduler.max_steps=2",
+    )
     run(tmp_path, *parts, name="plain")
     run(tmp_path, *COMPILED, *parts, recipe_class=Compiled)
-    plain, compiled = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run"))
-    assert [record["loss"] for record in compiled] == pytest.approx([record["loss"] for record in plain], rel=1e-5)
-    assert [record["grad_norm"] for record in compiled] == pytest.approx([r["grad_norm"] for r in plain], rel=1e-4)
+    plain, compiled = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run")
+    )
+    assert [record["loss"] for record in compiled] == pytest.approx(
+        [record["loss"] for record in plain], rel=1e-5
+    )
+    assert [record["grad_norm"] for record in compiled] == pytest.approx(
+        [r["grad_norm"] for r in plain], rel=1e-4
+    )
 
 
 class Layer(torch.nn.Module):
@@ -89,13 +113,17 @@ def test_layers_are_compiled_in_place() -> None:
         ({"mode": "fastest"}, "inductor has no such mode"),
     ],
 )
-def test_what_cannot_compile_is_refused(options: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_compile_is_refused(
+    options: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
     with pytest.raises(RecipeError, match=what):
         compile_layers([torch.nn.Linear(1, 1)], **options)  # type: ignore[arg-type]
 
 
-def test_inductor_without_a_compiler_and_a_model_without_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_without_a_compiler_and_a_model_without_layers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch._inductor import exc
 
     def none() -> str:
@@ -109,11 +137,14 @@ def test_inductor_without_a_compiler_and_a_model_without_layers_are_refused(monk
 
 
 @pytest.mark.skipif(
-    not (os.environ.get("AUTOMODEL_CKPT_SLOW") and shutil.which("g++")), reason="AUTOMODEL_CKPT_SLOW, g++: 1 minute"
+    not (os.environ.get("AUTOMODEL_CKPT_SLOW") and shutil.which("g++")),
+    reason="AUTOMODEL_CKPT_SLOW, g++: 1 minute",
 )
 def test_inductor_trains_to_the_same_losses(tmp_path: Path) -> None:
     steps = (STILL, "--step_scheduler.max_steps=3")
     run(tmp_path, *steps, name="plain")
     run(tmp_path, *steps, "--compile.enabled", name="compiled")
-    plain, compiled = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "compiled"))
+    plain, compiled = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "compiled")
+    )
     assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-4)

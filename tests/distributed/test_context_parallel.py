@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, Qwen3VLConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GPT2Config,
+    Qwen3VLConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from automodel_ckpt.distributed.context_parallel import check_context_heads, check_context_parallel
@@ -36,7 +41,9 @@ def rows() -> dict[str, torch.Tensor]:
     """Two rows of 16 places with samples that end inside slices and at their borders, and places without a label."""
     tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
     lengths = [[3, 1, 7, 5], [8, 8]]
-    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
+    positions = torch.tensor(
+        [[place for length in row for place in range(length)] for row in lengths]
+    )
     labels = tokens.masked_fill((positions == 0) | (positions == 4), -100)
     return {"input_ids": tokens, "position_ids": positions, "labels": labels}
 
@@ -46,11 +53,16 @@ def steps(model: Any, wrapped: Any, layout: RankLayout, part: slice) -> list[tup
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for _ in range(2):
-        batch = {name: tensor.tensor_split(layout.dp_size)[layout.dp_rank] for name, tensor in rows().items()}
+        batch = {
+            name: tensor.tensor_split(layout.dp_size)[layout.dp_rank]
+            for name, tensor in rows().items()
+        }
         labels = batch.pop("labels")
         loss = next_token_loss(wrapped(**batch, **OPTIONS).logits, labels, part=part)
         (loss * layout.sizes.token_parts / 20).backward()
-        total = loss.detach().double() if layout.reports_loss else torch.zeros((), dtype=torch.float64)
+        total = (
+            loss.detach().double() if layout.reports_loss else torch.zeros((), dtype=torch.float64)
+        )
         dist.all_reduce(total)
         found.append((total.item(), clip_gradients(model.parameters(), 0.5)))
         optimizer.step()
@@ -77,17 +89,28 @@ def test_cut_rows_train_as_whole_ones_on_every_grid() -> None:
     assert ranks.run(as_whole_rows_do, 4, timeout=120) == [[]] * 4
 
 
-FLAT = ("--model.from_config.attention_dropout=0", "--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4",
-        "--step_scheduler.ckpt_every_steps=2", "--packed_sequence.size=32",
-        "--step_scheduler.global_batch_size=4", "--step_scheduler.local_batch_size=2")  # fmt: skip
+FLAT = (
+    "--model.from_config.attention_dropout=0",
+    "--step_scheduler.max_steps=4",
+    "--lr_scheduler.decay_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--packed_sequence.size=32",
+    "--step_scheduler.global_batch_size=4",
+    "--step_scheduler.local_batch_size=2",
+)
 CUT = ("--distributed.cp_size=2", "--model.activation_checkpointing=true")
 
 
-def test_a_run_with_cut_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(tmp_path: Path) -> None:
+def test_a_run_with_cut_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(
+    tmp_path: Path,
+) -> None:
     text = RECIPE + VALIDATION
     run(tmp_path, *FLAT, name="alone", text=text)
     whole = run(tmp_path, *FLAT, *CUT, name="cut", text=text, num_ranks=2)
-    saved = {name: f"--checkpoint.restore_from={tmp_path / name / 'epoch_0_step_2'}" for name in ("alone", "cut")}
+    saved = {
+        name: f"--checkpoint.restore_from={tmp_path / name / 'epoch_0_step_2'}"
+        for name in ("alone", "cut")
+    }
     assert run(tmp_path, *FLAT, *CUT, saved["cut"], name="resumed", text=text, num_ranks=2) == whole
     assert whole[0]["rng"] != whole[1]["rng"]  # dropout has to differ between slices
     run(tmp_path, *FLAT, saved["cut"], name="on one", text=text)
@@ -98,7 +121,10 @@ def test_a_run_with_cut_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_
         same = alone[-len(steps) :]
         assert [r["samples"] for r in steps] == [r["samples"] for r in same]
         for field in ("loss", "grad_norm", "label_tokens", "tokens"):
-            assert [r[field] for r in steps] == pytest.approx([r[field] for r in same], rel=1e-4), (name, field)
+            assert [r[field] for r in steps] == pytest.approx([r[field] for r in same], rel=1e-4), (
+                name,
+                field,
+            )
     assert validations(tmp_path / "cut") == pytest.approx(validations(tmp_path / "alone"), rel=1e-4)
 
 
@@ -108,12 +134,16 @@ def validations(directory: Path) -> list[float]:
 
 def mixing(model: Any) -> Any:
     """A model whose tokens meet in a layer's norm, which no class tells."""
-    model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: output.cumsum(1))
+    model.model.layers[1].input_layernorm.register_forward_hook(
+        lambda module, args, output: output.cumsum(1)
+    )
     return model
 
 
 def refused_when_asked() -> list[str]:
-    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=VOCABULARY))
+    gpt2 = AutoModelForCausalLM.from_config(
+        GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=VOCABULARY)
+    )
     said = []
     for model in (mixing(model_of()), gpt2):
         with pytest.raises(RecipeError) as caught:
@@ -131,14 +161,25 @@ def test_a_model_whose_tokens_meet_elsewhere_is_found_out_by_a_few_of_them() -> 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model_type": "mamba"}, "MambaForCausalLM: its layers mix tokens outside of attention (Conv1d"),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "attention (Conv1d, conv)"),
+        (
+            {"model_type": "mamba"},
+            "MambaForCausalLM: its layers mix tokens outside of attention (Conv1d",
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "attention (Conv1d, conv)",
+        ),
         ({"model_type": "rwkv"}, "(a state along the sequence)"),
         ({"model_type": "bloom"}, "does not use transformers' attention interface"),
-        ({"model_type": "llama", "attn_implementation": "eager"}, "eager attention is each model's own"),
+        (
+            {"model_type": "llama", "attn_implementation": "eager"},
+            "eager attention is each model's own",
+        ),
     ],
 )
-def test_a_model_whose_class_tells_is_refused_without_weights(settings: dict[str, Any], said: str) -> None:
+def test_a_model_whose_class_tells_is_refused_without_weights(
+    settings: dict[str, Any], said: str
+) -> None:
     config = CONFIG_MAPPING[settings.pop("model_type")](num_hidden_layers=2, **settings)
     with pytest.raises(RecipeError) as caught:
         check_context_parallel(on_meta(lambda: AutoModelForCausalLM.from_config(config)))
@@ -157,7 +198,8 @@ def test_what_is_none_of_transformers_models_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "remedy"), [((4, 2), "set it to 2"), ((3, 1), "set it to 2"), ((2, 4), "remove cp_size")]
+    ("sizes", "remedy"),
+    [((4, 2), "set it to 2"), ((3, 1), "set it to 2"), ((2, 4), "remove cp_size")],
 )
 def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], remedy: str) -> None:
     check_context_heads(config_of(), 2, 2)
@@ -168,5 +210,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], rem
 
 def test_rows_that_cannot_be_cut_evenly_are_refused(tmp_path: Path) -> None:
     collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
-    error = failure(tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2)
+    error = failure(
+        tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2
+    )
     assert "17 tokens among 2 ranks" in str(error) and "leave cp_size out" in str(error)

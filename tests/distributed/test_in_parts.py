@@ -34,7 +34,9 @@ LAYOUTS: dict[str, tuple[Parallelism, dict[str, int]]] = {
 def shared_out(name: str, section: ModelConfig, config: Any, **options: Any) -> nn.Module:
     """A model of the layout *name*; of ``single`` all of it, without any cut."""
     how, sizes = LAYOUTS[name]
-    blueprint = draw_up(section, config, auto_class=AutoModelForCausalLM, seed=5, group=dist.group.WORLD, **options)
+    blueprint = draw_up(
+        section, config, auto_class=AutoModelForCausalLM, seed=5, group=dist.group.WORLD, **options
+    )
     if name == "single":
         if blueprint.materialise is not None:
             blueprint.materialise(blueprint.model, torch.device("cpu"))
@@ -50,15 +52,28 @@ def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def unequal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     assert one.keys() == other.keys()
-    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
+    return [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ]
 
 
 def fresh_weights() -> list[list[str]]:
-    config, section = config_of(tie_word_embeddings=True, attention_bias=True), ModelConfig(from_config={})
-    tensors = {name: whole_tensors(shared_out(name, section, config)) for name in LAYOUTS if name != "fsdp2"}
+    config, section = (
+        config_of(tie_word_embeddings=True, attention_bias=True),
+        ModelConfig(from_config={}),
+    )
+    tensors = {
+        name: whole_tensors(shared_out(name, section, config))
+        for name in LAYOUTS
+        if name != "fsdp2"
+    }
     # The ordinary way draws other numbers; ones, zeros and what is computed are the same.
     usual = AutoModelForCausalLM.from_config(config)
-    fixed = [n for n, t in whole_tensors(usual).items() if "norm" in n or "bias" in n or "inv_freq" in n]
+    fixed = [
+        n for n, t in whole_tensors(usual).items() if "norm" in n or "bias" in n or "inv_freq" in n
+    ]
     expected = {name: whole_tensors(usual)[name] for name in fixed}
     drawn = tensors["single"]["model.layers.1.mlp.up_proj.weight"]
     assert drawn.std().item() == pytest.approx(config.initializer_range, rel=0.1)
@@ -73,20 +88,28 @@ def test_fresh_weights_are_the_same_on_any_layout() -> None:
 
 def read_weights(directory: Path, dtype: str) -> list[list[str]]:
     config = AutoConfig.from_pretrained(directory)
-    usual = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    usual = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+    )
     found = []
     for name in ("single", "fsdp2 x tp"):
-        model: Any = shared_out(name, ModelConfig(from_pretrained=str(directory), dtype=dtype), config)  # type: ignore[arg-type]
+        model: Any = shared_out(
+            name, ModelConfig(from_pretrained=str(directory), dtype=dtype), config
+        )  # type: ignore[arg-type]
         found.append(unequal(whole_tensors(usual), whole_tensors(model)))
         assert model.generation_config.to_dict() == usual.generation_config.to_dict()
         assert model.config.to_dict() == usual.config.to_dict()
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) == config.tie_word_embeddings
+        assert (
+            model.lm_head.weight is model.model.embed_tokens.weight
+        ) == config.tie_word_embeddings
     return found
 
 
 def test_files_are_read_in_parts_as_transformers_reads_them(tmp_path: Path) -> None:
     for tied in (True, False):
-        model = AutoModelForCausalLM.from_config(config_of(tie_word_embeddings=tied, dtype=torch.bfloat16))
+        model = AutoModelForCausalLM.from_config(
+            config_of(tie_word_embeddings=tied, dtype=torch.bfloat16)
+        )
         model.generation_config.update(top_k=7, do_sample=True)
         model.to(torch.bfloat16).save_pretrained(tmp_path / str(tied), max_shard_size="10KB")
         assert len(list((tmp_path / str(tied)).glob("*.safetensors"))) > 2
@@ -112,9 +135,18 @@ def test_files_that_name_other_tensors_are_read_whole_with_the_reason_in_the_log
         section = ModelConfig(from_pretrained=str(tmp_path), allow_missing=["lm_head.weight"])
         with caplog.at_level(logging.INFO, "automodel_ckpt"):
             model = shared_out("fsdp2 x tp", section, AutoConfig.from_pretrained(tmp_path))
-        assert "each rank builds the whole model first: its files name other tensors (+ lm_head.weight" in caplog.text
-        kept = {name: tensor for name, tensor in whole_tensors(usual).items() if name != "lm_head.weight"}
-        return unequal(kept, {name: tensor for name, tensor in whole_tensors(model).items() if name in kept})
+        assert (
+            "each rank builds the whole model first: its files name other tensors (+ lm_head.weight"
+            in caplog.text
+        )
+        kept = {
+            name: tensor
+            for name, tensor in whole_tensors(usual).items()
+            if name != "lm_head.weight"
+        }
+        return unequal(
+            kept, {name: tensor for name, tensor in whole_tensors(model).items() if name in kept}
+        )
 
     assert ranks.run(read, 4) == [[]] * 4
 
@@ -151,12 +183,19 @@ def peaks(directory: Path, config: Any) -> list[int]:
         return measured.most
 
     fresh, stored = ModelConfig(from_config={}), ModelConfig(from_pretrained=str(directory))
-    return [peak(lambda: shared_out("fsdp2", fresh, config)), peak(lambda: shared_out("fsdp2 x tp", stored, config))]
+    return [
+        peak(lambda: shared_out("fsdp2", fresh, config)),
+        peak(lambda: shared_out("fsdp2 x tp", stored, config)),
+    ]
 
 
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1376, num_hidden_layers=6, num_attention_heads=8, vocab_size=2000
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        vocab_size=2000,
     )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path, max_shard_size="30MB")

@@ -31,8 +31,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of two steps: ``base`` of a model, ``more`` of a model and a value head, on two ranks each."""
     directory = tmp_path_factory.mktemp("base")
     run(directory, "--step_scheduler.max_steps=2", name="base", num_ranks=2)
-    run(directory, "--step_scheduler.max_steps=2", "--checkpoint.model_save_format=torch_save", name="more",
-        recipe_class=WithMore)  # fmt: skip
+    run(
+        directory,
+        "--step_scheduler.max_steps=2",
+        "--checkpoint.model_save_format=torch_save",
+        name="more",
+        recipe_class=WithMore,
+    )
     return directory
 
 
@@ -45,10 +50,15 @@ def pretrained(export: Path, text: str = RECIPE) -> str:
 def weights_of(recipe: LLMFinetune) -> Weights:
     """The whole tensors; a collective."""
     state = recipe.model.state_dict()
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        for name, value in state.items()
+    }
 
 
-def started(recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe) -> Weights | str:
+def started(
+    recipe_file: Path, *overrides: str, recipe_class: type[LLMFinetune] = Recipe
+) -> Weights | str:
     """The weights after ``setup``, or what it was refused with."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
     try:
@@ -75,7 +85,10 @@ def test_every_form_of_a_checkpoint_gives_the_same_weights(base: Path, tmp_path:
 
     def all_forms() -> list[Weights | str]:
         here = ("--checkpoint.enabled=false", allowing)
-        return [started(recipe, *here, f"--init_from.path={form}", f"--seed={n}") for n, form in enumerate(forms)]
+        return [
+            started(recipe, *here, f"--init_from.path={form}", f"--seed={n}")
+            for n, form in enumerate(forms)
+        ]
 
     *of_base, of_more = ranks.run(all_forms, 1, init=False)[0]
     expected = exported(base)
@@ -86,12 +99,16 @@ def test_every_form_of_a_checkpoint_gives_the_same_weights(base: Path, tmp_path:
     assert not torch.equal(of_more["model.norm.weight"], expected["model.norm.weight"])
 
 
-def test_ranks_read_their_shares_and_a_resumed_run_never_starts_over(base: Path, tmp_path: Path) -> None:
+def test_ranks_read_their_shares_and_a_resumed_run_never_starts_over(
+    base: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(base / "base", source, symlinks=True)
     overrides = (f"--init_from.path={source}", "--lr_scheduler.decay_steps=4", "--seed=1")
     recipe = write_recipe(tmp_path)
-    found = ranks.run(partial(started, recipe, *overrides, "--checkpoint.enabled=false"), 2, init=False)[0]
+    found = ranks.run(
+        partial(started, recipe, *overrides, "--checkpoint.enabled=false"), 2, init=False
+    )[0]
     assert all(torch.equal(found[name], tensor) for name, tensor in exported(base).items())
     whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=4", name="whole", num_ranks=2)
     run(tmp_path, *overrides, "--step_scheduler.max_steps=2", num_ranks=2)
@@ -115,11 +132,17 @@ def test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_the
         ((more_layers, "--init_from.allow_missing=['model.layers.2.*']"), ""),
         ((fewer, "--init_from.allow_unexpected=['model.layers.1.*']"), ""),
         ((wider, "--init_from.allow_missing=['*.mlp.*']"), ""),
-        (("--model.from_config.vocab_size=310",), "~ model.embed_tokens.weight: there [300, 32], here [310, 32]"),
+        (
+            ("--model.from_config.vocab_size=310",),
+            "~ model.embed_tokens.weight: there [300, 32], here [310, 32]",
+        ),
     ]
 
     def all_cases() -> list[Weights | str]:
-        return [started(recipe, checkpoint, "--checkpoint.enabled=false", *overrides) for overrides, _ in cases]
+        return [
+            started(recipe, checkpoint, "--checkpoint.enabled=false", *overrides)
+            for overrides, _ in cases
+        ]
 
     results = ranks.run(all_cases, 1, init=False)[0]
     for (overrides, refusal), result in zip(cases, results, strict=True):
@@ -134,13 +157,18 @@ def test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_the
     assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in told
 
 
-def test_several_modules_start_from_one_checkpoint_or_say_what_is_missing(base: Path, tmp_path: Path) -> None:
+def test_several_modules_start_from_one_checkpoint_or_say_what_is_missing(
+    base: Path, tmp_path: Path
+) -> None:
     recipe = write_recipe(tmp_path)
     options: dict[str, Any] = {"recipe_class": WithMore}
     off = "--checkpoint.enabled=false"
 
     def both() -> list[Weights | str]:
-        return [started(recipe, off, f"--init_from.path={base / name}", **options) for name in ("more", "base")]
+        return [
+            started(recipe, off, f"--init_from.path={base / name}", **options)
+            for name in ("more", "base")
+        ]
 
     from_more, from_base = ranks.run(both, 1, init=False)[0]
     assert isinstance(from_more, dict), from_more
@@ -154,8 +182,12 @@ def test_damaged_weights_are_refused_on_all_ranks(base: Path, tmp_path: Path) ->
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    training = partial(train, write_recipe(tmp_path), f"--init_from.path={tmp_path / 'source'}",
-                       f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")  # fmt: skip
+    training = partial(
+        train,
+        write_recipe(tmp_path),
+        f"--init_from.path={tmp_path / 'source'}",
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+    )
     for outcome in ranks.outcomes(training, 2, init=False):
         assert isinstance(outcome.error, CheckpointUnusable)
         assert shard.name in str(outcome.error)
@@ -167,10 +199,17 @@ def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
 ) -> None:
     export = base / "base/epoch_0_step_2/model/consolidated"
     text = pretrained(export).replace("vocab_size: 300", "vocab_size: 310")
-    frozen = ("--optimizer.lr=0", "--step_scheduler.max_steps=1", f"--model.new_tokens={new_tokens}")
+    frozen = (
+        "--optimizer.lr=0",
+        "--step_scheduler.max_steps=1",
+        f"--model.new_tokens={new_tokens}",
+    )
     run(tmp_path, *frozen, "--model.vocab_size=tokenizer", text=text, num_ranks=2)
     said = capfd.readouterr().err
-    assert "resized model.embed_tokens.weight: [300, 32] -> [310, 32]" in said and "the whole model first" not in said
+    assert (
+        "resized model.embed_tokens.weight: [300, 32] -> [310, 32]" in said
+        and "the whole model first" not in said
+    )
     model_directory = tmp_path / "run/epoch_0_step_1/model"
     grown = AutoModelForCausalLM.from_pretrained(model_directory / "consolidated").state_dict()
     old = exported(base)["model.embed_tokens.weight"]
@@ -183,21 +222,33 @@ def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
     assert "declared" not in declared["model.norm.weight"]
 
 
-def test_a_checkpoint_fills_the_first_rows_of_a_larger_vocabulary(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_fills_the_first_rows_of_a_larger_vocabulary(
+    base: Path, tmp_path: Path
+) -> None:
     recipe = write_recipe(tmp_path)
-    overrides = ("--checkpoint.enabled=false", f"--init_from.path={base / 'base'}", "--model.vocab_size=311")
+    overrides = (
+        "--checkpoint.enabled=false",
+        f"--init_from.path={base / 'base'}",
+        "--model.vocab_size=311",
+    )
     found = ranks.run(partial(started, recipe, *overrides), 2, init=False)[0]
     old = exported(base)["model.embed_tokens.weight"]
     assert isinstance(found, dict), found
     assert torch.equal(found["model.embed_tokens.weight"][:300], old)
-    assert torch.equal(found["model.embed_tokens.weight"][300:], old.double().mean(0).float().expand(11, 32))
+    assert torch.equal(
+        found["model.embed_tokens.weight"][300:], old.double().mean(0).float().expand(11, 32)
+    )
 
 
-def test_a_pretrained_directory_with_other_weights_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+def test_a_pretrained_directory_with_other_weights_is_refused_by_name(
+    base: Path, tmp_path: Path
+) -> None:
     directory = tmp_path / "pretrained"
     shutil.copytree(base / "base/epoch_0_step_2/model/consolidated", directory)
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 52}))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 52})
+    )
     (directory / "export_manifest.json").unlink()  # the file was changed on purpose
     recipe = write_recipe(tmp_path, pretrained(directory))
     allowed = "--model.allow_missing=['model.layers.2.*', '*.mlp.*']"
@@ -214,7 +265,11 @@ def test_a_pretrained_directory_with_other_weights_is_refused_by_name(base: Path
 def test_a_vocabulary_that_follows_no_tokenizer_is_refused() -> None:
     from automodel_ckpt.models.vocabulary import wanted_size
 
-    assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (None, 7, 2)
+    assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (
+        None,
+        7,
+        2,
+    )
     assert wanted_size("tokenizer", SimpleNamespace(tokenizer=[1])) == 1
     with pytest.raises(RecipeError, match="vocab_size tokenizer requires a tokenizer"):
         wanted_size("tokenizer", None)
@@ -230,7 +285,9 @@ def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) ->
 
     def all_sources() -> list[Weights | str]:
         here = ("--checkpoint.enabled=false", "--seed=3")
-        found = [started(recipe, *here, *adapted, f"--init_from.path={source}") for source in sources]
+        found = [
+            started(recipe, *here, *adapted, f"--init_from.path={source}") for source in sources
+        ]
         return [*found, started(recipe, *here, f"--init_from.path={sources[0]}")]
 
     *of_adapters, of_whole, whole_of_adapters = ranks.run(all_sources, 1, init=False)[0]

@@ -36,7 +36,9 @@ def in_columns(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 2:
-                module.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(1)])))
+                module.register_parameter(
+                    name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(1)]))
+                )
 
 
 def by_rows(model: torch.nn.Module) -> None:
@@ -63,25 +65,39 @@ def export_all(base: Path, root: Path) -> list[SaveReport]:
         model, assets = made_of(base)
         shard(model)
         state = SimpleNamespace(model=model)
-        reports.append(tiny.save(root / name, state, save_consolidated="every", assets={"model": assets}, **options))
+        reports.append(
+            tiny.save(
+                root / name, state, save_consolidated="every", assets={"model": assets}, **options
+            )
+        )
     return reports
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    files = {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(directory).as_posix(): p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file()
+    }
     assert files.pop("export_manifest.json")
     return files
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(tmp_path: Path, tied: bool) -> None:
+def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
+    tmp_path: Path, tied: bool
+) -> None:
     make_base(tmp_path / "base", tied=tied)
     # One tensor of the base is wider than the others.
-    file = next(p for p in (tmp_path / "base").glob("*.safetensors") if "model.norm.weight" in load_file(p))
+    file = next(
+        p for p in (tmp_path / "base").glob("*.safetensors") if "model.norm.weight" in load_file(p)
+    )
     wide = {n: t.float() if n == "model.norm.weight" else t for n, t in load_file(file).items()}
     save_file(wide, file, {"format": "pt"})
     for reports in ranks.run(export_all, 2, tmp_path / "base", tmp_path):
-        assert [(report.export_failure, report.export is None) for report in reports] == [(None, False)] * len(CASES)
+        assert [(report.export_failure, report.export is None) for report in reports] == [
+            (None, False)
+        ] * len(CASES)
     for name in CASES:
         checkpoint = tmp_path / name / "epoch_0_step_20"
         again = consolidate(checkpoint, tmp_path / f"again_{name}", log=lambda _: None)
@@ -92,7 +108,9 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(tmp_path: Pa
         assert verify(checkpoint, manifest) == [] == verify_deep(checkpoint, manifest)
         assert sorted(p.name for p in (checkpoint / "model").glob(".consol*")) == []
     dtypes = {
-        n: t.dtype for p in (checkpoint / "model/consolidated").glob("*.safetensors") for n, t in load_file(p).items()
+        n: t.dtype
+        for p in (checkpoint / "model/consolidated").glob("*.safetensors")
+        for n, t in load_file(p).items()
     }
     assert {dtypes.pop("model.norm.weight"), *dtypes.values()} == {torch.float32, torch.bfloat16}
 
@@ -108,19 +126,31 @@ def fails_on_rank_1(base: Path, root: Path) -> tuple[str, str]:
     messages = []
     for step, failing in ((20, 1), (40, 0), (60, None)):
         shared_files.write_all = broken if dist.get_rank() == failing else write
-        report = tiny.save(root, SimpleNamespace(model=model), step=step, save_consolidated="every", keep_last=2,
-                           assets={"model": assets})  # fmt: skip
+        report = tiny.save(
+            root,
+            SimpleNamespace(model=model),
+            step=step,
+            save_consolidated="every",
+            keep_last=2,
+            assets={"model": assets},
+        )
         messages.append(str(report.export_failure or ""))
         assert (report.export is None) == (failing is not None)
     assert messages.pop() == ""
     return messages[0], messages[1]
 
 
-def test_a_failed_export_leaves_its_checkpoint_whole_and_no_trace_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_its_checkpoint_whole_and_no_trace_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
     make_base(tmp_path / "base", tied=False)
     for messages in ranks.run(fails_on_rank_1, 2, tmp_path / "base", tmp_path / "run"):
         for message, rank in zip(messages, (1, 0), strict=True):
-            assert f"rank {rank}" in message and "ENOSPC" in message and "the checkpoint itself is safe" in message
+            assert (
+                f"rank {rank}" in message
+                and "ENOSPC" in message
+                and "the checkpoint itself is safe" in message
+            )
     for step in (40, 60):
         path = tmp_path / f"run/epoch_0_step_{step}"
         assert verify_deep(path, Manifest.read(path)) == []
@@ -133,9 +163,11 @@ def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export
 ) -> None:
     recipe, run = write_recipe(tmp_path), tmp_path / "run"
     arguments = (
-        f"--checkpoint.checkpoint_dir={run}", "--checkpoint.save_consolidated=every",
-        "--step_scheduler.ckpt_every_steps=2", "--step_scheduler.max_steps",
-    )  # fmt: skip
+        f"--checkpoint.checkpoint_dir={run}",
+        "--checkpoint.save_consolidated=every",
+        "--step_scheduler.ckpt_every_steps=2",
+        "--step_scheduler.max_steps",
+    )
     ranks.run(partial(train, recipe, *arguments, "4"), 1, init=False)
     newest, older = (next(run.glob(f"*_step_{step}")) / "model" for step in (4, 2))
     whole = contents(newest / "consolidated")
@@ -146,7 +178,9 @@ def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export
     assert main(["verify", "--deep", str(run)]) == 0
     assert f"{staging}: an export is in progress or was interrupted" in capsys.readouterr().out
     assert main(["ls", str(run), "--json"]) == 0
-    assert all(row["complete"] and not row["damaged"] for row in json.loads(capsys.readouterr().out))
+    assert all(
+        row["complete"] and not row["damaged"] for row in json.loads(capsys.readouterr().out)
+    )
     ranks.run(partial(train, recipe, *arguments, "6"), 1, init=False)
     assert [*run.glob("*/model/.consolidated*")] == []
     again = contents(newest / "consolidated")

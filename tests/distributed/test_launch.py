@@ -42,9 +42,13 @@ def fresh(name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
 class Command:
     """A started command, and what it left."""
 
-    def __init__(self, popen: Popen, notes: Path, words: list[str], variables: dict[str, str]) -> None:
+    def __init__(
+        self, popen: Popen, notes: Path, words: list[str], variables: dict[str, str]
+    ) -> None:
         self.notes = notes
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+        environment = {
+            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+        } | variables
         self.process = popen(
             "python",
             *words,
@@ -109,12 +113,25 @@ class Start:
         return self._begin(fresh, ["-m", FAKE, case, "--nproc-per-node", "2"], {})
 
     def torchrun(self, case: str) -> Command:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", FAKE, case]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            FAKE,
+            case,
+        ]
         return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1", **self.server.on_path()})
 
     def srun(self, case: str, come: Sequence[int] = (0, 1)) -> list[Command]:
         """What srun would start for two tasks on one node, those of which that *come*."""
-        step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+        step = {
+            "SLURM_JOB_ID": str(free_port()),
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "2",
+            "SLURM_NNODES": "1",
+        }
         tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in come]
         return [self(case, ranks=0, **step, **task) for task in tasks]
 
@@ -157,7 +174,11 @@ def test_one_rank_runs_in_the_process_of_the_command(start: Start) -> None:
 @pytest.mark.parametrize(
     ("case", "code", "message"),
     [
-        ("wrong_everywhere", 2, "error: the data set is empty\n  where:  dataset\n  value:  0 samples\n"),
+        (
+            "wrong_everywhere",
+            2,
+            "error: the data set is empty\n  where:  dataset\n  value:  0 samples\n",
+        ),
         ("save_fails_on_all", 4, f"error: rank 1: {DISK_FULL}\n"),
         ("save_fails_on_one", 4, f"error: {DISK_FULL}\n  rank:   1\n"),
         ("killed", 1, "error: rank 1 was killed by SIGKILL (out of memory?)\n"),
@@ -233,7 +254,10 @@ def test_a_restart_says_why(start: Start) -> None:
 
 def test_ranks_that_could_not_connect_are_started_again(start: Start) -> None:
     done = start("connects_late").wait()
-    assert (done.code, done.err) == (0, "the ranks could not connect to each other: starting them again\n")
+    assert (done.code, done.err) == (
+        0,
+        "the ranks could not connect to each other: starting them again\n",
+    )
     assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
 
 
@@ -270,11 +294,15 @@ def test_what_a_restart_cannot_better_is_not_restarted(start: Start, case: str, 
 def test_one_rank_is_restarted_too(start: Start) -> None:
     done = start("ok", "--max-restarts", "1", ranks=1).wait()
     assert (done.code, done.err) == (0, "")
-    assert done.note("started_0")[0].split()[0] != str(done.process.pid), "forked, so that it can be started again"
+    assert done.note("started_0")[0].split()[0] != str(done.process.pid), (
+        "forked, so that it can be started again"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_stops_all_ranks_in_order(
+    start: Start, number: signal.Signals
+) -> None:
     command = start("train_until_stopped").wait_for("training_0", "training_1")
     command.process.send_signal(number)
     done = command.wait(20)
@@ -283,9 +311,15 @@ def test_a_signal_to_the_launcher_stops_all_ranks_in_order(start: Start, number:
     assert done.note("closed_0") == done.note("closed_1") == [""]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGUSR1, -signal.SIGUSR1)])
-def test_the_recipe_says_which_signals_stop(start: Start, number: signal.Signals, code: int) -> None:
-    command = start("train_until_stopped", "--stop-signals", "SIGUSR2", "SIGHUP").wait_for("training_0", "training_1")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 75), (signal.SIGUSR1, -signal.SIGUSR1)]
+)
+def test_the_recipe_says_which_signals_stop(
+    start: Start, number: signal.Signals, code: int
+) -> None:
+    command = start("train_until_stopped", "--stop-signals", "SIGUSR2", "SIGHUP").wait_for(
+        "training_0", "training_1"
+    )
     command.process.send_signal(number)
     assert command.wait(20).code == code
     assert ("stopped by SIGHUP" in command.err) == (number == signal.SIGHUP)
@@ -309,7 +343,9 @@ def test_a_signal_ends_a_rank_whose_peers_never_come(start: Start) -> None:
     assert (alone.wait(20).code, alone.err) == (75, "stopped by SIGTERM before training began\n")
 
 
-def test_a_terminal_that_is_gone_or_a_full_disk_behind_the_output_fails_nothing(start: Start) -> None:
+def test_a_terminal_that_is_gone_or_a_full_disk_behind_the_output_fails_nothing(
+    start: Start,
+) -> None:
     words = ["-m", FAKE, "wrong_everywhere", "--notes", str(start.notes)]
     with open("/dev/full", "w") as full:
         assert start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full).wait(30) == 2
@@ -347,7 +383,9 @@ def catches(process: int, number: signal.Signals) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), ("--max-restarts", "2")])
-def test_a_second_signal_stops_at_once_even_in_a_collective(start: Start, flags: tuple[str, ...]) -> None:
+def test_a_second_signal_stops_at_once_even_in_a_collective(
+    start: Start, flags: tuple[str, ...]
+) -> None:
     command = start("deaf_until_stopped", *flags).wait_for("training_0", "training_1")
     command.process.terminate()
     time.sleep(2)  # a second that counts as one, and what a busy machine needs to hear of the first
@@ -355,7 +393,10 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(start: Start, flags:
     command.process.terminate()
     done = command.wait(15)
     assert done.code == 128 + signal.SIGTERM
-    assert done.err == "stopped at once by a second SIGTERM; the last complete checkpoint is as it was\n"
+    assert (
+        done.err
+        == "stopped at once by a second SIGTERM; the last complete checkpoint is as it was\n"
+    )
     assert not any(is_alive(pid) for pid in command.pids())
 
 
@@ -376,7 +417,9 @@ def test_a_single_process_takes_signals_itself(start: Start) -> None:
     assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
 
 
-def test_a_system_that_lets_no_rank_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_lets_no_rank_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api = importlib.import_module("torch.distributed.launcher.api")
 
     def no_process(*given: Any) -> Any:
@@ -386,7 +429,9 @@ def test_a_system_that_lets_no_rank_start_is_told(tmp_path: Path, monkeypatch: p
     failure_dir = FailureDirectory(tmp_path / "launch_1")
     failure_dir.attempt = 0
     with pytest.raises(AutomodelError, match="the system did not let the ranks start"):
-        _elastic(SimpleNamespace(), SimpleNamespace, rendezvous(LaunchFlags(), {}), None, failure_dir)
+        _elastic(
+            SimpleNamespace(), SimpleNamespace, rendezvous(LaunchFlags(), {}), None, failure_dir
+        )
 
 
 def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:
@@ -403,21 +448,48 @@ def test_two_machines_meet_at_a_rendezvous(start: Start) -> None:
 
 
 def test_two_machines_meet_at_a_master(start: Start) -> None:
-    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    meet = [
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--node-rank",
+    ]
     commands = [start("ok", *meet, str(node), ranks=1) for node in (0, 1)]
     assert [command.wait().code for command in commands] == [0, 0]
     assert [command.out for command in commands] == ["rank 0 trained\n", "rank 1 trained\n"]
 
 
-def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(start: Start) -> None:
-    meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "2"]
+def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(
+    start: Start,
+) -> None:
+    meet = [
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-id",
+        "x",
+        "--max-restarts",
+        "2",
+    ]
     commands = [start("save_fails_on_one", *meet, ranks=1) for _ in range(2)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err) == (4, f"error: {DISK_FULL}\n  rank:   1\n")
 
 
 def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) -> None:
-    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    meet = [
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--node-rank",
+    ]
     begun = time.monotonic()
     busy = ("value_error_on_one_of_the_busy", "--peer-grace=2", *meet)
     commands = [start(*busy, str(node), ranks=1) for node in (0, 1)]
@@ -427,7 +499,15 @@ def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) ->
 
 
 def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> None:
-    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    meet = [
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--node-rank",
+    ]
     commands = [start("train_until_stopped", *meet, str(node), ranks=1) for node in (0, 1)]
     commands[0].wait_for("training_0", "training_1")
     commands[1].process.kill()
@@ -454,7 +534,11 @@ def test_machines_that_contradict_each_other_are_refused(
     start: Start, flags: tuple[list[str], list[str]], said: str
 ) -> None:
     meet = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    master = start("ok", *meet, "--nnodes=3", "--node-rank=0", ranks=1) if "--node-rank=0" not in flags[0] else None
+    master = (
+        start("ok", *meet, "--nnodes=3", "--node-rank=0", ranks=1)
+        if "--node-rank=0" not in flags[0]
+        else None
+    )
     commands = [start("ok", *meet, *words, ranks=1) for words in flags]
     wait_until(lambda: any(command.process.poll() is not None for command in commands), 30)
     refused, other = sorted(commands, key=lambda command: command.process.poll() is None)
@@ -467,7 +551,16 @@ def test_machines_that_contradict_each_other_are_refused(
 
 
 def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
-    meet = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--last-call", "3"]
+    meet = [
+        "--nnodes",
+        "1:2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-id",
+        "x",
+        "--last-call",
+        "3",
+    ]
     first = start("train_until_stopped", *meet, ranks=1).wait_for("training_0")
     second = start("train_until_stopped", *meet, ranks=1).wait_for("training_1")
     starts = len(first.note("training_0"))
@@ -500,7 +593,9 @@ def test_under_torchrun_the_command_is_a_rank(start: Start) -> None:
 
 
 @pytest.mark.parametrize("case", ["wrong_everywhere", "save_fails_on_one"])
-def test_under_torchrun_a_failure_is_said_once_before_torchruns_own_table(start: Start, case: str) -> None:
+def test_under_torchrun_a_failure_is_said_once_before_torchruns_own_table(
+    start: Start, case: str
+) -> None:
     done = start.torchrun(case).wait()
     assert done.code == 1
     assert done.err.count("error: ") == 1
@@ -524,7 +619,9 @@ def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
     ]
 
 
-def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_code(start: Start) -> None:
+def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_code(
+    start: Start,
+) -> None:
     """Where Slurm's KillOnBadExit is set, srun sends SIGTERM to all tasks when the first one has ended with 75."""
     commands = start.srun("closes_slowly")
     commands[0].wait_for("training_0", "training_1")
@@ -539,7 +636,10 @@ def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_cod
     ended = [command.wait(30) for command in commands]
     assert time.monotonic() - closed < STORE_SECONDS - 1
     assert [command.code for command in ended] == [75, 75]
-    assert [command.err for command in ended] == ["stopped by SIGUSR1\n  hint:   run it again\n", ""]
+    assert [command.err for command in ended] == [
+        "stopped by SIGUSR1\n  hint:   run it again\n",
+        "",
+    ]
 
 
 def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> None:
@@ -555,7 +655,10 @@ def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> Non
 def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: Start) -> None:
     step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "nowhere.invalid,other"}
     done = start("ok", ranks=0, **step, SLURM_PROCID="0").wait(30)
-    assert (done.code, done.err.splitlines()[0]) == (2, "error: the name of the machine of rank 0 leads nowhere")
+    assert (done.code, done.err.splitlines()[0]) == (
+        2,
+        "error: the name of the machine of rank 0 leads nowhere",
+    )
 
 
 def test_under_srun_a_failure_has_its_own_code_and_is_said_once(start: Start) -> None:

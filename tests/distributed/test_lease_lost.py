@@ -23,7 +23,9 @@ def another_run_takes_over(directory: Path) -> None:
     """Put another run's record into the place of the lock file, as a takeover does."""
     (directory / "new").write_bytes(THEIRS)
     (directory / "new").rename(directory / LOCK_FILE)
-    (directory / "LATEST").unlink()  # as if the other run had started over: a pointer made from now on would be seen
+    (
+        directory / "LATEST"
+    ).unlink()  # as if the other run had started over: a pointer made from now on would be seen
     (directory / "log").write_bytes((directory / "training.jsonl").read_bytes())
 
 
@@ -72,9 +74,13 @@ class InTheLastStep(training.Recipe):
             super().validate_and_save(validate=validate, save=save, last=last)
 
 
-def ended(recipe: Path, directory: Path, recipe_class: type[training.Recipe], *overrides: str) -> tuple[str, int, int]:
+def ended(
+    recipe: Path, directory: Path, recipe_class: type[training.Recipe], *overrides: str
+) -> tuple[str, int, int]:
     """(message, exit code, last step) of a run that lost its lease."""
-    made = training.build(recipe, "--checkpoint.checkpoint_dir", str(directory), *overrides, recipe_class=recipe_class)
+    made = training.build(
+        recipe, "--checkpoint.checkpoint_dir", str(directory), *overrides, recipe_class=recipe_class
+    )
     try:
         made.setup()
         made.run()
@@ -89,22 +95,34 @@ def ended(recipe: Path, directory: Path, recipe_class: type[training.Recipe], *o
     ("num_ranks", "recipe_class", "overrides", "steps"),
     [
         (2, InAStep, (), (8, 9, 10)),
-        (1, InASave, ("--checkpoint.is_async", "true", "--checkpoint.on_save_failure", "continue"), (10, 11, 12)),
+        (
+            1,
+            InASave,
+            ("--checkpoint.is_async", "true", "--checkpoint.on_save_failure", "continue"),
+            (10, 11, 12),
+        ),
         (1, InASave, (), (10,)),
         (1, InTheLastStep, (), (12,)),
     ],
     ids=["step", "asynchronous save", "save", "last step"],
 )
 def test_a_run_that_lost_its_lease_ends_on_all_ranks_and_writes_nothing_more(
-    tmp_path: Path, num_ranks: int, recipe_class: Any, overrides: tuple[str, ...], steps: tuple[int, ...]
+    tmp_path: Path,
+    num_ranks: int,
+    recipe_class: Any,
+    overrides: tuple[str, ...],
+    steps: tuple[int, ...],
 ) -> None:
     recipe, directory = training.write_recipe(tmp_path), tmp_path / "run"
-    for message, code, step in ranks.run(ended, num_ranks, recipe, directory, recipe_class, *overrides, init=False):
+    for message, code, step in ranks.run(
+        ended, num_ranks, recipe, directory, recipe_class, *overrides, init=False
+    ):
         assert "another run has taken over" in message and "process 1 on node7" in message
         assert code == 4 and step in steps
     assert (directory / "training.jsonl").read_bytes() == (directory / "log").read_bytes()
     assert (directory / LOCK_FILE).read_bytes() == THEIRS
-    assert {path.name for path in directory.glob("epoch*")} == {"epoch_0_step_5", "epoch_1_step_10"} - (
-        set() if recipe_class is InTheLastStep else {"epoch_1_step_10"}
-    )
+    assert {path.name for path in directory.glob("epoch*")} == {
+        "epoch_0_step_5",
+        "epoch_1_step_10",
+    } - (set() if recipe_class is InTheLastStep else {"epoch_1_step_10"})
     assert not os.path.lexists(directory / "LATEST")

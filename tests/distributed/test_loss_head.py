@@ -23,8 +23,11 @@ from tests.support.training import RECIPE, VALIDATION, train, write_recipe
 
 ENDS = "['*embed_tokens*', 'lm_head*']"
 EMBEDDING = "['*embed_tokens*']"
-FOUR = ("--model.from_config.attention_dropout=0", "--step_scheduler.max_steps=4",
-        "--checkpoint.save_consolidated=false")  # fmt: skip
+FOUR = (
+    "--model.from_config.attention_dropout=0",
+    "--step_scheduler.max_steps=4",
+    "--checkpoint.save_consolidated=false",
+)
 FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
 
 
@@ -32,12 +35,22 @@ FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
     ("num_ranks", "cases"),
     [
         (1, [("single", "true", "[]"), ("single", "false", ENDS)]),
-        (2, [("ddp", "false", "[]"), ("fsdp2", "true", "[]"), ("fsdp2", "false", "[]"), ("ddp", "true", EMBEDDING),
-             ("fsdp2", "true", EMBEDDING)]),
+        (
+            2,
+            [
+                ("ddp", "false", "[]"),
+                ("fsdp2", "true", "[]"),
+                ("fsdp2", "false", "[]"),
+                ("ddp", "true", EMBEDDING),
+                ("fsdp2", "true", EMBEDDING),
+            ],
+        ),
     ],
     ids=["one rank", "two ranks"],
-)  # fmt: skip
-def test_it_trains_as_full_logits_do(tmp_path: Path, num_ranks: int, cases: list[tuple[str, str, str]]) -> None:
+)
+def test_it_trains_as_full_logits_do(
+    tmp_path: Path, num_ranks: int, cases: list[tuple[str, str, str]]
+) -> None:
     recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
     runs = {
         f"{strategy}, tied {tied}, frozen {frozen}": (
@@ -47,25 +60,40 @@ def test_it_trains_as_full_logits_do(tmp_path: Path, num_ranks: int, cases: list
         )
         for strategy, tied, frozen in cases
     }
-    named = {(name, kind): (tmp_path / str(number) / kind, ranks.free_port())
-             for number, name in enumerate(runs) for kind in ("ours", "full")}  # fmt: skip
+    named = {
+        (name, kind): (tmp_path / str(number) / kind, ranks.free_port())
+        for number, name in enumerate(runs)
+        for kind in ("ours", "full")
+    }
 
     def all_cases() -> None:
         for (name, kind), (directory, port) in named.items():
             os.environ["MASTER_PORT"] = str(port)
-            train(recipe, *runs[name], *(FULL,) * (kind == "full"), *FOUR, f"--checkpoint.checkpoint_dir={directory}")
+            train(
+                recipe,
+                *runs[name],
+                *(FULL,) * (kind == "full"),
+                *FOUR,
+                f"--checkpoint.checkpoint_dir={directory}",
+            )
 
     ranks.run(all_cases, num_ranks, init=False, timeout=150)
     for name in runs:
         ours, full = (named[name, kind][0] for kind in ("ours", "full"))
         mine, theirs = (lines_of_steps(directory / "training.jsonl") for directory in (ours, full))
         for field in ("loss", "grad_norm"):
-            assert [r[field] for r in mine] == pytest.approx([r[field] for r in theirs], rel=1e-4), name
-        values = [lines(directory / "validation.jsonl")[-1]["val_loss"] for directory in (ours, full)]
+            assert [r[field] for r in mine] == pytest.approx(
+                [r[field] for r in theirs], rel=1e-4
+            ), name
+        values = [
+            lines(directory / "validation.jsonl")[-1]["val_loss"] for directory in (ours, full)
+        ]
         assert values[0] == pytest.approx(values[1], rel=1e-4), name
 
 
-def test_a_model_that_caps_its_logits_trains_on_full_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_caps_its_logits_trains_on_full_ones(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     gemma = ("--model.from_config.model_type=gemma2", "--model.from_config.head_dim=8")
     run(tmp_path, *gemma, "--step_scheduler.max_steps=1")
     assert "computing the loss from full logits: Gemma2ForCausalLM" in capfd.readouterr().err
@@ -78,8 +106,11 @@ def loss_and_gradients(model: Any, loss_of: LossOf | None) -> tuple[float, dict[
         logits = model(input_ids=tokens, use_cache=False).logits
     loss = logits if loss_of else next_token_loss(logits, labels)
     loss.backward()
-    return loss.item(), {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                         for n, p in model.named_parameters() if p.grad is not None}  # fmt: skip
+    return loss.item(), {
+        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
@@ -96,8 +127,12 @@ def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 5 * 19)  # of 37 tokens the ranks have 19 and 18
+def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        loss_head, "CHUNK_ELEMENTS", 5 * 19
+    )  # of 37 tokens the ranks have 19 and 18
 
     def on_two_ranks() -> None:
         by_a_vocabulary_in_parts({"tie_word_embeddings": True}, frozen=False)
@@ -119,10 +154,14 @@ def an_adapted_layer(strategy: str) -> None:
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert {name.removeprefix("module.") for name in gradients} == expected.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name.removeprefix("module.")], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            gradient, expected[name.removeprefix("module.")], rtol=1e-4, atol=1e-6
+        )
 
 
-def test_an_output_layer_with_an_adapter_is_shared_out_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_layer_with_an_adapter_is_shared_out_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 5 * VOCABULARY)
 
     def on_two_ranks() -> None:
@@ -135,7 +174,9 @@ def test_an_output_layer_with_an_adapter_is_shared_out_like_any_other(monkeypatc
 def test_an_output_layer_cut_across_the_vocabulary_keeps_full_logits() -> None:
     def head() -> Any:
         plan = {"lm_head": "rowwise_split_input"}
-        model = parallelize(model_of(tie_word_embeddings=False), layout_here(tp_size=2), Parallelism(tp_plan=plan))
+        model = parallelize(
+            model_of(tie_word_embeddings=False), layout_here(tp_size=2), Parallelism(tp_plan=plan)
+        )
         return install_loss_head(model, {"use_cache": False})
 
     assert ranks.run(head, 2) == [None, None]

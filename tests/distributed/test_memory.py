@@ -23,7 +23,9 @@ LAYOUTS = ("shards", "hf")
 
 def build() -> SimpleNamespace:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -46,7 +48,9 @@ def saving(root: Path) -> dict[str, int]:
     made = build()
     grown = {"training": growth(partial(step, made))}
     for layout in LAYOUTS:
-        grown[layout] = growth(partial(tiny.save, root / layout, saved_as(made, layout), model_layout=layout))
+        grown[layout] = growth(
+            partial(tiny.save, root / layout, saved_as(made, layout), model_layout=layout)
+        )
     return grown
 
 

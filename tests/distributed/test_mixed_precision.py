@@ -36,27 +36,49 @@ class Watched(LLMFinetune):
     def close(self) -> None:
         if self.last_step is not None:
             assert self.seen == {torch.bfloat16}
-            kept = [*self.model.parameters(), *(s["exp_avg"] for s in self.optimizer.state.values())]
+            kept = [
+                *self.model.parameters(),
+                *(s["exp_avg"] for s in self.optimizer.state.values()),
+            ]
             assert {tensor.dtype for tensor in kept} == {torch.float32}
         super().close()
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("single", 2), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"), [("single", 1), ("single", 2), ("ddp", 2), ("fsdp2", 2)]
+)
 def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cut = "--distributed.tp_size=2" if (strategy, num_ranks) == ("single", 2) else "--distributed.tp_size=1"
-    overrides = (f"--distributed.strategy={strategy}", cut, "--model.from_config.attention_dropout=0", *LINEAR)
+    cut = (
+        "--distributed.tp_size=2"
+        if (strategy, num_ranks) == ("single", 2)
+        else "--distributed.tp_size=1"
+    )
+    overrides = (
+        f"--distributed.strategy={strategy}",
+        cut,
+        "--model.from_config.attention_dropout=0",
+        *LINEAR,
+    )
     recipe, ports = write_recipe(tmp_path), [ranks.free_port() for _ in range(2)]
 
     def both() -> None:
         os.environ["MASTER_PORT"] = str(ports[0])
-        train(recipe, *overrides, MIXED, f"--checkpoint.checkpoint_dir={tmp_path / 'mixed'}", recipe_class=Watched)
+        train(
+            recipe,
+            *overrides,
+            MIXED,
+            f"--checkpoint.checkpoint_dir={tmp_path / 'mixed'}",
+            recipe_class=Watched,
+        )
         os.environ["MASTER_PORT"] = str(ports[1])
         train(recipe, *overrides, f"--checkpoint.checkpoint_dir={tmp_path / 'plain'}")
 
     ranks.run(both, num_ranks, init=False)
     assert "computing in bfloat16" in capfd.readouterr().err
-    mixed, plain = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain"))
+    mixed, plain = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain")
+    )
     assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
     assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]

@@ -63,7 +63,9 @@ def hosts() -> Iterator[tuple[str, str]]:
             "netns",
             names[1],
         )
-        for name, link, address in zip(names, (f"va{mark}", f"vb{mark}"), (FIRST, SECOND), strict=True):
+        for name, link, address in zip(
+            names, (f"va{mark}", f"vb{mark}"), (FIRST, SECOND), strict=True
+        ):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", link, "up")
@@ -87,12 +89,22 @@ def test_machines_that_know_themselves_as_localhost_train_together(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     machines = [
         commands.popen(
-            "python", "-m", FAKE, "ok", "--notes", str(tmp_path), "--network", host,
+            "python",
+            "-m",
+            FAKE,
+            "ok",
+            "--notes",
+            str(tmp_path),
+            "--network",
+            host,
             *(flag.format(node=node) for flag in meet),
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for node, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
     ended = [machine.communicate(timeout=90) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
     lines = [line for out, _ in ended for line in without_gloo_greetings(out).splitlines()]
@@ -105,11 +117,22 @@ def test_machines_whose_cable_is_cut_end_on_both_sides(
     meet = ["--nnodes=2", f"--rdzv-endpoint={FIRST}:29473", "--rdzv-id=x", "--silence=2"]
     machines = [
         commands.popen(
-            "python", "-m", FAKE, "train_until_stopped", "--notes", str(tmp_path), "--network", host, *meet,
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            "python",
+            "-m",
+            FAKE,
+            "train_until_stopped",
+            "--notes",
+            str(tmp_path),
+            "--network",
+            host,
+            *meet,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for host in hosts
-    ]  # fmt: skip
+    ]
     for rank in (0, 1):
         wait_until((tmp_path / f"training_{rank}").exists, 60)
     wait_until(lambda: all(lines_held(host) for host in hosts), 20)
@@ -126,7 +149,9 @@ def test_machines_whose_cable_is_cut_end_on_both_sides(
 
 def lines_held(host: str) -> bool:
     """Whether the kernel's probes watch over a connection of this machine."""
-    shown = subprocess.run(["ss", "-N", host, "-tno"], check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["ss", "-N", host, "-tno"], check=True, capture_output=True, text=True
+    ).stdout
     return "keepalive" in shown
 
 
@@ -175,14 +200,21 @@ def test_gloo_is_told_an_interface_only_where_it_would_not_be_found(
     monkeypatch: pytest.MonkeyPatch, own: str, given: dict[str, str], chosen: str | None
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: own)
-    monkeypatch.setattr("automodel_ckpt.distributed.network.address_towards", lambda host: "192.0.2.9")
-    monkeypatch.setattr("automodel_ckpt.distributed.network.interface_of", {"192.0.2.9": "eth7"}.get)
+    monkeypatch.setattr(
+        "automodel_ckpt.distributed.network.address_towards", lambda host: "192.0.2.9"
+    )
+    monkeypatch.setattr(
+        "automodel_ckpt.distributed.network.interface_of", {"192.0.2.9": "eth7"}.get
+    )
     let_gloo_be_found(given)
     assert given.get("GLOO_SOCKET_IFNAME") == chosen
 
 
 def test_connections_to_one_port_are_bounded_and_nothing_else_is_held() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         ports = [server.getsockname()[1] for server in (one, other)]
         lines = [socket.create_connection(("127.0.0.1", port)) for port in ports]
         held = len(os.listdir("/proc/self/fd"))

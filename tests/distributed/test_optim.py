@@ -19,7 +19,9 @@ from tests.support.training import RECIPE
 LIMIT = 0.01
 
 
-def values_after_steps(optimizer_class: Any, sizes: dict[str, int]) -> tuple[list[float], list[torch.Tensor]]:
+def values_after_steps(
+    optimizer_class: Any, sizes: dict[str, int]
+) -> tuple[list[float], list[torch.Tensor]]:
     """The gradient norms of three clipped steps, and this rank's parts of the parameters and averages after them."""
     model = parallelize(model_of(), layout_here(**sizes), Parallelism(strategy="fsdp2"))
     optimizer = optimizer_class(model.parameters(), lr=0.01, fused=True)
@@ -28,12 +30,17 @@ def values_after_steps(optimizer_class: Any, sizes: dict[str, int]) -> tuple[lis
     for _ in range(3):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         parameters = list(model.parameters())
-        norms.append(clip_gradients(parameters, LIMIT, in_step=getattr(optimizer, "divide_in_step", None)))
+        norms.append(
+            clip_gradients(parameters, LIMIT, in_step=getattr(optimizer, "divide_in_step", None))
+        )
         optimizer.step()
         optimizer.zero_grad()
     states = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
     assert any(isinstance(state, DTensor) for state in states)
-    return norms, [value.to_local() if isinstance(value, DTensor) else value for value in [*parameters, *states]]
+    return norms, [
+        value.to_local() if isinstance(value, DTensor) else value
+        for value in [*parameters, *states]
+    ]
 
 
 def test_it_does_with_shards_what_torchs_does() -> None:
@@ -51,19 +58,27 @@ def test_it_does_with_shards_what_torchs_does() -> None:
 
 MUON = "--optimizer.groups=[{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]"
 PLAIN = RECIPE.replace("attention_dropout: 0.2", "attention_dropout: 0.0")
-FOUR = ("--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+FOUR = (
+    "--step_scheduler.max_steps=4",
+    "--lr_scheduler.decay_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+)
 
 
 def test_a_run_with_two_optimizers_continues_exactly_and_on_other_ranks(tmp_path: Path) -> None:
     sharded = "--distributed.strategy=fsdp2"
     whole = run(tmp_path, *FOUR, MUON, sharded, name="whole", text=PLAIN, num_ranks=2)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
-    assert run(tmp_path, *FOUR, MUON, sharded, back, name="resumed", text=PLAIN, num_ranks=2) == whole
+    assert (
+        run(tmp_path, *FOUR, MUON, sharded, back, name="resumed", text=PLAIN, num_ranks=2) == whole
+    )
     run(tmp_path, *FOUR, MUON, back, name="on one", text=PLAIN)
     expected = lines_of_steps(tmp_path / "whole/training.jsonl")[2:]
     found = lines_of_steps(tmp_path / "on one/training.jsonl")
     # Muon orthogonalizes in bfloat16.
-    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-3)
+    assert [line["loss"] for line in found] == pytest.approx(
+        [line["loss"] for line in expected], rel=1e-3
+    )
     assert [line["lr"] for line in found] == [line["lr"] for line in expected]
 
 

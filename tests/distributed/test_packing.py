@@ -16,7 +16,11 @@ PAIRS = f"{{_target_: automodel_ckpt.data.text.prompt_completion, path: {FILE}, 
 """40 samples of very different lengths."""
 
 TEXT = RECIPE.replace("max_position_embeddings: 32", "max_position_embeddings: 64")
-DATA = (f"--dataset={PAIRS}", f"--validation_dataset={PAIRS}", "--model.from_config.attention_dropout=0")
+DATA = (
+    f"--dataset={PAIRS}",
+    f"--validation_dataset={PAIRS}",
+    "--model.from_config.attention_dropout=0",
+)
 PACKED = (*DATA, "--packed_sequence.size=96", "--step_scheduler.local_batch_size=1")
 
 
@@ -35,22 +39,33 @@ def losses_of(directory: Path) -> list[float]:
 def test_sharing_rows_gives_the_training_of_padded_samples(
     tmp_path: Path, attention: str, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = (*DATA, f"--model.attn_implementation={attention}", "--step_scheduler.local_batch_size=4")
+    overrides = (
+        *DATA,
+        f"--model.attn_implementation={attention}",
+        "--step_scheduler.local_batch_size=4",
+    )
     run(tmp_path, *overrides, name="shared", text=TEXT)
     assert f"packing samples without padding; {told}" in capfd.readouterr().err
     run(tmp_path, *overrides, "--dataloader.padding_free=false", name="padded", text=TEXT)
-    shared, padded = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("shared", "padded"))
+    shared, padded = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("shared", "padded")
+    )
     assert [r["loss"] for r in shared] == pytest.approx([r["loss"] for r in padded], rel=1e-4)
     assert [r["label_tokens"] for r in shared] == [r["label_tokens"] for r in padded]
     assert [r["tokens"] for r in shared] == [r["tokens"] for r in padded]
-    ours, theirs = (lines(tmp_path / name / "validation.jsonl")[-1]["val_loss"] for name in ("shared", "padded"))
+    ours, theirs = (
+        lines(tmp_path / name / "validation.jsonl")[-1]["val_loss"] for name in ("shared", "padded")
+    )
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_one_and_two_ranks_train_on_the_same_packs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_and_two_ranks_train_on_the_same_packs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path, *PACKED, name="one", text=TEXT)
     assert re.search(
-        r"packed 40 samples into \d+ packs of 96 tokens, \d+\.\d\d % of them empty", capfd.readouterr().err
+        r"packed 40 samples into \d+ packs of 96 tokens, \d+\.\d\d % of them empty",
+        capfd.readouterr().err,
     )
     run(tmp_path, *PACKED, name="two", num_ranks=2, text=TEXT)
     one, two = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("one", "two"))
@@ -61,10 +76,23 @@ def test_one_and_two_ranks_train_on_the_same_packs(tmp_path: Path, capfd: pytest
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_packed_run_goes_on_exactly(tmp_path: Path, num_ranks: int) -> None:
-    overrides = (*PACKED, "--lr_scheduler.decay_steps=8", "--model.from_config.attention_dropout=0.2")
-    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=6", name="whole", num_ranks=num_ranks, text=TEXT)
+    overrides = (
+        *PACKED,
+        "--lr_scheduler.decay_steps=8",
+        "--model.from_config.attention_dropout=0.2",
+    )
+    whole = run(
+        tmp_path,
+        *overrides,
+        "--step_scheduler.max_steps=6",
+        name="whole",
+        num_ranks=num_ranks,
+        text=TEXT,
+    )
     run(tmp_path, *overrides, "--step_scheduler.max_steps=4", num_ranks=num_ranks, text=TEXT)
-    again = run(tmp_path, *overrides, "--step_scheduler.max_steps=6", num_ranks=num_ranks, text=TEXT)
+    again = run(
+        tmp_path, *overrides, "--step_scheduler.max_steps=6", num_ranks=num_ranks, text=TEXT
+    )
     assert again == whole
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
 
@@ -74,7 +102,9 @@ def test_a_model_that_lets_samples_see_each_other_refuses_packs_and_pads(
 ) -> None:
     start, end = TEXT.index("  from_config"), TEXT.index("tokenizer:")
     opt = "  from_config: {model_type: opt, hidden_size: 32, ffn_dim: 48, num_hidden_layers: 2, num_attention_heads: 4,"
-    text = TEXT.replace(TEXT[start:end], f"{opt} word_embed_proj_dim: 32, max_position_embeddings: 64}}\n")
+    text = TEXT.replace(
+        TEXT[start:end], f"{opt} word_embed_proj_dim: 32, max_position_embeddings: 64}}\n"
+    )
     error = failure(tmp_path, f"--dataset={PAIRS}", "--packed_sequence.size=96", text=text)
     assert isinstance(error, RecipeError)
     assert "OPTForCausalLM, sdpa attention" in str(error)

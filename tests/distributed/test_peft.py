@@ -22,7 +22,11 @@ from tests.support import ranks
 from tests.support.training import RECIPE, Recipe, build, steps_of, train, write_recipe
 
 TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
-SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2", "--lr_scheduler=null")
+SHORT = (
+    "--step_scheduler.max_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--lr_scheduler=null",
+)
 VARIANTS = {
     "lora": (
         "--peft.target_modules=[q_proj,v_proj]",
@@ -59,7 +63,9 @@ class WithLogits(Recipe):
 
 def alone(recipe: Path, *overrides: str) -> BaseException | None:
     """Train in a process of its own, so that later tests fork from one that has no group behind it; its error."""
-    (outcome,) = ranks.outcomes(lambda: train(recipe, *SHORT, *overrides), 1, init=False, timeout=120)
+    (outcome,) = ranks.outcomes(
+        lambda: train(recipe, *SHORT, *overrides), 1, init=False, timeout=120
+    )
     return outcome.error
 
 
@@ -72,7 +78,9 @@ def whole_and_resumed(recipe: Path, ports: list[int], *overrides: str) -> tuple[
 
     Groups of the same processes one after the other need a port each.
     """
-    places = [f"--checkpoint.checkpoint_dir={recipe.parent / name}" for name in ("whole", "resumed")]
+    places = [
+        f"--checkpoint.checkpoint_dir={recipe.parent / name}" for name in ("whole", "resumed")
+    ]
     os.environ["MASTER_PORT"] = str(ports[0])
     whole = train(recipe, places[0], *SHORT, *overrides, recipe_class=WithLogits)
     os.environ["MASTER_PORT"] = str(ports[1])
@@ -80,7 +88,11 @@ def whole_and_resumed(recipe: Path, ports: list[int], *overrides: str) -> tuple[
     return whole, train(recipe, places[1], saved, *SHORT, *overrides, recipe_class=Recipe)
 
 
-GROUPS = [(1, "single", [*VARIANTS]), (2, "fsdp2", ["lora", "tied embedding"]), (2, "ddp", ["dora"])]
+GROUPS = [
+    (1, "single", [*VARIANTS]),
+    (2, "fsdp2", ["lora", "tied embedding"]),
+    (2, "ddp", ["dora"]),
+]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=[strategy for _, strategy, _ in GROUPS])
@@ -91,7 +103,10 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directories = {name: root / name for name in names}
     for directory in directories.values():
         directory.mkdir()
-    recipes = {name: (recipe_in(directories[name]), [ranks.free_port() for _ in range(2)]) for name in names}
+    recipes = {
+        name: (recipe_in(directories[name]), [ranks.free_port() for _ in range(2)])
+        for name in names
+    }
 
     def all_variants() -> list[Any]:
         common = [f"--distributed.strategy={strategy}", "--step_scheduler.local_batch_size=2"]
@@ -110,13 +125,19 @@ def test_a_run_with_adapters_resumes_bit_for_bit(trained: Any) -> None:
         assert steps_of(directory / "resumed") == steps_of(directory / "whole")[2:]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call, transformers' warning
-def test_the_export_loads_with_peft_without_missing_or_unexpected_keys_and_with_equal_logits(trained: Any) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft's call, transformers' warning
+def test_the_export_loads_with_peft_without_missing_or_unexpected_keys_and_with_equal_logits(
+    trained: Any,
+) -> None:
     directories, _ = trained
     for name, directory in directories.items():
         (run,) = (directory / "whole").glob("epoch_*_step_4")
         adapter = run / "model" if name == "tied embedding" else run / "model" / "consolidated"
-        assert_loads_with_peft(adapter, torch.load(directory / "whole" / "logits.pt", weights_only=True))
+        assert_loads_with_peft(
+            adapter, torch.load(directory / "whole" / "logits.pt", weights_only=True)
+        )
 
 
 def assert_loads_with_peft(directory: Path, logits: torch.Tensor) -> None:
@@ -149,7 +170,9 @@ def assert_is_whole(directory: Path, logits: torch.Tensor) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model.eval()(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_checkpoint_holds_only_what_trains(trained: Any) -> None:
@@ -159,7 +182,9 @@ def test_a_checkpoint_holds_only_what_trains(trained: Any) -> None:
         manifest = Manifest.read(run)
         model, optimizer = manifest.trees["model"].tensors, manifest.trees["optimizer"].tensors
         assert sum(tensor.nbytes for tensor in model.values()) < 120_000
-        assert all("lora_" in key or "norm" in key or "embed" in key or "lm_head" in key for key in model)
+        assert all(
+            "lora_" in key or "norm" in key or "embed" in key or "lm_head" in key for key in model
+        )
         # The tied embedding stands twice in the adapter's file, as peft writes it, and is one parameter.
         trained_elements = sum(t.nbytes for t in model.values() if "lm_head" not in t.fqn)
         moments = sum(t.nbytes for key, t in optimizer.items() if key.endswith(".exp_avg"))
@@ -171,7 +196,11 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
     run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
     assert alone(recipe, run, "--step_scheduler.max_steps=2") is None
     shutil.copytree(tmp_path / "base", tmp_path / "moved")
-    moved = (f"--model.from_pretrained={tmp_path / 'moved'}", "--model.from_config=null", "--peft.base_dir=null")
+    moved = (
+        f"--model.from_pretrained={tmp_path / 'moved'}",
+        "--model.from_config=null",
+        "--peft.base_dir=null",
+    )
     assert alone(recipe, run, *moved, "--step_scheduler.max_steps=3") is None
     weights = tmp_path / "moved" / "model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -191,7 +220,9 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
         (("--peft=null",), "does not match this recipe"),
     ],
 )
-def test_other_adapters_than_those_saved_are_refused(saved_run: Path, overrides: tuple[str, ...], said: str) -> None:
+def test_other_adapters_than_those_saved_are_refused(
+    saved_run: Path, overrides: tuple[str, ...], said: str
+) -> None:
     run = f"--checkpoint.checkpoint_dir={saved_run / 'run'}"
     error = alone(saved_run / "recipe.yaml", run, *overrides)
     assert isinstance(error, CheckpointUnusable) and said in str(error)
@@ -205,7 +236,9 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refused(saved_run: Path) -> None:
+def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refused(
+    saved_run: Path,
+) -> None:
     base = saved_run / "base"
     before = {path: path.stat().st_mtime_ns for path in base.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in before}
@@ -213,7 +246,9 @@ def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refus
     assert alone(recipe, fresh, "--step_scheduler.max_steps=1") is None
     assert {path: path.stat().st_mtime_ns for path in base.iterdir()} == before
     error = alone(recipe, fresh, "--model.from_config.hidden_size=48")
-    assert isinstance(error, RecipeError) and "the directory of the base contains another model" in str(error)
+    assert isinstance(
+        error, RecipeError
+    ) and "the directory of the base contains another model" in str(error)
     assert "hidden_size" in str(error)
     error = alone(recipe, fresh, "--peft.quantize_base=nf4")
     assert isinstance(error, RecipeError) and "it needs a CUDA device; this is a cpu" in str(error)
@@ -221,12 +256,20 @@ def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refus
 
 def test_one_rank_goes_on_with_the_adapters_of_two(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
-    common = (*SHORT, "--peft.dropout=0", "--model.from_config.attention_dropout=0", "--peft.use_dora")
+    common = (
+        *SHORT,
+        "--peft.dropout=0",
+        "--model.from_config.attention_dropout=0",
+        "--peft.use_dora",
+    )
     one, two = (f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("one", "two"))
     half = (two, "--distributed.strategy=fsdp2", "--step_scheduler.max_steps=2")
     ranks.run(lambda: train(recipe, *common, *half), 2, init=False)
     ranks.run(lambda: [train(recipe, *common, place) for place in (one, two)], 1, init=False)
-    losses = [[float.fromhex(step["loss"]) for step in steps_of(tmp_path / name)] for name in ("one", "two")]
+    losses = [
+        [float.fromhex(step["loss"]) for step in steps_of(tmp_path / name)]
+        for name in ("one", "two")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -234,28 +277,48 @@ def test_the_side_files_say_where_the_base_is_from_the_run_too(saved_run: Path) 
     (run,) = (saved_run / "run").glob("epoch_*_step_2")
     side = run / "model"
     ours = json.loads((side / "automodel_peft_config.json").read_text())
-    assert json.loads((side / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved_run / "base")
-    assert (ours["base"]["name"], ours["base"]["relative_to_run"]) == (str(saved_run / "base"), "../base")
+    assert json.loads((side / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        saved_run / "base"
+    )
+    assert (ours["base"]["name"], ours["base"]["relative_to_run"]) == (
+        str(saved_run / "base"),
+        "../base",
+    )
     assert ours["adapter"]["targets"][0] == "model.layers.0.self_attn.q_proj"
 
 
-def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_they_had_stayed(tmp_path: Path) -> None:
+def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_they_had_stayed(
+    tmp_path: Path,
+) -> None:
     base = f"{{base_dir: {tmp_path / 'base'}, target_modules: [all-linear, lm_head, embed_tokens], init: gaussian}}"
     common = (
-        f"--peft={base}", "--lr_scheduler=null", "--optimizer.lr=1e-3", "--step_scheduler.ckpt_every_steps=2",
-        "--model.from_config.attention_dropout=0", "--model.from_config.tie_word_embeddings=false",
-    )  # fmt: skip
+        f"--peft={base}",
+        "--lr_scheduler=null",
+        "--optimizer.lr=1e-3",
+        "--step_scheduler.ckpt_every_steps=2",
+        "--model.from_config.attention_dropout=0",
+        "--model.from_config.tie_word_embeddings=false",
+    )
     split = ("--distributed.tp_size=2", "--distributed.sequence_parallel=true")
 
     def trained(name: str, last: int, *overrides: str) -> Path:
         steps = f"--step_scheduler.max_steps={last}"
-        run(tmp_path, *common, steps, *overrides, name=name, num_ranks=2 if split[0] in overrides else 1)
+        run(
+            tmp_path,
+            *common,
+            steps,
+            *overrides,
+            name=name,
+            num_ranks=2 if split[0] in overrides else 1,
+        )
         return tmp_path / name / f"epoch_0_step_{last}"
 
     whole = trained("whole", 4, *split)
     on_one = trained("on one", 3, f"--checkpoint.restore_from={whole.with_name('epoch_0_step_2')}")
     back = trained("back", 4, *split, f"--checkpoint.restore_from={on_one}")
-    expected_records, *others = (lines_of_steps(tmp_path / n / "training.jsonl") for n in ("whole", "on one", "back"))
+    expected_records, *others = (
+        lines_of_steps(tmp_path / n / "training.jsonl") for n in ("whole", "on one", "back")
+    )
     for records in others:
         for record in records:
             expected = expected_records[record["step"] - 1]
@@ -268,5 +331,7 @@ def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_t
 
 
 def test_dora_on_tensor_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"DoRA needs the norms of unsharded weights(.|\n)*use_dora"):
+    with pytest.raises(
+        RecipeError, match=r"DoRA needs the norms of unsharded weights(.|\n)*use_dora"
+    ):
         build(recipe_in(tmp_path), "--peft.use_dora", "--distributed.tp_size=2")

@@ -20,16 +20,25 @@ from tests.support import ranks
 from tests.support.parallel import layout_here
 from tests.support.training import RECIPE, VALIDATION
 
-TEXT = (RECIPE + VALIDATION).replace("attention_dropout: 0.2", "attention_dropout: 0.0").replace(
-    "num_key_value_heads: 2", "num_key_value_heads: 4"
-)  # fmt: skip
+TEXT = (
+    (RECIPE + VALIDATION)
+    .replace("attention_dropout: 0.2", "attention_dropout: 0.0")
+    .replace("num_key_value_heads: 2", "num_key_value_heads: 4")
+)
 GROUPS = "--optimizer.groups=[{params: [model.norm.weight], lr: 5e-3}, {params: ['*.layers.0.*'], weight_decay: 0.5}]"
 """Either stage has no parameter of one of these groups."""
-SHORT = (GROUPS, "--step_scheduler.max_steps=4", "--lr_scheduler.decay_steps=4", "--step_scheduler.ckpt_every_steps=2")
+SHORT = (
+    GROUPS,
+    "--step_scheduler.max_steps=4",
+    "--lr_scheduler.decay_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+)
 STAGES = "--distributed.pp_size=2"
 
 
-def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ranks(tmp_path: Path) -> None:
+def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ranks(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, *SHORT, name="alone", text=TEXT)
     whole = run(tmp_path, *SHORT, STAGES, name="whole", text=TEXT, num_ranks=2)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
@@ -38,12 +47,16 @@ def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ran
     run(tmp_path, *SHORT, back, name="on one", text=TEXT)
     forth = f"--checkpoint.restore_from={tmp_path / 'alone' / 'epoch_0_step_2'}"
     run(tmp_path, *SHORT, forth, STAGES, name="in stages", text=TEXT, num_ranks=2)
-    alone, *others = (lines_of_steps(tmp_path / name / "training.jsonl") for name in
-                      ("alone", "whole", "on one", "in stages"))  # fmt: skip
+    alone, *others = (
+        lines_of_steps(tmp_path / name / "training.jsonl")
+        for name in ("alone", "whole", "on one", "in stages")
+    )
     for records in others:
         expected = alone[-len(records) :]
         for field in ("loss", "grad_norm", "lr"):
-            assert [r[field] for r in records] == pytest.approx([r[field] for r in expected], rel=1e-4)
+            assert [r[field] for r in records] == pytest.approx(
+                [r[field] for r in expected], rel=1e-4
+            )
         for field in ("step", "samples", "tokens", "label_tokens"):
             assert [r[field] for r in records] == [r[field] for r in expected]
     one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
@@ -72,7 +85,9 @@ def test_what_a_pipeline_cannot_do_is_refused_before_weights_are_made(tmp_path: 
     assert "there are more pipeline stages than layers" in str(deep)
     own = failure(tmp_path, STAGES, num_ranks=2, recipe_class=OwnLoss)
     assert "OwnObjective.loss" in str(own)
-    frozen = failure(tmp_path, STAGES, "--model.freeze=['model.embed_tokens*', 'model.layers.0.*']", num_ranks=2)
+    frozen = failure(
+        tmp_path, STAGES, "--model.freeze=['model.embed_tokens*', 'model.layers.0.*']", num_ranks=2
+    )
     assert "stage 0 of 2" in str(frozen)
     assert not (tmp_path / "run").exists()
 
@@ -81,7 +96,9 @@ def other_groups() -> str:
     """Each rank's optimizer puts its parameters into as many groups as its number plus one."""
     layout = layout_here(pp_size=2)
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layout.rank + 1)))
-    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [parameter]} for parameter in model.parameters()], lr=0.1
+    )
     with pytest.raises(RecipeError) as caught:
         train_stages(optimizer, model, layout)
     return str(caught.value)

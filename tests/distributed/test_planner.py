@@ -56,9 +56,14 @@ def cases() -> list[Case]:
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
     made = []
     for number in range(NUM_LAYOUTS):
-        shape = [chance.choice((0, 1, 2, 3, 5, 7, 8, 16, 19, 37)) for _ in range(chance.choice((0, 1, 1, 2, 2, 2, 3)))]
+        shape = [
+            chance.choice((0, 1, 2, 3, 5, 7, 8, 16, 19, 37))
+            for _ in range(chance.choice((0, 1, 1, 2, 2, 2, 3)))
+        ]
         whole = torch.randint(-99, 99, shape, generator=generator).to(chance.choice(DTYPES))
-        made.append(Case(number, whole, a_layout(chance, whole.dim()), a_layout(chance, whole.dim())))
+        made.append(
+            Case(number, whole, a_layout(chance, whole.dim()), a_layout(chance, whole.dim()))
+        )
     return made
 
 
@@ -97,7 +102,9 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     """This rank's share, cut as torch cuts it: the inner dimensions of the grid first."""
     sizes, offsets = compute_local_shape_and_global_offset(whole.shape, mesh, layout.placements)
     local = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone()
-    return DTensor.from_local(local, mesh, layout.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local, mesh, layout.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def save_all(made: list[Case], directory: Path) -> dict[str, Tensor]:
@@ -123,7 +130,9 @@ def save_all(made: list[Case], directory: Path) -> dict[str, Tensor]:
                     file.write(tree.fetching(share)())
                     pieces[case.name].extend(stored.slices)
     return {
-        case.name: Tensor(case.name, pieces[case.name][0].dtype, tuple(case.whole.shape), tuple(pieces[case.name]))
+        case.name: Tensor(
+            case.name, pieces[case.name][0].dtype, tuple(case.whole.shape), tuple(pieces[case.name])
+        )
         for case in made
         if pieces[case.name] or case.whole.numel()
     }
@@ -137,13 +146,19 @@ def load_all(made: list[Case], tensors: dict[str, Tensor], directory: Path) -> l
                 continue
             expected = part_of(case.whole, case.loaded, meshes[case.loaded.mesh])
             target = DTensor.from_local(
-                torch.full_like(expected.to_local(), 1), expected.device_mesh, expected.placements,
-                run_check=False, shape=expected.shape, stride=expected.stride(),
-            )  # fmt: skip
+                torch.full_like(expected.to_local(), 1),
+                expected.device_mesh,
+                expected.placements,
+                run_check=False,
+                shape=expected.shape,
+                stride=expected.stride(),
+            )
             state = {case.name: target}
             read_tree(directory, Tree("safetensors", {case.name: tensors[case.name]}, {}), state)
             if not torch.equal(state[case.name].to_local(), expected.to_local()):
-                wrong.append(f"rank {rank}: {case.saved} -> {case.loaded} of {list(case.whole.shape)}")
+                wrong.append(
+                    f"rank {rank}: {case.saved} -> {case.loaded} of {list(case.whole.shape)}"
+                )
     return wrong
 
 
@@ -159,7 +174,9 @@ def there_and_back(directory: Path) -> tuple[list[str], list[str], int]:
     return torn, load_all(made, tensors, directory), len(tensors)
 
 
-def test_what_random_layouts_save_tiles_each_tensor_and_loads_into_any_other_layout(tmp_path: Path) -> None:
+def test_what_random_layouts_save_tiles_each_tensor_and_loads_into_any_other_layout(
+    tmp_path: Path,
+) -> None:
     ((torn, wrong, num_stored),) = ranks.run(
         there_and_back, 1, tmp_path, init=False, timeout=max(170, NUM_LAYOUTS // 3)
     )

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support import ranks
 
 needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="on a machine with a GPU no rank can train after a backward pass of its parent"
+    torch.cuda.is_available(),
+    reason="on a machine with a GPU no rank can train after a backward pass of its parent",
 )
 
 
@@ -21,7 +22,9 @@ def gradient() -> float:
 
 
 @needs_no_gpu
-def test_ranks_can_train_after_a_backward_pass_and_fake_tensors_in_the_process_that_forks_them() -> None:
+def test_ranks_can_train_after_a_backward_pass_and_fake_tensors_in_the_process_that_forks_them() -> (
+    None
+):
     # With fake tensors a CUDA build of torch counts devices that this machine does not have.
     with FakeTensorMode():
         torch.empty(1)
@@ -46,6 +49,8 @@ CONNECTED = "connected peer ranks is : "
     ],
     ids=["none", "one after the other", "mixed", "one around a line"],
 )
-def test_the_greetings_of_gloo_are_not_taken_for_output_of_the_ranks(greetings_and_first_line: str) -> None:
+def test_the_greetings_of_gloo_are_not_taken_for_output_of_the_ranks(
+    greetings_and_first_line: str,
+) -> None:
     printed = greetings_and_first_line + "rank 1 trained\n"
     assert ranks.without_gloo_greetings(printed) == "rank 0 trained\nrank 1 trained\n"

@@ -26,5 +26,8 @@ def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
     formats = FORMATS if FULL else {"safetensors": FORMATS["safetensors"]}
     for size in (1, 2, 4):
         ranks.run(save_all, size, tmp_path, of_size(ways, size), formats, timeout=170)
-    wrong = [ranks.run(load_all, n, tmp_path, of_size(ways, n), ways, formats, timeout=600) for n in (1, 2, 4)]
+    wrong = [
+        ranks.run(load_all, n, tmp_path, of_size(ways, n), ways, formats, timeout=600)
+        for n in (1, 2, 4)
+    ]
     assert [line for group in wrong for rank in group for line in rank] == []

@@ -22,7 +22,9 @@ def small_disk(tmp_path: Path) -> object:
     """A file system of 8 MB: two checkpoints of 3 MB fit, with the logs, a third does not."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
     yield mount
@@ -39,10 +41,20 @@ def train(commands: CommandServer) -> Train:
 
     def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         words = [
-            "ckpt-train", str(RECIPE), "--checkpoint.checkpoint_dir", str(directory), "--step_scheduler.max_steps", "8",
-            "--step_scheduler.ckpt_every_steps", "2", "--validation_dataset", "null",
-            "--checkpoint.save_consolidated", "false", *overrides,
-        ]  # fmt: skip
+            "ckpt-train",
+            str(RECIPE),
+            "--checkpoint.checkpoint_dir",
+            str(directory),
+            "--step_scheduler.max_steps",
+            "8",
+            "--step_scheduler.ckpt_every_steps",
+            "2",
+            "--validation_dataset",
+            "null",
+            "--checkpoint.save_consolidated",
+            "false",
+            *overrides,
+        ]
         return commands.run(*words, env={**os.environ, "NO_COLOR": "1"})
 
     return run
@@ -62,16 +74,25 @@ def test_a_full_disk_ends_the_run_with_code_4_and_leaves_the_checkpoints_before(
     assert [path.name for path in small_disk.iterdir() if path.name.startswith(".")] == []
 
 
-def test_with_continue_training_goes_on_and_the_exit_code_tells(small_disk: Path, train: Train) -> None:
+def test_with_continue_training_goes_on_and_the_exit_code_tells(
+    small_disk: Path, train: Train
+) -> None:
     ended = train(small_disk, "--checkpoint.on_save_failure", "continue")
     assert ended.returncode == 4, ended.stderr
     assert "training goes on" in ended.stderr
-    steps = [json.loads(line).get("step") for line in (small_disk / "training.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line).get("step")
+        for line in (small_disk / "training.jsonl").read_text().splitlines()
+    ]
     assert max(steps) == 8
 
 
-def test_with_continue_a_later_save_that_succeeds_clears_the_code(small_disk: Path, train: Train) -> None:
-    ended = train(small_disk, "--checkpoint.on_save_failure", "continue", "--checkpoint.keep_last", "1")
+def test_with_continue_a_later_save_that_succeeds_clears_the_code(
+    small_disk: Path, train: Train
+) -> None:
+    ended = train(
+        small_disk, "--checkpoint.on_save_failure", "continue", "--checkpoint.keep_last", "1"
+    )
     assert ended.returncode == 0, ended.stderr
     assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_8"
 
@@ -85,14 +106,23 @@ def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export
     ended = train(run, "--checkpoint.export_best", "--validation_dataset", few, *worst)
     assert ended.returncode == 0, ended.stderr
     (lowest,) = run.glob("epoch*/model/consolidated/config.json")
-    assert lowest.parents[2].name == commit.pointed(run, "LOWEST_VAL") != commit.pointed(run, "LATEST")
-    again = train(run, "--checkpoint.save_consolidated", "final", "--validation_dataset", few, *worst)
+    assert (
+        lowest.parents[2].name == commit.pointed(run, "LOWEST_VAL") != commit.pointed(run, "LATEST")
+    )
+    again = train(
+        run, "--checkpoint.save_consolidated", "final", "--validation_dataset", few, *worst
+    )
     assert again.returncode == 0 and "already complete at step 8" in again.stderr
     assert (run / "LATEST/model/consolidated/config.json").is_file()
 
 
-def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(train: Train) -> None:
+def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(
+    train: Train,
+) -> None:
     for place in (Path("/proc/x"), Path("/dev/null/x")):
         ended = train(place, "--nproc-per-node", "2")
         assert ended.returncode == 2, ended.stderr
-        assert ended.stderr.count("opening checkpoint.checkpoint_dir failed") == 1 and "parameters" not in ended.stderr
+        assert (
+            ended.stderr.count("opening checkpoint.checkpoint_dir failed") == 1
+            and "parameters" not in ended.stderr
+        )

@@ -29,7 +29,10 @@ class Forgetful(Recipe):
 
 
 def run(
-    directory: Path, capfd: pytest.CaptureFixture[str], *arguments: str, recipe_class: type[Recipe] = Recipe
+    directory: Path,
+    capfd: pytest.CaptureFixture[str],
+    *arguments: str,
+    recipe_class: type[Recipe] = Recipe,
 ) -> tuple[int, str]:
     """(exit code, what was printed)"""
     line = parse(["--selftest-resume", "--selftest-steps", "4", *arguments])
@@ -51,7 +54,8 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
     *steps, verdict = out.splitlines()
     assert verdict == "bit-identical: 4 steps, stopped after step 2, 1 rank"
     pattern = (
-        r"step \d  samples 8  loss \S+  grad norm \S+  lr \S+  dataloader \w{12}  .*model \w{12}  .*rng \w{12} .* same"
+        r"step \d  samples 8  loss \S+  grad norm \S+  lr \S+  "
+        r"dataloader \w{12}  .*model \w{12}  .*rng \w{12} .* same"
     )
     assert all(re.fullmatch(pattern, line) for line in steps), out
     assert len(set(steps)) == len(steps) == 4
@@ -60,29 +64,48 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
 def test_two_ranks_go_on_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out = run(tmp_path, capfd, MIXED, "--nproc-per-node=2", "--json")
     found = json.loads(out)
-    assert (code, found["verdict"], found["num_ranks"], found["first_difference"]) == (0, "bit-identical", [2, 2], None)
+    assert (code, found["verdict"], found["num_ranks"], found["first_difference"]) == (
+        0,
+        "bit-identical",
+        [2, 2],
+        None,
+    )
 
 
-@pytest.mark.parametrize(("before", "after", "packs"), [(1, 2, ()), (2, 1, ("--packed_sequence.size=32",))])
+@pytest.mark.parametrize(
+    ("before", "after", "packs"), [(1, 2, ()), (2, 1, ("--packed_sequence.size=32",))]
+)
 def test_on_other_ranks_the_samples_are_the_same_and_the_losses_nearly(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: int, after: int, packs: tuple[str, ...]
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    before: int,
+    after: int,
+    packs: tuple[str, ...],
 ) -> None:
     still = ("--model.from_config.attention_dropout=0", "--step_scheduler.local_batch_size=1")
-    code, out = run(tmp_path, capfd, f"--nproc-per-node={before}", f"--selftest-nproc={after}", *still, *packs)
+    code, out = run(
+        tmp_path, capfd, f"--nproc-per-node={before}", f"--selftest-nproc={after}", *still, *packs
+    )
     assert code == 0
     assert "equal within tolerance: 4 steps, stopped after step 2" in out
     assert f", resumed on {after}" in out
     assert re.search(r"largest relative difference of loss: \S+ \(tolerance 0\.001\)", out)
 
 
-def test_state_that_is_not_restored_is_named_with_its_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_state_that_is_not_restored_is_named_with_its_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, out = run(tmp_path, capfd, recipe_class=Forgetful)
     assert code == 1
     assert "different: 4 steps" in out
-    assert re.search(r"first difference: step 3, rank 0, loss: straight \d+\.\d+, resumed \d+\.\d+", out), out
+    assert re.search(
+        r"first difference: step 3, rank 0, loss: straight \d+\.\d+, resumed \d+\.\d+", out
+    ), out
 
 
-def test_a_run_that_fails_shows_what_it_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_shows_what_it_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     line = parse(["--selftest-resume", "--model.freeze=['*']"])
     path = str(write_recipe(tmp_path))
 
@@ -105,7 +128,9 @@ def test_a_run_that_fails_shows_what_it_said(tmp_path: Path, capfd: pytest.Captu
         (("--nnodes=2",), "starts its own ranks"),
     ],
 )
-def test_a_selftest_that_cannot_be_is_refused(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:
+def test_a_selftest_that_cannot_be_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], what: str
+) -> None:
     line = parse(["--selftest-resume", *arguments])
     with pytest.raises(RecipeError, match=what):
         selftest(str(write_recipe(tmp_path)), line, lambda *_: Recipe)

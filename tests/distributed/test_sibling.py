@@ -16,7 +16,9 @@ SIBLING = "--checkpoint.on_incompatible=sibling"
 STEPS = ("--lr_scheduler.decay_steps=4", "--step_scheduler.max_steps=2")
 
 
-def test_another_models_run_starts_beside_and_goes_on_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_models_run_starts_beside_and_goes_on_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path, *STEPS)
     before = sorted(path for path in (tmp_path / "run").rglob("*"))
     assert isinstance(failure(tmp_path, WIDER, *STEPS), CheckpointUnusable)
@@ -29,7 +31,9 @@ def test_another_models_run_starts_beside_and_goes_on_there(tmp_path: Path, capf
     sibling = tmp_path / "run.sibling-1"
     assert saved(sibling) == ["epoch_0_step_2"]
     whole = run(tmp_path, WIDER, *STEPS, "--step_scheduler.max_steps=4", name="whole", num_ranks=2)
-    assert run(tmp_path, SIBLING, WIDER, *STEPS, "--step_scheduler.max_steps=4", num_ranks=2) == whole
+    assert (
+        run(tmp_path, SIBLING, WIDER, *STEPS, "--step_scheduler.max_steps=4", num_ranks=2) == whole
+    )
     assert "Loading checkpoint from" in capfd.readouterr().err
     assert [record["step"] for record in steps_of(sibling)] == [1, 2, 3, 4]
     run(tmp_path, SIBLING, "--model.from_config.num_hidden_layers=1", *STEPS)

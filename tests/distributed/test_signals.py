@@ -52,13 +52,17 @@ def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, t
     if target == "launcher":
         (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
         again = "send it again to stop now without saving"
-        assert notice == f"SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
+        assert (
+            notice == f"SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
+        )
     (checkpoint,) = chain.root.glob("epoch_*")
     assert not (checkpoint / "model" / "consolidated").exists()
     assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
 
 
-def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(
+    tmp_path: Path,
+) -> None:
     whole, killed = signals.Chain(tmp_path, "whole"), signals.Chain(tmp_path, "killed")
     with whole.start(steps=STEPS) as trainer:
         assert trainer.wait(60) and trainer.code == 0, trainer.log
@@ -66,14 +70,18 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
         wait_for(trainer, 1, "step", 6)
         since = trainer.send("rank1", signal.SIGKILL)
         assert trainer.wait(90) and trainer.code == 0, trainer.log
-        again = next(mark for mark in trainer.marks(0) if mark.name == "data" and mark.seconds > since + 0.5)
+        again = next(
+            mark for mark in trainer.marks(0) if mark.name == "data" and mark.seconds > since + 0.5
+        )
     assert "restart 1 of 1" in trainer.log
     assert again.step == 4, "the newest checkpoint's"
     assert again.seconds - since < 30
     assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
 
 
-def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torchrun's store outlives a restart: addresses, and a wish to stop."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -111,17 +119,23 @@ def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_pat
         assert trainer.wait(40) and trainer.code == 1, trainer.log
         assert time.monotonic() - since < 30
         assert trainer.orphans() == []
-    assert "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+    assert (
+        "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+    )
     assert "Traceback" not in trainer.log and chain.newest() == 0
 
 
-def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain(
+    tmp_path: Path,
+) -> None:
     chain = signals.Chain(tmp_path, "run")
     with chain.start(hang="data 1 1", keys={"distributed.timeout_minutes": 0.1}) as trainer:
         wait_for(trainer, 1, "hang")
         assert trainer.wait(33) and trainer.code == 1, trainer.log
         assert trainer.orphans() == []
-    assert "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+    assert (
+        "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+    )
     assert "Traceback" not in trainer.log
 
 
@@ -130,7 +144,10 @@ def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[st
         os.kill(peer.pid, signal.SIGSTOP)
         while not failures.is_stopped(peer.pid):
             time.sleep(0.01)
-        processes, seen = {0: os.getpid(), 1: peer.pid, 2: os.getpid()}, [Counter[int](), Counter[int]()]
+        processes, seen = (
+            {0: os.getpid(), 1: peer.pid, 2: os.getpid()},
+            [Counter[int](), Counter[int]()],
+        )
         for _ in range(worker.STOPPED_POLLS + 2):
             for rank, mine in zip((0, 2), seen, strict=True):
                 worker._log_stopped(processes, rank, mine)
@@ -138,7 +155,9 @@ def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err.count(f"warning: rank 1 (process {peer.pid}) is stopped") == 1
 
 
-def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(tmp_path: Path) -> None:
+def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(
+    tmp_path: Path,
+) -> None:
     chain = signals.Chain(tmp_path, "run")
     with chain.start(hang="step 3 1") as trainer:
         wait_for(trainer, 1, "hang")

@@ -99,4 +99,7 @@ def test_a_validation_that_waits_for_data_ends_too(tmp_path: Path) -> None:
     )
     training = partial(installed, write_recipe(tmp_path, RECIPE), *overrides)
     ended = ranks.run(partial(stopped_in, training, 0.5, (0,)), 2, init=False)
-    assert all("after step 2, which is saved" in message and seconds < SECONDS for message, seconds, _ in ended), ended
+    assert all(
+        "after step 2, which is saved" in message and seconds < SECONDS
+        for message, seconds, _ in ended
+    ), ended

@@ -55,7 +55,10 @@ def test_every_layout_of_four_ranks_trains_as_one_rank_does() -> None:
 
 def test_so_it_does_with_tied_weights_and_norms_of_single_heads() -> None:
     names = ["tp", "hsdp x tp", "pp x tp", "pp x hsdp"]
-    assert ranks.run(as_one_rank_does, 4, names, "qwen3", {"tie_word_embeddings": True}, timeout=120) == [[]] * 4
+    assert (
+        ranks.run(as_one_rank_does, 4, names, "qwen3", {"tie_word_embeddings": True}, timeout=120)
+        == [[]] * 4
+    )
 
 
 def tied_after_tensor_parallel() -> tuple[bool, bool]:
@@ -78,8 +81,15 @@ def by_hand(model: nn.Module) -> dict[str, Any]:
     }
 
 
-FOUR_HEADS = ("--model.from_config.num_key_value_heads=4", "--model.from_config.attention_dropout=0")
-SHORT = ("--step_scheduler.max_steps=3", "--lr_scheduler.decay_steps=3", "--step_scheduler.ckpt_every_steps=2")
+FOUR_HEADS = (
+    "--model.from_config.num_key_value_heads=4",
+    "--model.from_config.attention_dropout=0",
+)
+SHORT = (
+    "--step_scheduler.max_steps=3",
+    "--lr_scheduler.decay_steps=3",
+    "--step_scheduler.ckpt_every_steps=2",
+)
 GRID = ("--distributed.tp_size=2", "--distributed.sequence_parallel=true")
 
 
@@ -91,15 +101,21 @@ def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_p
     checkpoint = tmp_path / "whole" / "epoch_0_step_2"
     back = f"--checkpoint.restore_from={checkpoint}"
     assert run(tmp_path, *options, *GRID, back, name="resumed", text=text, num_ranks=4) == whole
-    assert whole[0]["rng"] == whole[1]["rng"] != whole[2]["rng"]  # what a group holds in common has to stay common
+    assert (
+        whole[0]["rng"] == whole[1]["rng"] != whole[2]["rng"]
+    )  # what a group holds in common has to stay common
     run(tmp_path, *options, back, name="on one", text=text)
-    alone, grown, on_one = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole", "on one"))
+    alone, grown, on_one = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole", "on one")
+    )
     assert [r["loss"] for r in on_one] == pytest.approx([r["loss"] for r in alone[2:]], rel=1e-3)
     for field in ("loss", "grad_norm"):
         assert [r[field] for r in grown] == pytest.approx([r[field] for r in alone], rel=1e-3)
     assert [r["samples"] for r in grown] == [r["samples"] for r in alone]
     assert [r["label_tokens"] for r in grown] == [r["label_tokens"] for r in alone]
-    assert sorted(p.name for p in (checkpoint / "rng").iterdir()) == [f"rng_global_rank_{r}.pt" for r in range(4)]
+    assert sorted(p.name for p in (checkpoint / "rng").iterdir()) == [
+        f"rng_global_rank_{r}.pt" for r in range(4)
+    ]
     assert sorted(p.name for p in (checkpoint / "dataloader").iterdir()) == [
         f"dataloader_dp_rank_{r}.pt" for r in range(2)
     ]
@@ -108,25 +124,38 @@ def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_p
 def test_a_plan_by_hand_trains_as_no_plan_does(tmp_path: Path) -> None:
     plan = "--distributed.tp_plan={_target_: tests.distributed.test_strategies.by_hand}"
     run(tmp_path, *FOUR_HEADS, "--step_scheduler.max_steps=2", name="alone")
-    run(tmp_path, *FOUR_HEADS, "--step_scheduler.max_steps=2", "--distributed.tp_size=2", plan, num_ranks=2)
+    run(
+        tmp_path,
+        *FOUR_HEADS,
+        "--step_scheduler.max_steps=2",
+        "--distributed.tp_size=2",
+        plan,
+        num_ranks=2,
+    )
     alone, grown = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "run"))
     assert [r["loss"] for r in grown] == pytest.approx([r["loss"] for r in alone], rel=1e-4)
 
 
-def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made(tmp_path: Path) -> None:
+def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made(
+    tmp_path: Path,
+) -> None:
     one_head = ("--model.from_config.num_key_value_heads=1", "--distributed.tp_size=2")
     assert "num_key_value_heads 1" in str(failure(tmp_path, *one_head, num_ranks=2))
     offloaded = failure(tmp_path, "--distributed.cpu_offload=true", "--distributed.strategy=fsdp2")
     assert "CPUOffloadPolicy needs an accelerator" in str(offloaded)
     half = failure(tmp_path, "--model.dtype=float16")
-    assert "float16 training requires a loss scaler" in str(half) and "model.embed_tokens.weight" in str(half)
+    assert "float16 training requires a loss scaler" in str(
+        half
+    ) and "model.embed_tokens.weight" in str(half)
     assert not (tmp_path / "run").exists()
 
 
 def cut_differently() -> str:
     plan = {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"}
     with pytest.raises(RecipeError) as caught:
-        parallelize(model_of(tie_word_embeddings=True), layout_here(tp_size=2), Parallelism(tp_plan=plan))
+        parallelize(
+            model_of(tie_word_embeddings=True), layout_here(tp_size=2), Parallelism(tp_plan=plan)
+        )
     return str(caught.value)
 
 

@@ -18,7 +18,15 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
-from tests.support.training import RECIPE, VALIDATION, Recipe, killed_after, steps_of, train, write_recipe
+from tests.support.training import (
+    RECIPE,
+    VALIDATION,
+    Recipe,
+    killed_after,
+    steps_of,
+    train,
+    write_recipe,
+)
 from tests.support.training_parts import Signalled, SignalledInStep, SignalledInValidation, WithMore
 
 SIX = "--step_scheduler.max_steps=6"
@@ -53,7 +61,9 @@ def failure(directory: Path, *overrides: str, num_ranks: int = 1, **options: Any
 
 
 def saved(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(
+        path.name for path in directory.iterdir() if path.is_dir() and not path.is_symlink()
+    )
 
 
 def losses(checkpoint: Path) -> dict[str, Any]:
@@ -86,12 +96,24 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
     assert all(record.keys() == fields for record in steps)
     events = [record for record in records if "event" in record]
     assert [event["step"] for event in events] == [5, 10, 12]
-    expected = {"event", "step", "stall_seconds", "total_seconds", "bytes", "bytes_per_second", "free_bytes", "pruned",
-                "export_command"}  # fmt: skip
+    expected = {
+        "event",
+        "step",
+        "stall_seconds",
+        "total_seconds",
+        "bytes",
+        "bytes_per_second",
+        "free_bytes",
+        "pruned",
+        "export_command",
+    }
     assert all(event.keys() == expected for event in events)
     validations = lines(tmp_path / "run/validation.jsonl")
     assert [record["step"] for record in validations] == [5, 10, 12]
-    assert all(record.keys() == {"step", "epoch", "timestamp", "val_loss", "label_tokens"} for record in validations)
+    assert all(
+        record.keys() == {"step", "epoch", "timestamp", "val_loss", "label_tokens"}
+        for record in validations
+    )
     assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_1_step_10", "epoch_1_step_12"]
     for record in validations:
         content = losses(tmp_path / f"run/epoch_{record['epoch']}_step_{record['step']}")
@@ -109,15 +131,28 @@ class RandomInValidation(Recipe):
         return super().validation_sums(batch)
 
 
-def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(tmp_path: Path) -> None:
+def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, SIX, name="without")
     every_step = "--step_scheduler.val_every_steps=1"
-    run(tmp_path, SIX, every_step, name="with", text=RECIPE + VALIDATION, recipe_class=RandomInValidation)
+    run(
+        tmp_path,
+        SIX,
+        every_step,
+        name="with",
+        text=RECIPE + VALIDATION,
+        recipe_class=RandomInValidation,
+    )
     assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
 
 
 def test_two_ranks_find_the_validation_loss_of_one(tmp_path: Path) -> None:
-    overrides = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", "--step_scheduler.local_batch_size=1")
+    overrides = (
+        "--optimizer.lr=0.0",
+        "--step_scheduler.max_steps=1",
+        "--step_scheduler.local_batch_size=1",
+    )
     run(tmp_path, *overrides, name="one", text=RECIPE + VALIDATION)
     run(tmp_path, *overrides, name="two", text=RECIPE + VALIDATION, num_ranks=2)
     one, two = (lines(tmp_path / name / "validation.jsonl")[0] for name in ("one", "two"))
@@ -128,7 +163,9 @@ def test_two_ranks_find_the_validation_loss_of_one(tmp_path: Path) -> None:
 def test_a_better_validation_asks_for_a_save_when_told_to(tmp_path: Path) -> None:
     overrides = ("--step_scheduler.ckpt_on_best", "--step_scheduler.ckpt_every_steps=null")
     run(tmp_path, *overrides, "--step_scheduler.val_every_steps=2", text=RECIPE + VALIDATION)
-    values = {record["step"]: record["val_loss"] for record in lines(tmp_path / "run/validation.jsonl")}
+    values = {
+        record["step"]: record["val_loss"] for record in lines(tmp_path / "run/validation.jsonl")
+    }
     best, improving = math.inf, set()
     for step, value in values.items():
         if value < best:
@@ -166,7 +203,9 @@ def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_signal_to_one_rank_saves_once_on_all_and_the_same_command_goes_on(tmp_path: Path, num_ranks: int) -> None:
+def test_a_signal_to_one_rank_saves_once_on_all_and_the_same_command_goes_on(
+    tmp_path: Path, num_ranks: int
+) -> None:
     whole = run(tmp_path, SIX, name="whole", num_ranks=num_ranks)
     error = failure_or_own(tmp_path, num_ranks)
     assert "after step 3" in error
@@ -195,7 +234,9 @@ def installed(*arguments: Any, **options: Any) -> Any:
 def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_path: Path) -> None:
     arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",)
     recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
-    ended = ranks.outcomes(partial(installed, recipe, *arguments, recipe_class=SignalledInValidation), 2, init=False)
+    ended = ranks.outcomes(
+        partial(installed, recipe, *arguments, recipe_class=SignalledInValidation), 2, init=False
+    )
     assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
     assert saved(tmp_path / "run") == ["epoch_0_step_5"]
     assert losses(tmp_path / "run/epoch_0_step_5")["val_loss"] is None
@@ -204,8 +245,13 @@ def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_
 
 def stopped(directory: Path, *overrides: str, recipe_class: type[LLMFinetune]) -> str:
     """The message of a run in ``directory/run`` on one rank that ends for a signal."""
-    arguments = (write_recipe(directory, RECIPE + VALIDATION), f"--checkpoint.checkpoint_dir={directory / 'run'}")
-    (ended,) = ranks.outcomes(partial(installed, *arguments, *overrides, recipe_class=recipe_class), 1, init=False)
+    arguments = (
+        write_recipe(directory, RECIPE + VALIDATION),
+        f"--checkpoint.checkpoint_dir={directory / 'run'}",
+    )
+    (ended,) = ranks.outcomes(
+        partial(installed, *arguments, *overrides, recipe_class=recipe_class), 1, init=False
+    )
     assert isinstance(ended.error, Stopped), ended
     return str(ended.error)
 
@@ -214,15 +260,26 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for_once(tmp_path: Path) 
     every = ("--step_scheduler.val_every_steps=3",)
     whole = run(tmp_path, *every, name="whole", text=RECIPE + VALIDATION)
     assert "after step 3" in stopped(tmp_path, *every, recipe_class=SignalledInValidation)
-    training = partial(train, write_recipe(tmp_path, RECIPE + VALIDATION), *every, recipe_class=killed_after(4))
-    ranks.outcomes(partial(training, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"), 1, init=False)
+    training = partial(
+        train, write_recipe(tmp_path, RECIPE + VALIDATION), *every, recipe_class=killed_after(4)
+    )
+    ranks.outcomes(
+        partial(training, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"), 1, init=False
+    )
     assert [record["step"] for record in lines(tmp_path / "run/validation.jsonl")] == [3]
     assert run(tmp_path, *every, text=RECIPE + VALIDATION) == whole
-    values = [[(record["step"], record["val_loss"]) for record in lines(tmp_path / name / "validation.jsonl")]
-              for name in ("whole", "run")]  # fmt: skip
+    values = [
+        [
+            (record["step"], record["val_loss"])
+            for record in lines(tmp_path / name / "validation.jsonl")
+        ]
+        for name in ("whole", "run")
+    ]
     assert values[0] == values[1] and len(values[0]) == 6
     best = {os.readlink(tmp_path / name / "LOWEST_VAL") for name in ("whole", "run")}
-    assert len(best) == 1 and not (tmp_path / "run/late_validations.json").exists(), "only the signal saved step 3"
+    assert len(best) == 1 and not (tmp_path / "run/late_validations.json").exists(), (
+        "only the signal saved step 3"
+    )
 
 
 @pytest.mark.parametrize("recipe_class", [SignalledInStep, SignalledInValidation])
@@ -240,9 +297,16 @@ def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_ends_early_is_saved_once_at_its_end(tmp_path: Path, num_workers: int) -> None:
+def test_a_stream_that_ends_early_is_saved_once_at_its_end(
+    tmp_path: Path, num_workers: int
+) -> None:
     overrides = (*STREAM, "--step_scheduler.max_steps=100", "--step_scheduler.num_epochs=1")
-    run(tmp_path, *overrides, f"--dataloader.num_workers={num_workers}", "--step_scheduler.ckpt_every_steps=null")
+    run(
+        tmp_path,
+        *overrides,
+        f"--dataloader.num_workers={num_workers}",
+        "--step_scheduler.ckpt_every_steps=null",
+    )
     assert saved(tmp_path / "run") == ["epoch_0_step_3"]
     assert (tmp_path / "run/epoch_0_step_3/model/consolidated/config.json").is_file()
     assert [len(record["samples"]) for record in steps_of(tmp_path / "run")] == [8, 8, 4]
@@ -290,8 +354,12 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path: Path) 
 def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
     run(tmp_path, SIX, name="default")
     run(tmp_path, SIX, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
-    ours, theirs = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("default", "torch"))
-    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in theirs], rel=1e-4)
+    ours, theirs = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("default", "torch")
+    )
+    assert [record["loss"] for record in ours] == pytest.approx(
+        [record["loss"] for record in theirs], rel=1e-4
+    )
     assert saved(tmp_path / "torch/epoch_0_step_5") == saved(tmp_path / "default/epoch_0_step_5")
 
 
@@ -299,17 +367,31 @@ def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
     overrides = ("--optimizer={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}",)
     whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole")
     run(tmp_path, *overrides, "--step_scheduler.max_steps=5", "--lr_scheduler.decay_steps=8")
-    again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", "--lr_scheduler.decay_steps=8")
+    again = run(
+        tmp_path, *overrides, "--step_scheduler.max_steps=8", "--lr_scheduler.decay_steps=8"
+    )
     assert again[0]["weights"] == whole[0]["weights"]
     assert again[0]["optimizer"] == whole[0]["optimizer"]
     events = [record for record in lines(tmp_path / "run/training.jsonl") if "event" in record]
-    assert [(event["event"], event["step"]) for event in events] == [("save", 5), ("resume", 5), ("save", 8)]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("save", 5),
+        ("resume", 5),
+        ("save", 8),
+    ]
     assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_layout=hf")])
-def test_an_interrupted_run_in_another_format_goes_on(tmp_path: Path, strategy: str, how: str) -> None:
-    overrides = (f"--checkpoint.{how}", f"--distributed.strategy={strategy}", "--lr_scheduler.decay_steps=8")
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_layout=hf")]
+)
+def test_an_interrupted_run_in_another_format_goes_on(
+    tmp_path: Path, strategy: str, how: str
+) -> None:
+    overrides = (
+        f"--checkpoint.{how}",
+        f"--distributed.strategy={strategy}",
+        "--lr_scheduler.decay_steps=8",
+    )
     whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole", num_ranks=2)
     run(tmp_path, *overrides, SIX, num_ranks=2)
     again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", num_ranks=2)
@@ -320,19 +402,38 @@ def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
     run(tmp_path, "--step_scheduler.max_steps=2", name="base")
     export = tmp_path / "base/epoch_0_step_2/model/consolidated"
     text = RECIPE.replace(
-        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")], f"  from_pretrained: {export}\n"
+        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
+        f"  from_pretrained: {export}\n",
     )
     text = text.replace(
-        "tokenizer:\n  _target_: automodel_ckpt.data.python_docs.train_tokenizer\n  vocab_size: 300\n", ""
+        "tokenizer:\n  _target_: automodel_ckpt.data.python_docs.train_tokenizer\n  vocab_size: 300\n",
+        "",
     )
-    run(tmp_path, "--model.freeze=['*embed_tokens*']", "--step_scheduler.max_steps=3", text=text, num_ranks=2)
+    run(
+        tmp_path,
+        "--model.freeze=['*embed_tokens*']",
+        "--step_scheduler.max_steps=3",
+        text=text,
+        num_ranks=2,
+    )
     assert len(steps_of(tmp_path / "run")) == 3
     for file in export.glob("tokenizer*"):
         file.unlink()
-    assert "for data that is tokenized already: tokenizer: null" in str(failure(tmp_path, *STREAM, text=text))
-    run(tmp_path, *STREAM, "--tokenizer=null", "--step_scheduler.max_steps=1", name="tokenized", text=text)
+    assert "for data that is tokenized already: tokenizer: null" in str(
+        failure(tmp_path, *STREAM, text=text)
+    )
+    run(
+        tmp_path,
+        *STREAM,
+        "--tokenizer=null",
+        "--step_scheduler.max_steps=1",
+        name="tokenized",
+        text=text,
+    )
     files = [path.name for path in (tmp_path / "tokenized").rglob("*")]
-    assert "model-00001-of-00001.safetensors" in files and not [name for name in files if "token" in name]
+    assert "model-00001-of-00001.safetensors" in files and not [
+        name for name in files if "token" in name
+    ]
     assert "text data requires a tokenizer" in str(failure(tmp_path, "--tokenizer=null", text=text))
 
 
@@ -376,7 +477,9 @@ def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
         ("--distributed.backend=smoke-signals", "unknown torch.distributed backend"),
     ],
 )
-def test_what_is_wrong_with_the_recipe_is_refused_before_training(tmp_path: Path, override: str, what: str) -> None:
+def test_what_is_wrong_with_the_recipe_is_refused_before_training(
+    tmp_path: Path, override: str, what: str
+) -> None:
     error = failure(tmp_path, override)
     assert isinstance(error, RecipeError)
     assert what in str(error)
@@ -392,7 +495,8 @@ def test_several_ranks_refuse_the_strategy_single(tmp_path: Path) -> None:
 def test_a_model_directory_that_is_not_there_is_named_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "model-a").mkdir()
     text = RECIPE.replace(
-        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")], f"  from_pretrained: {tmp_path}/model-b\n"
+        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
+        f"  from_pretrained: {tmp_path}/model-b\n",
     )
     error = failure(tmp_path, text=text)
     assert isinstance(error, RecipeError)

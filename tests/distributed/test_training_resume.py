@@ -15,7 +15,9 @@ ACCUMULATION = {1: {1: 8, 4: 2}, 2: {1: 4, 4: 1}}
 """Ranks -> accumulation -> local batch size, of a global batch of 8."""
 
 
-def run(directory: Path, num_ranks: int, name: str, *overrides: str, kills: tuple[int, ...] = ()) -> list[Any]:
+def run(
+    directory: Path, num_ranks: int, name: str, *overrides: str, kills: tuple[int, ...] = ()
+) -> list[Any]:
     """Train in ``directory/name``: killed once after each of *kills*, then to the end; the ranks' final digests."""
     recipe = write_recipe(directory)
     arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
@@ -37,7 +39,10 @@ def test_killed_twice_between_checkpoints_and_resumed_equals_uninterrupted(
     tmp_path: Path, num_ranks: int, num_workers: int, accumulation: int, kills: tuple[int, ...]
 ) -> None:
     local = ACCUMULATION[num_ranks][accumulation]
-    overrides = (f"--step_scheduler.local_batch_size={local}", f"--dataloader.num_workers={num_workers}")
+    overrides = (
+        f"--step_scheduler.local_batch_size={local}",
+        f"--dataloader.num_workers={num_workers}",
+    )
     whole = run(tmp_path, num_ranks, "whole", *overrides)
     interrupted = run(tmp_path, num_ranks, "interrupted", *overrides, kills=kills)
     assert interrupted == whole
@@ -61,7 +66,25 @@ def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strat
 
 
 def test_ranks_start_from_equal_weights_whatever_their_number(tmp_path: Path) -> None:
-    overrides = ("--step_scheduler.max_steps=1", "--optimizer.lr=0.0", "--optimizer.weight_decay=0.0")
-    one = run(tmp_path, 1, "one", *overrides, "--distributed.strategy=ddp", "--step_scheduler.local_batch_size=1")
-    two = run(tmp_path, 2, "two", *overrides, "--distributed.strategy=ddp", "--step_scheduler.local_batch_size=1")
+    overrides = (
+        "--step_scheduler.max_steps=1",
+        "--optimizer.lr=0.0",
+        "--optimizer.weight_decay=0.0",
+    )
+    one = run(
+        tmp_path,
+        1,
+        "one",
+        *overrides,
+        "--distributed.strategy=ddp",
+        "--step_scheduler.local_batch_size=1",
+    )
+    two = run(
+        tmp_path,
+        2,
+        "two",
+        *overrides,
+        "--distributed.strategy=ddp",
+        "--step_scheduler.local_batch_size=1",
+    )
     assert {digests["weights"] for digests in one + two} == {one[0]["weights"]}

@@ -60,7 +60,9 @@ def prepare(directory: Path, family: str) -> Path:
     return write_recipe(directory, RECIPE.format(base=base, data=data))
 
 
-def train(recipe_file: Path, *overrides: str, recipe_class: Any = VLMFinetune) -> tuple[dict[str, str], torch.Tensor]:
+def train(
+    recipe_file: Path, *overrides: str, recipe_class: Any = VLMFinetune
+) -> tuple[dict[str, str], torch.Tensor]:
     """Run in this process; the digests of the state at the end, and the logits of two samples."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
     try:
@@ -81,9 +83,13 @@ def logits(model: Any, recipe_file: Path) -> torch.Tensor:
         return model(**batch).logits.clone()
 
 
-def run(recipe_file: Path, name: str, *overrides: str, num_ranks: int, recipe_class: Any = VLMFinetune) -> list[Any]:
+def run(
+    recipe_file: Path, name: str, *overrides: str, num_ranks: int, recipe_class: Any = VLMFinetune
+) -> list[Any]:
     arguments = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
-    return ranks.run(partial(train, recipe_file, *arguments, recipe_class=recipe_class), num_ranks, init=False)
+    return ranks.run(
+        partial(train, recipe_file, *arguments, recipe_class=recipe_class), num_ranks, init=False
+    )
 
 
 def tensors(directory: Path) -> dict[str, bytes]:
@@ -108,7 +114,12 @@ if ALL:
 
 @pytest.mark.parametrize(("family", "strategy", "num_ranks", "model_format"), RUNS)
 def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
-    family: str, strategy: str, num_ranks: int, model_format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family: str,
+    strategy: str,
+    num_ranks: int,
+    model_format: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     recipe = prepare(tmp_path, family)
     options = (
@@ -117,7 +128,9 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
         "--checkpoint.save_consolidated=final",
     )
     _, trained = run(recipe, "run", *options, num_ranks=num_ranks)[0]
-    assert "builds the whole model" not in capfd.readouterr().err, "each rank reads its part of the base"
+    assert "builds the whole model" not in capfd.readouterr().err, (
+        "each rank reads its part of the base"
+    )
     base, export = tmp_path / "base", (tmp_path / "run/LATEST/model/consolidated").resolve()
     export = export.rename(tmp_path / "export")
     model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
@@ -135,8 +148,12 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
     assert type(read_processor(str(export))) is type(read_processor(str(base)))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call, transformers' warning
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # peft 0.19, for other layers
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft's call, transformers' warning
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings:UserWarning"
+)  # peft 0.19, for other layers
 def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
     options = (
@@ -148,8 +165,13 @@ def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_pat
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "LATEST" / "model")
     assert torch.equal(logits(adapted, recipe), trained)
-    assert main(["export", "--merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
-    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert (
+        main(["export", "--merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")])
+        == 0
+    )
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert not any(info.values()), info
     torch.testing.assert_close(logits(model, recipe), trained, rtol=1e-4, atol=1e-4)
     assert tensors(tmp_path / "merged").keys() == tensors(tmp_path / "base").keys()
@@ -177,9 +199,17 @@ def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: P
 
 def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
-    fresh = ("--model.from_pretrained=null", f"--model.from_config={tmp_path / 'base'}", "--model.vocab_size=400")
+    fresh = (
+        "--model.from_pretrained=null",
+        f"--model.from_config={tmp_path / 'base'}",
+        "--model.vocab_size=400",
+    )
     processor = f"--processor.from_pretrained={tmp_path / 'base'}"
-    short = ("--checkpoint.enabled=false", "--step_scheduler.max_steps=1", "--validation_dataset=null")
+    short = (
+        "--checkpoint.enabled=false",
+        "--step_scheduler.max_steps=1",
+        "--validation_dataset=null",
+    )
     assert train(recipe, *fresh, processor, *short)[1].shape[-1] == 400
 
 
@@ -195,7 +225,9 @@ def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_vision_language_recipe_cannot_do_is_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_what_a_vision_language_recipe_cannot_do_is_refused(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
     recipe = prepare(tmp_path, "llava")
     with pytest.raises(RecipeError, match=message):
         train(recipe, "--checkpoint.enabled=false", *overrides)

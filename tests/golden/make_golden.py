@@ -31,9 +31,13 @@ def main(directory: Path) -> None:
     for model_save_format in FORMATS:
         root = directory / f"v{FORMAT_VERSION}_{model_save_format}"
         losses = {"step": 20, "val_loss": 0.5}
-        tiny.save(root, golden_state(), model_save_format=model_save_format, losses=losses, validated=True)
+        tiny.save(
+            root, golden_state(), model_save_format=model_save_format, losses=losses, validated=True
+        )
         for pointer in layout.POINTERS:
-            (root / pointer).unlink()  # the next start makes LATEST again, and git need not keep links
+            (
+                root / pointer
+            ).unlink()  # the next start makes LATEST again, and git need not keep links
 
 
 if __name__ == "__main__":

@@ -75,9 +75,25 @@ def main(python: str, target: Path) -> None:
 
 
 def _train(python: str, directory: Path, num_ranks: int, *overrides: str) -> None:
-    words = [f"--nproc-per-node={num_ranks}", "recipe.yaml", "--checkpoint.checkpoint_dir=run", *overrides]
-    command = [python, "-m", "automodel_ckpt.cli.train", *words, "--checkpoint.save_consolidated=false"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "AUTOMODEL_CKPT_TRUST": "tests"}
+    words = [
+        f"--nproc-per-node={num_ranks}",
+        "recipe.yaml",
+        "--checkpoint.checkpoint_dir=run",
+        *overrides,
+    ]
+    command = [
+        python,
+        "-m",
+        "automodel_ckpt.cli.train",
+        *words,
+        "--checkpoint.save_consolidated=false",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "AUTOMODEL_CKPT_TRUST": "tests",
+    }
     subprocess.run(command, cwd=directory, env=environment, check=True)
 
 

@@ -28,11 +28,16 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_there_is_a_small_one_for_every_version_and_format() -> None:
     expected = [
-        f"v{version}_{name}" for version in range(1, FORMAT_VERSION + 1) for name in ("safetensors", "torch_save")
+        f"v{version}_{name}"
+        for version in range(1, FORMAT_VERSION + 1)
+        for name in ("safetensors", "torch_save")
     ]
     assert expected == GOLDEN
     for name in GOLDEN:
-        assert sum(path.stat().st_size for path in (HERE / name).rglob("*") if path.is_file()) < 100_000
+        assert (
+            sum(path.stat().st_size for path in (HERE / name).rglob("*") if path.is_file())
+            < 100_000
+        )
 
 
 def test_it_is_whole_to_the_last_byte(golden: Path) -> None:
@@ -49,12 +54,18 @@ def test_a_run_resumes_from_it(golden: Path) -> None:
     for name, value in tiny.tensors_of(expected).items():
         torch.testing.assert_close(tiny.tensors_of(other)[name], value)
     assert other.tracker.value == {"best": 1.5, "seen": [1, 2]}
-    assert other.lr_scheduler.state_dict()["milestones"] == expected.lr_scheduler.state_dict()["milestones"]
+    assert (
+        other.lr_scheduler.state_dict()["milestones"]
+        == expected.lr_scheduler.state_dict()["milestones"]
+    )
 
 
 def test_it_is_listed_and_exported(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(golden), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["complete"] and (row["step"], row["val_loss"]) == (20, 0.5)
-    assert main(["consolidate", str(golden / "epoch_0_step_20"), "--output", str(golden / "export")]) == 0
+    assert (
+        main(["consolidate", str(golden / "epoch_0_step_20"), "--output", str(golden / "export")])
+        == 0
+    )
     assert (golden / "export/model.safetensors.index.json").is_file()

@@ -29,12 +29,18 @@ def test_a_run_of_an_older_version_continues_with_the_losses_that_it_would_have_
     monkeypatch.chdir(tmp_path)
     assert main(["verify", "run"]) == 0, capsys.readouterr().out
 
-    options = ("--checkpoint.checkpoint_dir=run", "--checkpoint.save_consolidated=false", *OVERRIDES[name])
+    options = (
+        "--checkpoint.checkpoint_dir=run",
+        "--checkpoint.save_consolidated=false",
+        *OVERRIDES[name],
+    )
     ranks.run(partial(train, Path("recipe.yaml"), *options), RUNS[name][0], init=False)
 
     lines = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in lines if "event" not in record}
-    expected = {int(step): loss for step, loss in json.loads(Path("expected.json").read_text()).items()}
+    expected = {
+        int(step): loss for step, loss in json.loads(Path("expected.json").read_text()).items()
+    }
     assert losses == pytest.approx(expected, rel=1e-6)
     assert Path("run/LATEST").resolve().name == "epoch_1_step_6"
     assert (Path("run") / KEPT_STEP / "MANIFEST.json").is_file()

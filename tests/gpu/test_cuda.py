@@ -20,26 +20,45 @@ from automodel_ckpt.checkpoint.verify import verify
 from tests.support import tiny
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA device"
+)
 
 
 def command(directory: Path, *overrides: str) -> list[str]:
     return [
-        sys.executable, "-m", "automodel_ckpt.cli.train", str(RECIPE), "--checkpoint.checkpoint_dir", str(directory),
-        "--step_scheduler.max_steps", "30", "--step_scheduler.ckpt_every_steps", "10", "--deterministic", "true",
-        "--logging.sample_ids", "true", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "automodel_ckpt.cli.train",
+        str(RECIPE),
+        "--checkpoint.checkpoint_dir",
+        str(directory),
+        "--step_scheduler.max_steps",
+        "30",
+        "--step_scheduler.ckpt_every_steps",
+        "10",
+        "--deterministic",
+        "true",
+        "--logging.sample_ids",
+        "true",
+        *overrides,
+    ]
 
 
 def train(directory: Path, *overrides: str) -> None:
-    done = subprocess.run(command(directory, *overrides), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command(directory, *overrides), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
 def steps(directory: Path) -> list[tuple[Any, ...]]:
     lines = [json.loads(line) for line in (directory / "training.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "event" not in line]
-    return [(r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex(), r["lr"], r["samples"]) for r in rows]
+    return [
+        (r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex(), r["lr"], r["samples"])
+        for r in rows
+    ]
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -50,11 +69,15 @@ def digests(directory: Path) -> dict[str, str]:
         for tree, content in manifest.trees.items()
         for fqn, tensor in content.tensors.items()
     }
-    return tensors | {name: record.digest for name, record in manifest.files.items() if name.startswith("rng/")}
+    return tensors | {
+        name: record.digest for name, record in manifest.files.items() if name.startswith("rng/")
+    }
 
 
 def kill_after(directory: Path, step: int, *overrides: str) -> None:
-    process = subprocess.Popen(command(directory, *overrides), stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command(directory, *overrides), stderr=subprocess.DEVNULL, start_new_session=True
+    )
     log = directory / "training.jsonl"
     end = time.monotonic() + 240
     while time.monotonic() < end and process.poll() is None:
@@ -75,7 +98,9 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
         ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"),
         pytest.param(
             ("--nproc-per-node", "2", "--distributed.cp_size", "2", "--model.dtype", "bfloat16"),
-            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU"),
+            marks=pytest.mark.skipif(
+                torch.cuda.device_count() < 2, reason="this machine has one GPU"
+            ),
         ),
     ],
     ids=[
@@ -86,7 +111,9 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
         "rows cut among two GPUs",
     ],
 )
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path: Path, overrides: Any) -> None:
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(
+    tmp_path: Path, overrides: Any
+) -> None:
     train(tmp_path / "straight", *overrides)
     kill_after(tmp_path / "killed", 13, *overrides)
     kill_after(tmp_path / "killed", 24, *overrides)
@@ -111,12 +138,18 @@ def test_the_run_is_on_the_gpu_and_its_export_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])
-def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(tmp_path: Path, model_save_format: Any) -> None:
+def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(
+    tmp_path: Path, model_save_format: Any
+) -> None:
     def on(device: str, seed: int) -> SimpleNamespace:
         made = tiny.recipe(seed)
         made.model.to(device)
-        made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=0.1, fused=True)
-        made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1, 3, 3])
+        made.optimizer = torch.optim.AdamW(
+            [p for p in made.model.parameters() if p.requires_grad], lr=0.1, fused=True
+        )
+        made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(
+            made.optimizer, milestones=[1, 3, 3]
+        )
         for _ in range(2):
             made.optimizer.zero_grad()
             made.model(torch.ones(2, 4, device=device)).backward()
@@ -135,11 +168,15 @@ def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(tmp_path: 
         assert next(loaded.model.parameters()).device.type == device
 
 
-def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_goes_on(tmp_path: Path) -> None:
+def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_goes_on(
+    tmp_path: Path,
+) -> None:
     made = tiny.recipe(1)
     made.model.register_parameter("large", torch.nn.Parameter(torch.randn(64 << 20)))
     made.model.cuda()
-    made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=0.1)
+    made.optimizer = torch.optim.AdamW(
+        [p for p in made.model.parameters() if p.requires_grad], lr=0.1
+    )
     made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1])
     saver = tiny.checkpointer(tmp_path, is_async=True)
     for step in range(1, 6):
@@ -158,8 +195,12 @@ def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_g
     saver.close()
     other = tiny.recipe(2)
     other.model.register_parameter("large", torch.nn.Parameter(torch.zeros(64 << 20)))
-    other.optimizer = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.1)
+    other.optimizer = torch.optim.AdamW(
+        [p for p in other.model.parameters() if p.requires_grad], lr=0.1
+    )
     other.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(other.optimizer, milestones=[1])
     tiny.load(tmp_path, other)
     found = tiny.tensors_of(other)
-    assert [name for name, value in expected.items() if not torch.equal(found[name].cpu(), value.cpu())] == []
+    assert [
+        name for name, value in expected.items() if not torch.equal(found[name].cpu(), value.cpu())
+    ] == []

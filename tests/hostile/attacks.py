@@ -37,16 +37,39 @@ ATTACKS: list[Attack] = []
 # Every class, and the readers that it applies to: those that come near the file or the value in question.
 KINDS: dict[str, frozenset[str]] = {}
 # Those that concern who reads tensors, recipes and small state.
-_OF_VALUES = frozenset({
-    "pickle_in_dataloader", "pickle_in_step_scheduler", "pickle_in_distcp_value", "zip_bomb_tensor", "zip_bomb_pickle",
-    "zip_overlapping_records", "storage_beyond_record", "path_of_a_slice", "hostile_fqn", "special_fifo",
-    "special_link", "special_device", "link_on_the_way", "sparse_file", "slice_values", "slices_overlap", "shape",
-    "manifest_malformed", "recipe_tags", "recipe_text",
-})  # fmt: skip
+_OF_VALUES = frozenset(
+    {
+        "pickle_in_dataloader",
+        "pickle_in_step_scheduler",
+        "pickle_in_distcp_value",
+        "zip_bomb_tensor",
+        "zip_bomb_pickle",
+        "zip_overlapping_records",
+        "storage_beyond_record",
+        "path_of_a_slice",
+        "hostile_fqn",
+        "special_fifo",
+        "special_link",
+        "special_device",
+        "link_on_the_way",
+        "sparse_file",
+        "slice_values",
+        "slices_overlap",
+        "shape",
+        "manifest_malformed",
+        "recipe_tags",
+        "recipe_text",
+    }
+)
 
 
 def add(
-    kind: str, name: str, change: Change, readers: Iterable[str], refusing: Iterable[str] = (), form: str = "shards"
+    kind: str,
+    name: str,
+    change: Change,
+    readers: Iterable[str],
+    refusing: Iterable[str] = (),
+    form: str = "shards",
 ) -> None:
     """Enter an attack, and its readers into those of its class."""
     met = frozenset(readers) | (VALUES if kind in _OF_VALUES else frozenset())
@@ -65,9 +88,11 @@ SUMMARIES = frozenset({"ls", "ls_json", "prune"})
 def _pickles() -> None:
     names = list(bombs.executing_state(Path("x")))
     places = {
-        "dataloader": "dataloader/dataloader_dp_rank_0.pt", "rng": "rng/rng_dp_rank_0.pt",
-        "step_scheduler": "step_scheduler.pt", "attribute": "tracker.pt",
-    }  # fmt: skip
+        "dataloader": "dataloader/dataloader_dp_rank_0.pt",
+        "rng": "rng/rng_dp_rank_0.pt",
+        "step_scheduler": "step_scheduler.pt",
+        "attribute": "tracker.pt",
+    }
 
     def state(case: Attacked, name: str) -> bytes:
         return bombs.executing_state(case.marker)[name]
@@ -76,18 +101,27 @@ def _pickles() -> None:
         chosen = names if label == "attribute" else [names[number + 3], "archived_stack_global"]
         for name in chosen:
             readers = RESUMES if name != "archived_reduce" else ALL
-            change = partial(lambda case, path, name: case.replace(path, state(case, name)), path=path, name=name)
+            change = partial(
+                lambda case, path, name: case.replace(path, state(case, name)), path=path, name=name
+            )
             add(f"pickle_in_{label}", name, change, readers, RESUMES)
         add(f"pickle_in_{label}", "everywhere", change, ALL, RESUMES)
     for tree, label in (("optimizer", "distcp_value"), ("model", "objects_bin")):
         for name in names:
             readers = ALL if name == "archived_reduce" else RESUMES
-            change = partial(lambda case, tree, name: case.replace_blob(tree, state(case, name)), tree=tree, name=name)
+            change = partial(
+                lambda case, tree, name: case.replace_blob(tree, state(case, name)),
+                tree=tree,
+                name=name,
+            )
             add(f"pickle_in_{label}", name, change, readers, RESUMES)
     for name in ("reduce", "stack_global", "build", "import"):
         readers = ALL if name == "reduce" else RESUMES | CHECKS
         change = partial(
-            lambda case, name: case.replace("optim/.metadata", bombs.executing_pickles(case.marker)[name]), name=name
+            lambda case, name: case.replace(
+                "optim/.metadata", bombs.executing_pickles(case.marker)[name]
+            ),
+            name=name,
         )
         add("pickle_in_metadata", name, change, readers)
         add("pickle_in_foreign_files", name, partial(_foreign_pickles, name=name), ALL)
@@ -95,15 +129,23 @@ def _pickles() -> None:
 
 def _foreign_pickles(case: Attacked, name: str) -> None:
     data = bombs.executing_state(case.marker)["archived_" + name]
-    for path in ("extra.pt", "model/.metadata", "optim/__9_0.distcp", "model/pytorch_model.bin", "training_args.bin"):
+    for path in (
+        "extra.pt",
+        "model/.metadata",
+        "optim/__9_0.distcp",
+        "model/pytorch_model.bin",
+        "training_args.bin",
+    ):
         (case.checkpoint / path).write_bytes(data)
 
 
 def _bombs() -> None:
     made: dict[str, Callable[[], bytes]] = {
-        "zip_bomb_tensor": bombs.compressed_tensor, "zip_bomb_pickle": bombs.compressed_pickle,
-        "zip_overlapping_records": bombs.overlapping_records, "storage_beyond_record": bombs.storage_beyond_its_record,
-    }  # fmt: skip
+        "zip_bomb_tensor": bombs.compressed_tensor,
+        "zip_bomb_pickle": bombs.compressed_pickle,
+        "zip_overlapping_records": bombs.overlapping_records,
+        "storage_beyond_record": bombs.storage_beyond_its_record,
+    }
     for kind, data in made.items():
         add(
             kind,
@@ -135,13 +177,25 @@ def _bombs() -> None:
 # ---------------------------------------------------------------- paths
 
 HOSTILE_PATHS = {
-    "parent": "../../outside/secret.json", "deep_parent": "model/../../../outside/secret.json",
-    "absolute": "/etc/passwd", "nul": "model/a\0b", "backslash": "..\\..\\outside\\secret.json", "empty": "",
-    "dot": "./tracker.pt", "double_slash": "model//a", "trailing_slash": "model/", "device": "/dev/zero",
-    "surrogate": "model/\ud800.safetensors", "escape": "model/\x1b]0;owned\x07\x1b[31m", "newline": "a\nb",
-    "long": "a" * 5000, "proc": "/proc/self/environ", "home": "~/.bashrc", "variable": "$HOME/x",
+    "parent": "../../outside/secret.json",
+    "deep_parent": "model/../../../outside/secret.json",
+    "absolute": "/etc/passwd",
+    "nul": "model/a\0b",
+    "backslash": "..\\..\\outside\\secret.json",
+    "empty": "",
+    "dot": "./tracker.pt",
+    "double_slash": "model//a",
+    "trailing_slash": "model/",
+    "device": "/dev/zero",
+    "surrogate": "model/\ud800.safetensors",
+    "escape": "model/\x1b]0;owned\x07\x1b[31m",
+    "newline": "a\nb",
+    "long": "a" * 5000,
+    "proc": "/proc/self/environ",
+    "home": "~/.bashrc",
+    "variable": "$HOME/x",
     "right_to_left": "model/\u202egnp.bin",
-}  # fmt: skip
+}
 
 
 def _rename_file(document: Document, old: str, new: str) -> None:
@@ -164,10 +218,20 @@ def _paths() -> None:
         case.reseal(lambda document: _rename_file(document, "tracker.pt", path))
 
     for name, path in HOSTILE_PATHS.items():
-        readers = ALL if name in ("parent", "absolute", "nul", "surrogate", "escape") else RESUMES | EXPORTS | CHECKS
+        readers = (
+            ALL
+            if name in ("parent", "absolute", "nul", "surrogate", "escape")
+            else RESUMES | EXPORTS | CHECKS
+        )
         refusing = (PARSERS | RESUMES) & (readers - LISTS - PRUNES)
         add("path_of_a_slice", name, partial(shard, path=path), readers, refusing)
-        add("path_of_a_state", name, partial(state, path=path), readers, RESUMES | (CHECKS & readers))
+        add(
+            "path_of_a_state",
+            name,
+            partial(state, path=path),
+            readers,
+            RESUMES | (CHECKS & readers),
+        )
     for name in ("parent", "absolute", "surrogate", "escape", "nul"):
         add("hostile_state_path", name, partial(_state_path, path=HOSTILE_PATHS[name]), ALL)
         add("hostile_tree_name", name, partial(_tree_name, name=HOSTILE_PATHS[name]), ALL, RESUMES)
@@ -223,7 +287,9 @@ def _special(path: Path, kind: str, outside: Path) -> None:
         os.mkfifo(outside / "pipe")
         path.symlink_to(outside / "pipe")
     else:
-        device = {"zero": (0o020000, 1, 5), "null": (0o020000, 1, 3), "block": (0o060000, 7, 250)}[kind]
+        device = {"zero": (0o020000, 1, 5), "null": (0o020000, 1, 3), "block": (0o060000, 7, 250)}[
+            kind
+        ]
         os.mknod(path, device[0] | 0o600, os.makedev(*device[1:]))
 
 
@@ -238,7 +304,13 @@ def _bind(path: Path) -> None:
 
 
 def _sort(kind: str) -> str:
-    return "link" if kind.startswith("link") else "device" if kind in ("zero", "null", "block") else kind
+    return (
+        "link"
+        if kind.startswith("link")
+        else "device"
+        if kind in ("zero", "null", "block")
+        else kind
+    )
 
 
 SPECIALS = (
@@ -256,10 +328,19 @@ SPECIALS = (
 
 
 EXPORTED = (
-    "export_manifest.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json",
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "processor_config.json",
-    "chat_template.jinja", "adapter_model.safetensors", "adapter_config.json", "automodel_peft_config.json",
-)  # fmt: skip
+    "export_manifest.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "chat_template.jinja",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "automodel_peft_config.json",
+)
 
 
 def _specials() -> None:
@@ -300,8 +381,16 @@ def _specials() -> None:
                 EXPORTS | CHECKS,
                 EXPORTS | CHECKS,
             )
-        for path in ("model/.hf_metadata/fqn_to_file_index_mapping.json", "model/.hf_metadata/foreign.py"):
-            add("special_foreign", f"{kind}_{path}", partial(in_checkpoint, path=path, kind=kind), EXPORTS | CHECKS)
+        for path in (
+            "model/.hf_metadata/fqn_to_file_index_mapping.json",
+            "model/.hf_metadata/foreign.py",
+        ):
+            add(
+                "special_foreign",
+                f"{kind}_{path}",
+                partial(in_checkpoint, path=path, kind=kind),
+                EXPORTS | CHECKS,
+            )
         add(
             f"special_{_sort(kind)}",
             f"{kind}_config.yaml",
@@ -327,9 +416,26 @@ def _links_on_the_way() -> None:
 
     for path in ("model", "optim", "rng", "dataloader"):
         readers = RESUMES | CHECKS | (EXPORTS if path == "model" else frozenset())
-        add("link_on_the_way", path, partial(replaced, path=path), readers, RESUMES | CHECKS | (readers & {"tool"}))
-    add("link_on_the_way", ".hf_metadata", partial(replaced, path="model/.hf_metadata"), EXPORTS | CHECKS, EXPORTS)
-    add("link_on_the_way", "consolidated", partial(replaced, path="model/consolidated"), EXPORTS | CHECKS)
+        add(
+            "link_on_the_way",
+            path,
+            partial(replaced, path=path),
+            readers,
+            RESUMES | CHECKS | (readers & {"tool"}),
+        )
+    add(
+        "link_on_the_way",
+        ".hf_metadata",
+        partial(replaced, path="model/.hf_metadata"),
+        EXPORTS | CHECKS,
+        EXPORTS,
+    )
+    add(
+        "link_on_the_way",
+        "consolidated",
+        partial(replaced, path="model/consolidated"),
+        EXPORTS | CHECKS,
+    )
 
 
 def _sparse() -> None:
@@ -340,18 +446,46 @@ def _sparse() -> None:
     def grown_export(case: Attacked) -> None:
         path = case.model / "consolidated" / "config.json"
         os.truncate(path, 1 << 40)
-        text = (path.parent / "export_manifest.json").read_text().replace('"size": ', '"size": 1099511627776, "s": ')
+        text = (
+            (path.parent / "export_manifest.json")
+            .read_text()
+            .replace('"size": ', '"size": 1099511627776, "s": ')
+        )
         (path.parent / "export_manifest.json").write_text(text)
 
-    for path in ("tracker.pt", "optim/__0_0.distcp", "config.yaml", "model/.hf_metadata/config.json"):
+    for path in (
+        "tracker.pt",
+        "optim/__0_0.distcp",
+        "config.yaml",
+        "model/.hf_metadata/config.json",
+    ):
         readers = RESUMES | CHECKS | {"show", "ls"} | (EXPORTS if "model" in path else frozenset())
-        add("sparse_file", path, partial(grown, path=path, size=1 << 40), readers, (VERIFIED | CHECKS) & readers)
+        add(
+            "sparse_file",
+            path,
+            partial(grown, path=path, size=1 << 40),
+            readers,
+            (VERIFIED | CHECKS) & readers,
+        )
     add("sparse_file", "consolidated", grown_export, CHECKS | EXPORTS | OF_EXPORTS)
-    add("sparse_manifest", "MANIFEST.json", lambda case: os.truncate(case.manifest, 1 << 40), ALL, CHECKS)
-    add("sparse_manifest", "400_MB", lambda case: os.truncate(case.manifest, 400 << 20), ALL, CHECKS)
+    add(
+        "sparse_manifest",
+        "MANIFEST.json",
+        lambda case: os.truncate(case.manifest, 1 << 40),
+        ALL,
+        CHECKS,
+    )
+    add(
+        "sparse_manifest", "400_MB", lambda case: os.truncate(case.manifest, 400 << 20), ALL, CHECKS
+    )
     foreign = "model/.hf_metadata/fqn_to_dtype_mapping.json"
     add("sparse_foreign_file", "map", partial(_sparse_foreign, path=foreign), EXPORTS | CHECKS)
-    add("sparse_foreign_file", "side", partial(_sparse_foreign, path="model/.hf_metadata/x.py"), EXPORTS | CHECKS)
+    add(
+        "sparse_foreign_file",
+        "side",
+        partial(_sparse_foreign, path="model/.hf_metadata/x.py"),
+        EXPORTS | CHECKS,
+    )
 
 
 def _sparse_foreign(case: Attacked, path: str) -> None:
@@ -364,12 +498,22 @@ def _sparse_foreign(case: Attacked, path: str) -> None:
 
 def _slices() -> None:
     values: dict[str, dict[str, Any]] = {
-        "out_of_file": {"start": 10**6}, "negative_start": {"start": -1}, "negative_size": {"sizes": [-7, 4]},
-        "giant_start": {"start": 2**63}, "giant_bytes": {"nbytes": 2**62}, "giant_offsets": {"offsets": [2**62, 0]},
-        "giant_sizes": {"sizes": [2**40, 2**40]}, "float": {"start": 8.0}, "boolean": {"start": True},
-        "text": {"nbytes": "112"}, "null": {"file": None}, "list": {"file": ["a"]}, "too_few": {"offsets": [0]},
-        "overlapping_header": {"start": 0}, "hundreds_of_digits": {"start": 10**4200},
-    }  # fmt: skip
+        "out_of_file": {"start": 10**6},
+        "negative_start": {"start": -1},
+        "negative_size": {"sizes": [-7, 4]},
+        "giant_start": {"start": 2**63},
+        "giant_bytes": {"nbytes": 2**62},
+        "giant_offsets": {"offsets": [2**62, 0]},
+        "giant_sizes": {"sizes": [2**40, 2**40]},
+        "float": {"start": 8.0},
+        "boolean": {"start": True},
+        "text": {"nbytes": "112"},
+        "null": {"file": None},
+        "list": {"file": ["a"]},
+        "too_few": {"offsets": [0]},
+        "overlapping_header": {"start": 0},
+        "hundreds_of_digits": {"start": 10**4200},
+    }
 
     def change(case: Attacked, value: dict[str, Any]) -> None:
         case.reseal(lambda document: case.slice_of(document).update(value))
@@ -384,7 +528,9 @@ def _slices() -> None:
 
     def twice(case: Attacked) -> None:
         case.reseal(
-            lambda document: document["trees"]["model"]["tensors"]["embed"]["slices"].append(case.slice_of(document))
+            lambda document: document["trees"]["model"]["tensors"]["embed"]["slices"].append(
+                case.slice_of(document)
+            )
         )
 
     def many(case: Attacked) -> None:
@@ -403,7 +549,13 @@ def _slices() -> None:
             count = 20_000
             tensor["shape"], tensor["dtype"] = [count, count], "BOOL"
             tensor["slices"] = [
-                {**tensor["slices"][0], "offsets": [0, i], "sizes": [count, 1], "nbytes": count, "start": 0}
+                {
+                    **tensor["slices"][0],
+                    "offsets": [0, i],
+                    "sizes": [count, 1],
+                    "nbytes": count,
+                    "start": 0,
+                }
                 for i in range(count)
             ]
 
@@ -416,8 +568,12 @@ def _slices() -> None:
     add("slices_overlap", "twice", twice, everyone, everyone - PRUNES)
     add("slices_many", "empty", many, everyone)
     add("slices_many", "quadratic", quadratic, everyone, everyone - PRUNES)
-    for name, shape in {"giant": [10**4200, 10**4200], "many_dimensions": [1] * 100_000, "zero": [0, 2**62],
-                        "product": [2**62] * 50}.items():  # fmt: skip
+    for name, shape in {
+        "giant": [10**4200, 10**4200],
+        "many_dimensions": [1] * 100_000,
+        "zero": [0, 2**62],
+        "product": [2**62] * 50,
+    }.items():
         add("shape", name, partial(shaped, shape=shape), everyone, everyone - PRUNES)
 
 
@@ -426,9 +582,17 @@ def _values() -> None:
     for _ in range(900):
         deep = [deep]
     values = {
-        "digits": 10**4200, "nan": float("nan"), "infinite": float("inf"), "negative": -1, "text": "\x1b[31m\ud800",
-        "deep": deep, "null": None, "long": "x" * 10**6, "mapping": {"\x1b[2J": {"\ud800": 1e308}}, "huge": 2**70,
-    }  # fmt: skip
+        "digits": 10**4200,
+        "nan": float("nan"),
+        "infinite": float("inf"),
+        "negative": -1,
+        "text": "\x1b[31m\ud800",
+        "deep": deep,
+        "null": None,
+        "long": "x" * 10**6,
+        "mapping": {"\x1b[2J": {"\ud800": 1e308}},
+        "huge": 2**70,
+    }
     for name, value in values.items():
         sort = {int: "numbers", float: "numbers", str: "texts"}.get(type(value), "nesting")
         for key in ("step", "epoch", "created", "world_size", "dp_size"):
@@ -447,10 +611,20 @@ def _values() -> None:
                 ALL if key in ("losses", "lineage") else LISTS,
             )
         add(f"manifest_{sort}", f"{name}_size", partial(_set_size, value=value), ALL)
-        add(f"manifest_{sort}", f"{name}_digest", partial(_set_digest, value=value), RESUMES | CHECKS | EXPORTS)
+        add(
+            f"manifest_{sort}",
+            f"{name}_digest",
+            partial(_set_digest, value=value),
+            RESUMES | CHECKS | EXPORTS,
+        )
     for key in ("state", "trees", "files"):
         for value in ([], {"a": 1}, {"a": []}, None, "text", {"a": {"size": {}}}):
-            add("manifest_section", f"{key}_{value!r}".replace(" ", ""), partial(_set, key=key, value=value), ALL)
+            add(
+                "manifest_section",
+                f"{key}_{value!r}".replace(" ", ""),
+                partial(_set, key=key, value=value),
+                ALL,
+            )
 
 
 def _set(case: Attacked, key: str, value: Any) -> None:
@@ -477,7 +651,9 @@ def _texts() -> None:
         "deep_mappings": lambda: b'{"a":' * 1_000_000,
         "many_mappings": lambda: b'{"a":[' + b"{}," * (30_000_000 // part) + b"{}]",
         "many_lists": lambda: b'{"a":[' + b"[]," * (5_000_000 // part) + b"[]]",
-        "many_keys": lambda: b'{"a":{' + b",".join(b'"%d":[]' % i for i in range(1_000_000 // part)) + b"}",
+        "many_keys": lambda: (
+            b'{"a":{' + b",".join(b'"%d":[]' % i for i in range(1_000_000 // part)) + b"}"
+        ),
         "many_numbers": lambda: b'{"a":[' + b"1e9," * (20_000_000 // part) + b"1]",
         "long_text": lambda: b'{"a":"' + b"x" * (100_000_000 // part) + b'"',
         "digits": lambda: b'{"a":' + b"9" * 10_000_000,
@@ -489,9 +665,13 @@ def _texts() -> None:
         "zeros": lambda: bytes(1000),
         "version_of_digits": lambda: b'{"format":"automodel_ckpt","format_version":' + b"1" * 1000,
         "version_zero": lambda: b'{"format":"automodel_ckpt","format_version":0',
-        "version_superscript": lambda: '{"format":"automodel_ckpt","format_version":²,"a":1'.encode(),
-        "duplicate_keys": lambda: b'{"format":"automodel_ckpt","format":"automodel_ckpt","step":1,"step":2',
-    }  # fmt: skip
+        "version_superscript": lambda: (
+            '{"format":"automodel_ckpt","format_version":²,"a":1'.encode()
+        ),
+        "duplicate_keys": lambda: (
+            b'{"format":"automodel_ckpt","format":"automodel_ckpt","step":1,"step":2'
+        ),
+    }
     for name, text in texts.items():
         sort = "bombs" if name.startswith(("deep", "many", "long", "digits")) else "malformed"
         add(

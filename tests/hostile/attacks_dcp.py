@@ -68,19 +68,32 @@ def _programs() -> dict[str, Callable[[Path], bytes]]:
     }
     head, deep = _metadata_head(), 1_000_000
     texts = {
-        "deep_list": b"]" * deep + b"a" * (deep - 1) + b"b.", "deep_tuple_as_key": b"})" + b"\x85" * deep + b"K\x01sb.",
+        "deep_list": b"]" * deep + b"a" * (deep - 1) + b"b.",
+        "deep_tuple_as_key": b"})" + b"\x85" * deep + b"K\x01sb.",
         "laughs": b"]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(60)) + b"b.",
-        "frame": b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f}b.", "long_text": b"X\xff\xff\xff\x7fa", "no_stop": b"}b",
-        "long_number": b"\x8b\xff\xff\xff\x7fabc", "memo_index": b"r\xff\xff\xff\x7f}b.", "no_state": b".",
-        "many_lists": b"](" + b"]" * 2_000_000 + b"eb.", "bytearray": b"\x96" + struct.pack("<Q", 1 << 40),
-        "path": b"cpathlib\nPosixPath\n(" + b"X\x01\x00\x00\x00/" * 1000 + b"tRb.", "nothing": b"",
+        "frame": b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f}b.",
+        "long_text": b"X\xff\xff\xff\x7fa",
+        "no_stop": b"}b",
+        "long_number": b"\x8b\xff\xff\xff\x7fabc",
+        "memo_index": b"r\xff\xff\xff\x7f}b.",
+        "no_state": b".",
+        "many_lists": b"](" + b"]" * 2_000_000 + b"eb.",
+        "bytearray": b"\x96" + struct.pack("<Q", 1 << 40),
+        "path": b"cpathlib\nPosixPath\n(" + b"X\x01\x00\x00\x00/" * 1000 + b"tRb.",
+        "nothing": b"",
         "set": b"\x8f(K\x01\x90b.",
-    }  # fmt: skip
-    return found | {name: partial(lambda _, text: head + text, text=text) for name, text in texts.items()}
+    }
+    return found | {
+        name: partial(lambda _, text: head + text, text=text) for name, text in texts.items()
+    }
 
 
 def _described(metadata: Metadata) -> TensorStorageMetadata:
-    return next(e for e in metadata.state_dict_metadata.values() if isinstance(e, TensorStorageMetadata) and e.size)
+    return next(
+        e
+        for e in metadata.state_dict_metadata.values()
+        if isinstance(e, TensorStorageMetadata) and e.size
+    )
 
 
 def _changes() -> dict[str, Callable[[Metadata], object]]:
@@ -106,15 +119,26 @@ def _changes() -> dict[str, Callable[[Metadata], object]]:
         metadata.state_dict_metadata.update({str(n): entry for n in range(1000)})
 
     return {
-        "parent": info(relative_path="../../../outside/secret.json"), "absolute": info(relative_path="/etc/passwd"),
-        "nul": info(relative_path="a\0b"), "device": info(relative_path="/dev/zero"), "giant_start": info(offset=2**62),
-        "negative": info(offset=-1), "text": info(length="7"), "floats": info(offset=0.5),
-        "no_file": info(relative_path=None), "digits": info(length=10**4000), "giant_shape": size(2**40, 2**20),
-        "dimensions": size(*[1] * 10_000), "product": size(*[2**31] * 60), "one_list_often": again,
+        "parent": info(relative_path="../../../outside/secret.json"),
+        "absolute": info(relative_path="/etc/passwd"),
+        "nul": info(relative_path="a\0b"),
+        "device": info(relative_path="/dev/zero"),
+        "giant_start": info(offset=2**62),
+        "negative": info(offset=-1),
+        "text": info(length="7"),
+        "floats": info(offset=0.5),
+        "no_file": info(relative_path=None),
+        "digits": info(length=10**4000),
+        "giant_shape": size(2**40, 2**20),
+        "dimensions": size(*[1] * 10_000),
+        "product": size(*[2**31] * 60),
+        "one_list_often": again,
         "no_storage": lambda metadata: setattr(metadata, "storage_data", [1]),
         "no_tensors": lambda metadata: setattr(metadata, "state_dict_metadata", None),
-        "paths": lambda metadata: setattr(metadata, "planner_data", {name: [["x"]] for name in metadata.planner_data}),
-    }  # fmt: skip
+        "paths": lambda metadata: setattr(
+            metadata, "planner_data", {name: [["x"]] for name in metadata.planner_data}
+        ),
+    }
 
 
 def entries(add: Add) -> None:
@@ -125,14 +149,30 @@ def entries(add: Add) -> None:
     for name, program in _programs().items():
         add("dcp_metadata_pickle", name, partial(_write, data=program), readers, takers)
     for name, change in _changes().items():
-        add("dcp_metadata_values", name, partial(_changed, change=change), readers, takers if name != "paths" else ())
+        add(
+            "dcp_metadata_values",
+            name,
+            partial(_changed, change=change),
+            readers,
+            takers if name != "paths" else (),
+        )
     for name in bombs.executing_state(Path("x")):
         data = partial(lambda marker, name: bombs.executing_state(marker)[name], name=name)
         add("dcp_item_pickle", name, partial(_item, data=data), readers, takers)
-    made = {"compressed": bombs.compressed_tensor, "pickle": bombs.compressed_pickle,
-            "overlapping": bombs.overlapping_records, "beyond": bombs.storage_beyond_its_record}  # fmt: skip
+    made = {
+        "compressed": bombs.compressed_tensor,
+        "pickle": bombs.compressed_pickle,
+        "overlapping": bombs.overlapping_records,
+        "beyond": bombs.storage_beyond_its_record,
+    }
     for name, bomb in made.items():
-        add("dcp_item_bomb", name, partial(_item, data=partial(lambda _, bomb: bomb(), bomb=bomb)), readers, takers)
+        add(
+            "dcp_item_bomb",
+            name,
+            partial(_item, data=partial(lambda _, bomb: bomb(), bomb=bomb)),
+            readers,
+            takers,
+        )
     add("dcp_sparse", "metadata", lambda case: os.truncate(_bare(case), 1 << 40), readers, takers)
     add("dcp_sparse", "items", _sparse_items, readers, takers)
     for kind in ("fifo", "link_outside", "link_to_zero", "directory", "zero"):

@@ -19,8 +19,13 @@ _SIDE = "model/.hf_metadata"
 RECORD, CONFIG = f"{_SIDE}/automodel_peft_config.json", f"{_SIDE}/adapter_config.json"
 INDEX = "model.safetensors.index.json"
 # What a tokenizer or processor leaves is copied into exports, and not read.
-COPIED = ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja",
-          "generation_config.json")  # fmt: skip
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _OF_ADAPTERS = MERGES | EXPORTS
 
 
@@ -28,9 +33,23 @@ def _values() -> dict[str, Any]:
     deep: Any = 0
     for _ in range(900):
         deep = [deep]
-    return {"digits": 10**4200, "nan": float("nan"), "infinite": float("inf"), "negative": -1, "zero": 0, "null": None,
-            "text": "\x1b[31m\ud800", "nul": "a\0b", "parent": "../../outside", "device": "/dev/zero", "deep": deep,
-            "list": [1], "mapping": {"a": {"b": 1e308}}, "long": "x" * 10**6, "true": True}  # fmt: skip
+    return {
+        "digits": 10**4200,
+        "nan": float("nan"),
+        "infinite": float("inf"),
+        "negative": -1,
+        "zero": 0,
+        "null": None,
+        "text": "\x1b[31m\ud800",
+        "nul": "a\0b",
+        "parent": "../../outside",
+        "device": "/dev/zero",
+        "deep": deep,
+        "list": [1],
+        "mapping": {"a": {"b": 1e308}},
+        "long": "x" * 10**6,
+        "true": True,
+    }
 
 
 def _changed(case: Attacked, path: str, change: Callable[[dict[str, Any]], object]) -> None:
@@ -42,29 +61,73 @@ def _changed(case: Attacked, path: str, change: Callable[[dict[str, Any]], objec
 def _adapters(add: Add) -> None:
     for name, data in TEXTS.items():
         for path in (RECORD, CONFIG):
-            change = partial(lambda case, path, data: case.replace(path, data()), path=path, data=data)
+            change = partial(
+                lambda case, path, data: case.replace(path, data()), path=path, data=data
+            )
             add("adapter_text", f"{name}_{path}", change, _OF_ADAPTERS, MERGES, form="adapter")
         for file in COPIED:
-            change = partial(lambda case, path, data: case.replace(path, data()), path=f"{_SIDE}/{file}", data=data)
+            change = partial(
+                lambda case, path, data: case.replace(path, data()),
+                path=f"{_SIDE}/{file}",
+                data=data,
+            )
             add("copied_text", f"{name}_{file}", change, _OF_ADAPTERS, form="adapter")
             add("copied_text", f"{name}_{file}_full", change, EXPORTS)
     for name, value in _values().items():
         for key in ("name", "relative_to_run", "digest", "files"):
-            set_base = partial(lambda document, key, value: document["base"].update({key: value}), key=key, value=value)
+            set_base = partial(
+                lambda document, key, value: document["base"].update({key: value}),
+                key=key,
+                value=value,
+            )
             add(
-                "adapter_base", f"{key}_{name}", partial(_changed, path=RECORD, change=set_base), MERGES, form="adapter"
+                "adapter_base",
+                f"{key}_{name}",
+                partial(_changed, path=RECORD, change=set_base),
+                MERGES,
+                form="adapter",
             )
         for key in ("base", "adapter", "format", "format_version"):
             change = partial(_changed, path=RECORD, change=partial(_set, key=key, value=value))
             add("adapter_record", f"{key}_{name}", change, MERGES, form="adapter")
-        for key in ("r", "lora_alpha", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-                    "modules_to_save", "fan_in_fan_out", "base_model_name_or_path", "peft_type", "bias"):  # fmt: skip
+        for key in (
+            "r",
+            "lora_alpha",
+            "use_dora",
+            "use_rslora",
+            "rank_pattern",
+            "alpha_pattern",
+            "target_modules",
+            "modules_to_save",
+            "fan_in_fan_out",
+            "base_model_name_or_path",
+            "peft_type",
+            "bias",
+        ):
             change = partial(_changed, path=CONFIG, change=partial(_set, key=key, value=value))
             add("adapter_values", f"{key}_{name}", change, MERGES, form="adapter")
-        add("base_index", f"map_{name}", partial(_index, content={"weight_map": value}), MERGES, form="adapter")
-        add("base_index", f"file_{name}", partial(_index, content={"weight_map": {"x": value}}), MERGES, form="adapter")
-        add("adapter_layout", f"weights_{name}", partial(_laid_out, data=_of({"shape": value})), MERGES, MERGES,
-            form="adapter")  # fmt: skip
+        add(
+            "base_index",
+            f"map_{name}",
+            partial(_index, content={"weight_map": value}),
+            MERGES,
+            form="adapter",
+        )
+        add(
+            "base_index",
+            f"file_{name}",
+            partial(_index, content={"weight_map": {"x": value}}),
+            MERGES,
+            form="adapter",
+        )
+        add(
+            "adapter_layout",
+            f"weights_{name}",
+            partial(_laid_out, data=_of({"shape": value})),
+            MERGES,
+            MERGES,
+            form="adapter",
+        )
     for name, data in TEXTS.items():
         for file in (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG):
             change = partial(_laid_out, data=_of({}) + b"\0", file=file, text=data)
@@ -73,7 +136,14 @@ def _adapters(add: Add) -> None:
             change = partial(_laid_out, data=_of({}) + b"\0", file=file, text=data)
             add("adapter_layout", f"{name}_{file}", change, MERGES, form="adapter")
     for path in (RECORD, CONFIG):
-        add("adapter_lacks", path, partial(_without, path=path), _OF_ADAPTERS, MERGES, form="adapter")
+        add(
+            "adapter_lacks",
+            path,
+            partial(_without, path=path),
+            _OF_ADAPTERS,
+            MERGES,
+            form="adapter",
+        )
 
 
 def _set(document: dict[str, Any], key: str, value: Any) -> None:
@@ -90,7 +160,9 @@ def _without(case: Attacked, path: str) -> None:
     case.reseal(lambda document: document["files"].pop(path))
 
 
-def _laid_out(case: Attacked, data: bytes, file: str = "", text: Callable[[], bytes] = bytes) -> None:
+def _laid_out(
+    case: Attacked, data: bytes, file: str = "", text: Callable[[], bytes] = bytes
+) -> None:
     """The adapter as peft has it: its files in the model's directory itself."""
     side = {path: (case.checkpoint / path).read_bytes() for path in (RECORD, CONFIG)}
     for path, content in side.items():
@@ -103,25 +175,51 @@ def _laid_out(case: Attacked, data: bytes, file: str = "", text: Callable[[], by
 def _llamas(add: Add) -> None:
     for name, data in TEXTS.items():
         for file in ("config.json", *COPIED[:2], COPIED[3]):
-            change = partial(lambda case, path, data: case.replace(path, data()), path=f"{_SIDE}/{file}", data=data)
+            change = partial(
+                lambda case, path, data: case.replace(path, data()),
+                path=f"{_SIDE}/{file}",
+                data=data,
+            )
             add("gguf_text", f"{name}_{file}", change, GGUF, form="llama")
-    values = _values() | {"many": 2**31 - 1, "number": 5, "empty": [], "mappings": [{}], "surrogates": ["\ud800"]}
+    values = _values() | {
+        "many": 2**31 - 1,
+        "number": 5,
+        "empty": [],
+        "mappings": [{}],
+        "surrogates": ["\ud800"],
+    }
     for name, value in values.items():
-        for key in ("num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim", "rope_parameters",
-                    "architectures"):  # fmt: skip
-            change = partial(_changed, path=f"{_SIDE}/config.json", change=partial(_set, key=key, value=value))
+        for key in (
+            "num_hidden_layers",
+            "vocab_size",
+            "num_attention_heads",
+            "head_dim",
+            "rope_parameters",
+            "architectures",
+        ):
+            change = partial(
+                _changed, path=f"{_SIDE}/config.json", change=partial(_set, key=key, value=value)
+            )
             refusing = GGUF if key == "num_hidden_layers" else frozenset()
             add("gguf_config", f"{key}_{name}", change, GGUF, refusing, form="llama")
         for key in ("added_tokens", "model", "pre_tokenizer", "post_processor", "normalizer"):
-            change = partial(_changed, path=f"{_SIDE}/tokenizer.json", change=partial(_set, key=key, value=value))
+            change = partial(
+                _changed, path=f"{_SIDE}/tokenizer.json", change=partial(_set, key=key, value=value)
+            )
             add("gguf_tokenizer", f"{key}_{name}", change, GGUF, form="llama")
         for key in ("merges", "vocab", "dropout", "type"):
-            inner = partial(lambda document, key, value: document["model"].update({key: value}), key=key, value=value)
+            inner = partial(
+                lambda document, key, value: document["model"].update({key: value}),
+                key=key,
+                value=value,
+            )
             change = partial(_changed, path=f"{_SIDE}/tokenizer.json", change=inner)
             add("gguf_tokenizer", f"model_{key}_{name}", change, GGUF, form="llama")
         for key in ("bos_token", "eos_token", "chat_template"):
             change = partial(
-                _changed, path=f"{_SIDE}/tokenizer_config.json", change=partial(_set, key=key, value=value)
+                _changed,
+                path=f"{_SIDE}/tokenizer_config.json",
+                change=partial(_set, key=key, value=value),
             )
             add("gguf_tokenizer", f"settings_{key}_{name}", change, GGUF, form="llama")
 
@@ -130,20 +228,36 @@ def _hugging_face(add: Add) -> None:
     readers = RESUMES | CHECKS | EXPORTS | LISTS
     for name, data in TEXTS.items():
         for file in (INDEX, "config.json"):
-            change = partial(lambda case, path, data: case.replace(path, data()), path=f"model/{file}", data=data)
+            change = partial(
+                lambda case, path, data: case.replace(path, data()), path=f"model/{file}", data=data
+            )
             add("hf_text", f"{name}_{file}", change, readers, form="hf")
         for file in COPIED:
-            change = partial(lambda case, path, data: case.replace(path, data()), path=f"model/{file}", data=data)
+            change = partial(
+                lambda case, path, data: case.replace(path, data()), path=f"model/{file}", data=data
+            )
             add("hf_copied_text", f"{name}_{file}", change, CHECKS | EXPORTS, form="hf")
     for kind in SPECIALS:
         change = partial(_special_weights, kind=kind)
-        add("hf_special", kind, change, RESUMES | CHECKS | EXPORTS, RESUMES | CHECKS | EXPORTS, form="hf")
+        add(
+            "hf_special",
+            kind,
+            change,
+            RESUMES | CHECKS | EXPORTS,
+            RESUMES | CHECKS | EXPORTS,
+            form="hf",
+        )
     for name, value in _values().items():
         for content in ({"weight_map": value}, {"weight_map": {"embed": value}}):
             data = json.dumps(content).encode()
             change = partial(lambda case, data: case.replace(f"model/{INDEX}", data), data=data)
-            add("hf_index", f"{name}_{len(str(content)) % 97}_{type(content['weight_map']).__name__}", change, readers,
-                form="hf")  # fmt: skip
+            add(
+                "hf_index",
+                f"{name}_{len(str(content)) % 97}_{type(content['weight_map']).__name__}",
+                change,
+                readers,
+                form="hf",
+            )
 
 
 def _special_weights(case: Attacked, kind: str) -> None:

@@ -42,7 +42,11 @@ def executing_pickles(marker: Path) -> dict[str, bytes]:
     """Ways in which a pickle asks for code to be run."""
     command = f"touch '{marker}'".encode()
     text = b"X" + struct.pack("<I", len(command)) + command
-    build = b"\x80\x02ccollections\nOrderedDict\n)R}X\x0c\x00\x00\x00__setstate__cos\nsystem\nsb" + text + b"b."
+    build = (
+        b"\x80\x02ccollections\nOrderedDict\n)R}X\x0c\x00\x00\x00__setstate__cos\nsystem\nsb"
+        + text
+        + b"b."
+    )
     return {
         "reduce": pickle.dumps(_Reduce(marker), protocol=2),
         "stack_global": pickle.dumps(_Reduce(marker), protocol=4),
@@ -51,7 +55,9 @@ def executing_pickles(marker: Path) -> dict[str, bytes]:
         "build": build,
         "import": b"chostile_module\nrun\n)R.",
         "eval": b"c__builtin__\neval\n(X" + struct.pack("<I", 10) + b"__import__tR.",
-        "nested": b"ctorch.storage\n_load_from_bytes\n(" + _binary(pickle.dumps(_Reduce(marker), protocol=2)) + b"tR.",
+        "nested": b"ctorch.storage\n_load_from_bytes\n("
+        + _binary(pickle.dumps(_Reduce(marker), protocol=2))
+        + b"tR.",
         "getattr": b"c__builtin__\ngetattr\n(cos\npath\nX\x02\x00\x00\x00ostR.",
     }
 
@@ -65,9 +71,13 @@ def executing_state(marker: Path) -> dict[str, bytes]:
     pickles = executing_pickles(marker)
     states = {f"archived_{name}": archive({"data.pkl": data}) for name, data in pickles.items()}
     states["bare"] = pickles["reduce"]
-    states["legacy"] = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickles["reduce"] * 3
+    states["legacy"] = (
+        pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickles["reduce"] * 3
+    )
     states["tar"] = _tar(pickles["reduce"])
-    states["script"] = archive({"data.pkl": pickles["reduce"], "constants.pkl": pickles["reduce"], "code/a.py": b""})
+    states["script"] = archive(
+        {"data.pkl": pickles["reduce"], "constants.pkl": pickles["reduce"], "code/a.py": b""}
+    )
     return states
 
 
@@ -112,7 +122,9 @@ def compressed_pickle() -> bytes:
     return _deflated({}, "data.pkl", head, 300, b"s.")
 
 
-def _deflated(records: Mapping[str, bytes], name: str, head: bytes, megabytes: int, tail: bytes) -> bytes:
+def _deflated(
+    records: Mapping[str, bytes], name: str, head: bytes, megabytes: int, tail: bytes
+) -> bytes:
     """The archive of *records* and one more, compressed: head, zeros, tail. The zeros are compressed once for all."""
     zeros = bytes(MEGABYTE)
     blocks = zlib.compressobj(1, zlib.DEFLATED, -15)
@@ -142,9 +154,14 @@ def overlapping_records() -> bytes:
     records = _saved({"value": [torch.zeros(4, dtype=torch.uint8) for _ in range(count)]})
     kept = {name: data for name, data in records.items() if not name.startswith("data/")}
     kept["data.pkl"] = _counting(kept["data.pkl"], size, count)
-    plain = archive({**kept, **{f"data/{index}": b"" for index in range(1, count)}, "data/0": bytes(size)})
+    plain = archive(
+        {**kept, **{f"data/{index}": b"" for index in range(1, count)}, "data/0": bytes(size)}
+    )
     at = plain.index(b"PK\x01\x02")
-    directory, end = bytearray(plain[at : plain.rindex(b"PK\x05\x06")]), plain[plain.rindex(b"PK\x05\x06") :]
+    directory, end = (
+        bytearray(plain[at : plain.rindex(b"PK\x05\x06")]),
+        plain[plain.rindex(b"PK\x05\x06") :],
+    )
     entries = bytes(directory).split(b"PK\x01\x02")[1:]
     big = entries[-1]
     changed = [_pointing(entry, big) if b"/data/" in entry else entry for entry in entries]

@@ -20,12 +20,21 @@ import yaml
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import Rejected, Trust, _parameters, build, check_targets, resolve
+from automodel_ckpt.config.targets import (
+    Rejected,
+    Trust,
+    _parameters,
+    build,
+    check_targets,
+    resolve,
+)
 from automodel_ckpt.errors import RecipeError
 
 PACKAGES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft", "automodel_ckpt")
 SUPPLIED = ("tokenizer", "processor", "params", "reduction")
-_DEFINED = re.compile(r"^([ ]*)(?:async )?(def|class) (\w+)|^(?:from \S+ )?import \(?([\w\s,.]+)", re.MULTILINE)
+_DEFINED = re.compile(
+    r"^([ ]*)(?:async )?(def|class) (\w+)|^(?:from \S+ )?import \(?([\w\s,.]+)", re.MULTILINE
+)
 DEEP = {
     "datasets.load_dataset",
     "datasets.load_from_disk",
@@ -50,7 +59,11 @@ class AnySection:
 
 def exported_names() -> set[str]:
     """``package.name`` of what each package exports at its top."""
-    return {f"{package}.{name}" for package in PACKAGES for name in dir(importlib.import_module(package))}
+    return {
+        f"{package}.{name}"
+        for package in PACKAGES
+        for name in dir(importlib.import_module(package))
+    }
 
 
 def all_names() -> set[str]:
@@ -71,7 +84,9 @@ def _names_in(path: Path, module: str) -> Iterator[str]:
     owner = ""
     for indent, kind, name, imported in _DEFINED.findall(path.read_text()):
         if imported:
-            words = [part.split()[-1].partition(".")[0] for part in imported.split(",") if part.strip()]
+            words = [
+                part.split()[-1].partition(".")[0] for part in imported.split(",") if part.strip()
+            ]
             yield from (f"{module}.{word}" for word in words if word.isidentifier())
         elif not indent:
             owner = name if kind == "class" else ""
@@ -117,7 +132,9 @@ class Place:
         (self.run / "hostile_module.py").write_text(code)
         self._write_tables()
         self._write_model("remote", {"model_type": "hostile"}, code)
-        self._write_model("local", {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}, code)
+        self._write_model(
+            "local", {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}, code
+        )
 
     def _write_tables(self) -> None:
         (self.run / "rows.jsonl").write_text('{"text": "a b"}\n' * 4)
@@ -125,24 +142,51 @@ class Place:
         data.mkdir()
         (data / "hostile_data.py").write_text((self.run / "hostile_module.py").read_text())
         (data / "data.pkl").write_bytes(self.pickle())
-        (data / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: data.pkl\n---\n")
+        (data / "README.md").write_text(
+            "---\nconfigs:\n- config_name: default\n  data_files: data.pkl\n---\n"
+        )
         saved = self.run / "saved"
         saved.mkdir()
-        state = {"_data_files": [{"filename": "data.pkl"}], "_fingerprint": "x", "_format_type": "hostile_module",
-                 "_format_columns": None, "_format_kwargs": {}, "_output_all_columns": False}  # fmt: skip
+        state = {
+            "_data_files": [{"filename": "data.pkl"}],
+            "_fingerprint": "x",
+            "_format_type": "hostile_module",
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_output_all_columns": False,
+        }
         (saved / "state.json").write_text(json.dumps(state))
-        (saved / "dataset_info.json").write_text('{"builder_name": "hostile_module", "features": {}}')
+        (saved / "dataset_info.json").write_text(
+            '{"builder_name": "hostile_module", "features": {}}'
+        )
         (saved / "data.pkl").write_bytes(self.pickle())
 
     def _write_model(self, name: str, config: dict[str, Any], code: str) -> None:
         directory = self.run / name
         (directory / "custom_generate").mkdir(parents=True)
-        kinds = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoProcessor", "AutoImageProcessor")
+        kinds = (
+            "AutoConfig",
+            "AutoModel",
+            "AutoModelForCausalLM",
+            "AutoProcessor",
+            "AutoImageProcessor",
+        )
         remote: dict[str, Any] = dict.fromkeys(kinds, "modeling_hostile.Evil")
         remote["AutoTokenizer"] = ["modeling_hostile.Evil", "modeling_hostile.Evil"]
-        settings = {**config, "architectures": ["Evil"], "auto_map": remote, "tokenizer_class": "Evil",
-                    "processor_class": "Evil", "attn_implementation": "sdpa"}  # fmt: skip
-        for file in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+        settings = {
+            **config,
+            "architectures": ["Evil"],
+            "auto_map": remote,
+            "tokenizer_class": "Evil",
+            "processor_class": "Evil",
+            "attn_implementation": "sdpa",
+        }
+        for file in (
+            "config.json",
+            "tokenizer_config.json",
+            "processor_config.json",
+            "preprocessor_config.json",
+        ):
             (directory / file).write_text(json.dumps(settings))
         for file in ("modeling_hostile.py", "custom_generate/generate.py"):
             (directory / file).write_text(code)
@@ -170,10 +214,18 @@ class Place:
             "pandas",
             True,
             False,
-            {"trust_remote_code": False, "path": str(self.run / "remote"), "weights_only": False, "loader": "pickle"},
+            {
+                "trust_remote_code": False,
+                "path": str(self.run / "remote"),
+                "weights_only": False,
+                "loader": "pickle",
+            },
             [str(self.outside / "victim"), "hostile_module.run"],
             {"_target_": "hostile_module.run"},
-            {"_target_": "transformers.PreTrainedConfig", "auto_map": {"AutoModel": "hostile_module.Evil"}},
+            {
+                "_target_": "transformers.PreTrainedConfig",
+                "auto_map": {"AutoModel": "hostile_module.Evil"},
+            },
         ]
 
     def attempts(self, name: str) -> Iterator[dict[str, Any]]:
@@ -196,13 +248,28 @@ class Place:
         """Arguments with which a callable gets far enough to look at others."""
         rows = {"path": str(self.run / "rows.jsonl")}
         if name == "datasets.load_dataset":
-            return [{"path": "json", "data_files": rows["path"]}, {"path": str(self.run / "hostile_data")}]
+            return [
+                {"path": "json", "data_files": rows["path"]},
+                {"path": str(self.run / "hostile_data")},
+            ]
         if name == "datasets.load_from_disk":
             return [{"dataset_path": str(self.run / "saved")}]
         if name.endswith(".from_pretrained"):
-            return [{"pretrained_model_name_or_path": str(self.run / kind)} for kind in ("remote", "local")]
+            return [
+                {"pretrained_model_name_or_path": str(self.run / kind)}
+                for kind in ("remote", "local")
+            ]
         if name.endswith(".from_config"):
-            return [{"config": {"_target_": "transformers.GPT2Config", "n_layer": 1, "n_embd": 8, "n_head": 1}}]
+            return [
+                {
+                    "config": {
+                        "_target_": "transformers.GPT2Config",
+                        "n_layer": 1,
+                        "n_embd": 8,
+                        "n_head": 1,
+                    }
+                }
+            ]
         if name.startswith("automodel_ckpt.data.") and "path" in parameters:
             return [rows]
         return [{key: 2 for key, needed in parameters.items() if needed and key not in SUPPLIED}]
@@ -217,7 +284,11 @@ class _Opens:
 
 
 def call(
-    place: Place, name: str, attempts: list[dict[str, Any]], tokenizer: Any = None, trust: Sequence[str] = ()
+    place: Place,
+    name: str,
+    attempts: list[dict[str, Any]],
+    tokenizer: Any = None,
+    trust: Sequence[str] = (),
 ) -> int:
     """Give a recipe's ``extra`` section each of the *attempts*, as a run would; how many were not rejected."""
     num_called = 0
@@ -232,7 +303,13 @@ def call(
         num_called += 1
         with suppress(Exception):
             parameter = torch.nn.Parameter(torch.ones(2, 2))
-            made = build(loaded.config.extra, tokenizer=tokenizer, processor=None, params=[parameter], reduction="sum")
+            made = build(
+                loaded.config.extra,
+                tokenizer=tokenizer,
+                processor=None,
+                params=[parameter],
+                reduction="sum",
+            )
             use(made, parameter)
     return num_called
 

@@ -47,7 +47,13 @@ def _newest(run: Path) -> str:
 
 def _tool(run: Path) -> int:
     before = sys.argv
-    sys.argv = [str(_TOOL), "--input-dir", str(run / victim.NAME / "model"), "--output-dir", str(run / "exported")]
+    sys.argv = [
+        str(_TOOL),
+        "--input-dir",
+        str(run / victim.NAME / "model"),
+        "--output-dir",
+        str(run / "exported"),
+    ]
     try:
         runpy.run_path(str(_TOOL), run_name="__main__")
     finally:
@@ -121,8 +127,12 @@ READERS: dict[str, Callable[[Path], int]] = {
     "show_LATEST": lambda run: ckpt.main(["show", str(run / "LATEST")]),
     "consolidate": lambda run: ckpt.main(["consolidate", _newest(run)]),
     "tool": _tool,
-    "gguf": lambda run: ckpt.main(["export", _newest(run), "--to", "gguf", "-o", str(run / "model.gguf")]),
-    "prune": lambda run: ckpt.main(["prune", str(run), "--keep-last", "1", "--keep-best", "1", "--dry-run"]),
+    "gguf": lambda run: ckpt.main(
+        ["export", _newest(run), "--to", "gguf", "-o", str(run / "model.gguf")]
+    ),
+    "prune": lambda run: ckpt.main(
+        ["prune", str(run), "--keep-last", "1", "--keep-best", "1", "--dry-run"]
+    ),
     "drop_optimizer": _drop_optimizer,
     "merge": _merge,
     "plot": lambda run: ckpt.main(["plot", str(run), "--output", str(run / "curves.html")]),

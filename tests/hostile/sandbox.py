@@ -31,22 +31,64 @@ _CEILING_BYTES = 3 << 30
 _OWN = Path(__file__).resolve().parents[2]
 _READABLE = tuple(
     {
-        *(os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())),
-        str(_OWN / "automodel_ckpt"), str(_OWN / "recipes"), str(_OWN / "tests"), str(_OWN / "tools"),
-        "/proc", "/sys", "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom",
+        *(
+            os.path.realpath(path)
+            for path in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())
+        ),
+        str(_OWN / "automodel_ckpt"),
+        str(_OWN / "recipes"),
+        str(_OWN / "tests"),
+        str(_OWN / "tools"),
+        "/proc",
+        "/sys",
+        "/usr/lib",
+        "/lib",
+        "/lib64",
+        "/dev/null",
+        "/dev/urandom",
     }
-)  # fmt: skip
+)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PATH_EVENTS = {
-    "os.rename": (0, 1), "os.link": (0, 1), "os.symlink": (1,), "os.mkdir": (0,), "os.remove": (0,), "os.rmdir": (0,),
-    "os.truncate": (0,), "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,),
-    "shutil.rmtree": (0,), "shutil.move": (0, 1), "shutil.copyfile": (1,),
-}  # fmt: skip
+    "os.rename": (0, 1),
+    "os.link": (0, 1),
+    "os.symlink": (1,),
+    "os.mkdir": (0,),
+    "os.remove": (0,),
+    "os.rmdir": (0,),
+    "os.truncate": (0,),
+    "os.chmod": (0,),
+    "os.chown": (0,),
+    "os.utime": (0,),
+    "os.setxattr": (0,),
+    "shutil.rmtree": (0,),
+    "shutil.move": (0, 1),
+    "shutil.copyfile": (1,),
+}
 _FORBIDDEN = (
-    "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.startfile", "os.system", "os.putenv",
-    "subprocess.", "pty.", "socket.", "pickle.find_class", "marshal.", "code.__new__", "ctypes.cdata", "webbrowser.",
-    "urllib.", "ftplib.", "http.", "smtplib.", "sqlite3.", "shelve.",
-)  # fmt: skip
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.startfile",
+    "os.system",
+    "os.putenv",
+    "subprocess.",
+    "pty.",
+    "socket.",
+    "pickle.find_class",
+    "marshal.",
+    "code.__new__",
+    "ctypes.cdata",
+    "webbrowser.",
+    "urllib.",
+    "ftplib.",
+    "http.",
+    "smtplib.",
+    "sqlite3.",
+    "shelve.",
+)
 _HARMLESS = frozenset({"socket.gethostname", "marshal.loads", "code.__new__"})
 
 
@@ -89,7 +131,11 @@ class _Watch:
         elif event in _PATH_EVENTS:
             directory = next((a for a in arguments[::-1] if isinstance(a, int) and a >= 0), None)
             for index in _PATH_EVENTS[event]:
-                self._writes(event, arguments[index], directory if event in ("os.remove", "os.rmdir") else None)
+                self._writes(
+                    event,
+                    arguments[index],
+                    directory if event in ("os.remove", "os.rmdir") else None,
+                )
         elif event == "exec":
             self._exec(arguments[0])
         elif event == "import":
@@ -117,11 +163,18 @@ class _Watch:
     def _absolute(self, path: str) -> str:
         """The path of an open() below a directory's descriptor, which the event does not tell."""
         directory = getattr(self.opening, "directory", None)
-        return path if directory is None else os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)
+        return (
+            path
+            if directory is None
+            else os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)
+        )
 
     def _exec(self, code: Any) -> None:
         name = getattr(code, "co_filename", "")
-        if not (name.startswith((*_READABLE, "<frozen", "<string>", "<attrs")) and not name.startswith(self.root)):
+        if not (
+            name.startswith((*_READABLE, "<frozen", "<string>", "<attrs"))
+            and not name.startswith(self.root)
+        ):
             self.violations.append(f"exec of {name}")
 
     def _real(self, path: Any, directory: int | None = None, *, follow: bool = True) -> str:
@@ -132,7 +185,9 @@ class _Watch:
             text = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), text)
         if follow:
             return os.path.realpath(text)
-        return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text))
+        return os.path.join(
+            os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text)
+        )
 
     def _inside(self, path: str) -> bool:
         return path == self.root or path.startswith(self.root + os.sep)
@@ -153,7 +208,9 @@ def run(reader: Callable[[], int], root: Path, *, forbidden: Sequence[str] = ())
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as output:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads of this process: the child takes none of their locks
+            warnings.simplefilter(
+                "ignore"
+            )  # of threads of this process: the child takes none of their locks
             child = os.fork()
         if child == 0:
             gc.freeze()  # what other tests left in this process is not the child's to end: that may abort it
@@ -189,7 +246,7 @@ def _wait(descriptor: int) -> bytes | None:
 
 def _child(
     reader: Callable[[], int], root: Path, forbidden: Sequence[str], report: int, output: int
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     status = 1
     try:
         os.dup2(output, 1)
@@ -209,12 +266,17 @@ def _child(
             traceback.print_exc()
             code = None
         watch.active = False
-        seen = [path for path in watch.opened if path.endswith(tuple(forbidden))] if forbidden else []
+        seen = (
+            [path for path in watch.opened if path.endswith(tuple(forbidden))] if forbidden else []
+        )
         violations = [*watch.violations, *(f"open of {path}" for path in seen)]
         sys.stdout.flush()
         sys.stderr.flush()
         extra = max(0, _memory("VmHWM") - before)
-        os.write(report, json.dumps({"code": code, "violations": violations, "extra_bytes": extra}).encode())
+        os.write(
+            report,
+            json.dumps({"code": code, "violations": violations, "extra_bytes": extra}).encode(),
+        )
         status = 0
     finally:
         os._exit(status)

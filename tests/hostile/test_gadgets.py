@@ -79,9 +79,13 @@ def names() -> set[str]:
     return gadgets.all_names() if bombs.EVERY else gadgets.exported_names()
 
 
-def test_a_name_that_is_not_on_the_list_is_rejected_for_every_purpose_without_an_import(names: set[str]) -> None:
+def test_a_name_that_is_not_on_the_list_is_rejected_for_every_purpose_without_an_import(
+    names: set[str],
+) -> None:
     purposes = (*allowlist.ALLOWED, "")
-    listed = {name for name in names if any(allowlist.may_name(purpose, name) for purpose in purposes)}
+    listed = {
+        name for name in names if any(allowlist.may_name(purpose, name) for purpose in purposes)
+    }
     loaded = set(sys.modules)
     others = sorted(names - listed) + list(KNOWN)
     for name in others[::40]:
@@ -93,7 +97,10 @@ def test_a_name_that_is_not_on_the_list_is_rejected_for_every_purpose_without_an
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_command_rejects_it_in_every_section(
-    name: str, place: gadgets.Place, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    place: gadgets.Place,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(place.run)
     nested = f"{{_target_: {name}, path: hostile_module.run}}"
@@ -109,7 +116,9 @@ def test_the_command_rejects_it_in_every_section(
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS) if bombs.EVERY else [0])
-def test_what_is_on_the_list_does_no_harm(part: int, names: set[str], place: gadgets.Place, tokenizer: Any) -> None:
+def test_what_is_on_the_list_does_no_harm(
+    part: int, names: set[str], place: gadgets.Place, tokenizer: Any
+) -> None:
     listed = sorted(name for name in names if allowlist.may_name(allowlist.CUSTOM, name))
     num_called, problems = 0, []
     for name in listed[part::NUM_PARTS] if bombs.EVERY else SAMPLE:
@@ -123,7 +132,9 @@ def test_what_is_on_the_list_does_no_harm(part: int, names: set[str], place: gad
             some = attempts[first : first + batch]
             outcome = sandbox.run(partial(_called, place, name, some, tokenizer), place.run)
             codes.append(outcome.code or 0)
-            found = [each for each in outcome.violations if not _is_allowed(each)] + gadgets.changed(place)
+            found = [
+                each for each in outcome.violations if not _is_allowed(each)
+            ] + gadgets.changed(place)
             found += [outcome.text[-1000:]] if outcome.code is None else []
             problems += [f"{name}: {each}" for each in found]
         num_called += sum(codes) > 0
@@ -144,21 +155,33 @@ def test_what_is_on_the_list_does_no_harm(part: int, names: set[str], place: gad
             {"is_main_process": True, "output_dir": "../outside", "filenames": ["victim"]},
             "os.remove of ",
         ),
-        ("transformers.AutoTokenizer.from_pretrained", {"pretrained_model_name_or_path": "remote"}, "outside/ran"),
+        (
+            "transformers.AutoTokenizer.from_pretrained",
+            {"pretrained_model_name_or_path": "remote"},
+            "outside/ran",
+        ),
     ],
 )
-def test_the_watch_sees_what_trusted_code_does(name: str, arguments: dict[str, Any], seen: str, tmp_path: Path) -> None:
+def test_the_watch_sees_what_trusted_code_does(
+    name: str, arguments: dict[str, Any], seen: str, tmp_path: Path
+) -> None:
     place = gadgets.Place(tmp_path.resolve())
     place.make()
     trust = ("transformers", "trust_remote_code")
     remote = {"trust_remote_code": True} if "Auto" in name else {}
-    outcome = sandbox.run(partial(_called, place, name, [arguments | remote], None, trust), place.run)
+    outcome = sandbox.run(
+        partial(_called, place, name, [arguments | remote], None, trust), place.run
+    )
     found = [each for each in outcome.violations if not _is_allowed(each)]
     assert outcome.code == 1 and any(seen in each for each in found), outcome
 
 
 def _called(
-    place: gadgets.Place, name: str, attempts: list[dict[str, Any]], tokenizer: Any, trust: Sequence[str] = ()
+    place: gadgets.Place,
+    name: str,
+    attempts: list[dict[str, Any]],
+    tokenizer: Any,
+    trust: Sequence[str] = (),
 ) -> int:
     os.chdir(place.run)
     sys.dont_write_bytecode = True

@@ -15,7 +15,19 @@ from pathlib import Path
 import pytest
 
 from . import attacks, bombs, files, sandbox, victim
-from .readers import CHECKS, EXPORTS, GGUF, IMPORTS, LOGS, MERGES, OF_EXPORTS, READERS, RESUMES, form_for, prepare
+from .readers import (
+    CHECKS,
+    EXPORTS,
+    GGUF,
+    IMPORTS,
+    LOGS,
+    MERGES,
+    OF_EXPORTS,
+    READERS,
+    RESUMES,
+    form_for,
+    prepare,
+)
 from .victim import Attacked
 
 attacks.entries()
@@ -32,7 +44,11 @@ def _by_turns() -> list[tuple[attacks.Attack, str]]:
     chosen = []
     for turn, (kind, readers) in enumerate(attacks.KINDS.items()):
         for place, reader in enumerate(sorted(readers)[turn % 3 :: 3] or sorted(readers)):
-            able = [attack for attack in attacks.ATTACKS if attack.kind == kind and reader in attack.readers]
+            able = [
+                attack
+                for attack in attacks.ATTACKS
+                if attack.kind == kind and reader in attack.readers
+            ]
             chosen.append((able[(turn + 7 * place) % len(able)], reader))
     return chosen
 
@@ -59,9 +75,13 @@ def _warm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attack", "reader"), CASES, ids=[f"{attack.kind}-{attack.name}-{reader}" for attack, reader in CASES]
+    ("attack", "reader"),
+    CASES,
+    ids=[f"{attack.kind}-{attack.name}-{reader}" for attack, reader in CASES],
 )
-def test_a_hostile_checkpoint_harms_nobody(attack: attacks.Attack, reader: str, tmp_path: Path) -> None:
+def test_a_hostile_checkpoint_harms_nobody(
+    attack: attacks.Attack, reader: str, tmp_path: Path
+) -> None:
     case = Attacked(tmp_path, attack.form)
     try:
         attack.change(case)
@@ -69,22 +89,31 @@ def test_a_hostile_checkpoint_harms_nobody(attack: attacks.Attack, reader: str, 
         pytest.skip("needs the right to make device nodes")
     prepare(reader, case.run)
     untouched = sorted(os.listdir(case.outside))
-    outcome = sandbox.run(lambda: READERS[reader](case.run), case.run, forbidden=unread(reader, case))
+    outcome = sandbox.run(
+        lambda: READERS[reader](case.run), case.run, forbidden=unread(reader, case)
+    )
     said = f"{outcome.text[-3000:]}\n{outcome}"[:4000]
     assert not outcome.violations, said
     assert not case.marker.exists() and sorted(os.listdir(case.outside)) == untouched
     assert outcome.code in CLEAN[reader] and "Traceback" not in outcome.text, said
     assert "this is a bug" not in outcome.text, said
     assert outcome.seconds < sandbox.SECONDS and outcome.extra_bytes < sandbox.EXTRA_BYTES, said
-    assert not any(ord(character) < 32 and character not in "\n\t" for character in outcome.text), said
+    assert not any(ord(character) < 32 and character not in "\n\t" for character in outcome.text), (
+        said
+    )
     if reader in attack.refusing:
         assert outcome.code != 0, f"{reader} took it\n{said}"
 
 
 def test_the_matrix_is_complete() -> None:
     every, pairs = ({(attack.kind, reader) for attack, reader in cases} for cases in (EVERY, CASES))
-    assert every == {(kind, reader) for kind, readers in attacks.KINDS.items() for reader in readers} and pairs <= every
-    assert {kind for kind, _ in pairs} == attacks.KINDS.keys() and {reader for _, reader in pairs} == READERS.keys()
+    assert (
+        every == {(kind, reader) for kind, readers in attacks.KINDS.items() for reader in readers}
+        and pairs <= every
+    )
+    assert {kind for kind, _ in pairs} == attacks.KINDS.keys() and {
+        reader for _, reader in pairs
+    } == READERS.keys()
     assert len(pairs) >= 200 and len(pairs) >= len(every) // 3
     assert len({(attack.kind, attack.name, reader) for attack, reader in EVERY}) == len(EVERY)
 
@@ -109,9 +138,13 @@ def test_the_classes_that_are_said_to_attack_a_file_change_it(tmp_path: Path) ->
         named = pattern.rsplit("/")[-1].strip("*")
         # Those whose name tells the file come first: each takes a copy of the checkpoint.
         of_kind = sorted(
-            (attack for attack in attacks.ATTACKS if attack.kind == kind), key=lambda a: named not in a.name
+            (attack for attack in attacks.ATTACKS if attack.kind == kind),
+            key=lambda a: named not in a.name,
         )
-        if not any(_changes(attack, pattern, tmp_path / f"{number}-{i}") for i, attack in enumerate(of_kind)):
+        if not any(
+            _changes(attack, pattern, tmp_path / f"{number}-{i}")
+            for i, attack in enumerate(of_kind)
+        ):
             untouched.append(f"{kind}: {pattern}")
     assert untouched == []
 
@@ -130,7 +163,9 @@ def _changes(attack: attacks.Attack, pattern: str, directory: Path) -> bool:
 def test_no_reader_opens_the_pickle_that_other_programs_need(reader: str, tmp_path: Path) -> None:
     case = Attacked(tmp_path, form_for(reader))
     prepare(reader, case.run)
-    outcome = sandbox.run(lambda: READERS[reader](case.run), case.run, forbidden=unread(reader, case))
+    outcome = sandbox.run(
+        lambda: READERS[reader](case.run), case.run, forbidden=unread(reader, case)
+    )
     assert outcome.code == 0 and not outcome.violations, outcome
 
 
@@ -147,6 +182,11 @@ def test_the_watch_notices_what_it_is_there_for(tmp_path: Path) -> None:
         return 0
 
     outcome = sandbox.run(harmful, case.run)
-    assert [text.split()[0] for text in outcome.violations] == ["os.system", "open", "open", "exec"], outcome
+    assert [text.split()[0] for text in outcome.violations] == [
+        "os.system",
+        "open",
+        "open",
+        "exec",
+    ], outcome
     assert outcome.extra_bytes > sandbox.EXTRA_BYTES
     assert victim.NAME in str(case.checkpoint)

@@ -53,11 +53,15 @@ class Model(tiny.Odd):
 
 def recipe() -> SimpleNamespace:
     made = tiny.recipe(
-        dataloader=Scoped({"epoch": 1}), rng=Generators(torch.arange(8)), step_scheduler=tiny.Counter({"step": 20}),
+        dataloader=Scoped({"epoch": 1}),
+        rng=Generators(torch.arange(8)),
+        step_scheduler=tiny.Counter({"step": 20}),
         tracker=tiny.Counter([1, 2]),
-    )  # fmt: skip
+    )
     made.model = Model()
-    made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=0.1)
+    made.optimizer = torch.optim.AdamW(
+        [p for p in made.model.parameters() if p.requires_grad], lr=0.1
+    )
     made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1, 3])
     return made
 
@@ -68,8 +72,9 @@ class _Assets:
     file_index_mapping: dict[str, int] = {}  # noqa: RUF012
     files: dict[str, bytes] = {  # noqa: RUF012
         "config.json": json.dumps({"model_type": "llama", "tie_word_embeddings": True}).encode(),
-        "tokenizer.json": b"{}", "generation_config.json": b"{}",
-    }  # fmt: skip
+        "tokenizer.json": b"{}",
+        "generation_config.json": b"{}",
+    }
     nbytes = 60
     maps = BaseMaps()
 
@@ -87,7 +92,9 @@ def pristine(form: str = "shards") -> Path:
     made = recipe()
     tiny.train(made)
     layouts = {"model_layout": "hf"} if form == "hf" else {}
-    path = tiny.save(holder, made, assets={"model": _Assets()}, save_consolidated=False, **layouts).path
+    path = tiny.save(
+        holder, made, assets={"model": _Assets()}, save_consolidated=False, **layouts
+    ).path
     if form == "shards":
         consolidate(path)
     return path
@@ -96,9 +103,13 @@ def pristine(form: str = "shards") -> Path:
 def _adapter(run: Path) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=1,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(run / BASE)
     adapted = add_adapters(model, Lora(), task_type="CAUSAL_LM", num_base_rows=16)

@@ -78,8 +78,15 @@ class CommandServer:
 
     def _start(self) -> None:
         # torch reads the last when it is imported, and a launcher sets it before that.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self._process = subprocess.Popen([sys.executable, __file__, str(self._place)], env=environment)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self._place)], env=environment
+        )
         self._process_id.write_text(str(self._process.pid))
         end = time.monotonic() + 300
         while not self._place.exists():
@@ -104,7 +111,9 @@ class CommandServer:
         place = self._place.with_suffix(PLAIN) if words[0] == "plain" else self._place
         return _Forked(place, list(words), text=True, **options)
 
-    def run(self, *words: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """``subprocess.run`` with its output captured."""
         process = self.popen(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         try:
@@ -138,7 +147,12 @@ class Starting:
         return subprocess.Popen([program, *rest], text=True, **options)
 
     def run(
-        self, words: Sequence[str | Path], *, check: bool, capture_output: bool = False, **options: Any
+        self,
+        words: Sequence[str | Path],
+        *,
+        check: bool,
+        capture_output: bool = False,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) if capture_output else {}
         with self.Popen(words, **streams, **options) as process:
@@ -158,10 +172,12 @@ class _Forked(subprocess.Popen[str]):
         given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         request = {
-            "words": given["args"], "cwd": str(given["cwd"] or os.getcwd()), "waits": True,
+            "words": given["args"],
+            "cwd": str(given["cwd"] or os.getcwd()),
+            "waits": True,
             "environment": dict(os.environ if given["env"] is None else given["env"]),
             "new_session": given["start_new_session"],
-        }  # fmt: skip
+        }
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(str(self._place))
         descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
@@ -189,12 +205,20 @@ class _Forked(subprocess.Popen[str]):
 
 OUR_COMMANDS = {"ckpt": "automodel_ckpt.cli.ckpt", "ckpt-train": "automodel_ckpt.cli.train"}
 NEEDED = (
-    *OUR_COMMANDS.values(), "automodel_ckpt.convert.merge", "automodel_ckpt.cli.launch.launcher",
-    "automodel_ckpt.cli.launch.worker", "automodel_ckpt.data.python_docs", "automodel_ckpt.data.text",
+    *OUR_COMMANDS.values(),
+    "automodel_ckpt.convert.merge",
+    "automodel_ckpt.cli.launch.launcher",
+    "automodel_ckpt.cli.launch.worker",
+    "automodel_ckpt.data.python_docs",
+    "automodel_ckpt.data.text",
     "automodel_ckpt.recipes.llm_finetune",
-    "automodel_ckpt.recipes.vlm_finetune", "datasets", "peft", "torch.distributed.launcher.api",
-    "transformers.models.llama.modeling_llama", "transformers.optimization",
-)  # fmt: skip
+    "automodel_ckpt.recipes.vlm_finetune",
+    "datasets",
+    "peft",
+    "torch.distributed.launcher.api",
+    "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+)
 
 
 def serve(place: str) -> None:

@@ -35,7 +35,12 @@ class FakeRecipe:
         import torch.distributed as dist
 
         if self.config.case == "wrong_everywhere":
-            raise RecipeError("the data set is empty", where="dataset", value="0 samples", remedy="give it samples")
+            raise RecipeError(
+                "the data set is empty",
+                where="dataset",
+                value="0 samples",
+                remedy="give it samples",
+            )
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
             self.note("joining", "")
@@ -73,7 +78,9 @@ class FakeRecipe:
         if self.rank == 1 and len((self.notes / "started_1").read_text().splitlines()) <= times:
             raise_in(
                 "torch.distributed.distributed_c10d",
-                RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"),
+                RuntimeError(
+                    "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"
+                ),
             )
 
     def connects_late(self) -> None:
@@ -88,7 +95,12 @@ class FakeRecipe:
         while True:
             number = self.step(stop_request().requested)
             if number:
-                raise Stopped(f"stopped by {signal.Signals(number).name}", where="", value="", remedy="run it again")
+                raise Stopped(
+                    f"stopped by {signal.Signals(number).name}",
+                    where="",
+                    value="",
+                    remedy="run it again",
+                )
             time.sleep(0.05)
 
     def closes_slowly(self) -> None:
@@ -189,9 +201,15 @@ def main() -> int:
     parser.add_argument("--stop-signals", nargs="+", default=StepSchedulerConfig().stop_signals)
     for flag in ("--max-restarts", "--node-rank", "--master-port"):
         parser.add_argument(flag, type=int)
-    parser.add_argument("--last-call", type=float, help="seconds that an elastic run waits for more machines")
-    parser.add_argument("--peer-grace", type=float, help="seconds that a rank has to notice that another one failed")
-    parser.add_argument("--silence", type=int, help="seconds after which a machine that does not answer is lost")
+    parser.add_argument(
+        "--last-call", type=float, help="seconds that an elastic run waits for more machines"
+    )
+    parser.add_argument(
+        "--peer-grace", type=float, help="seconds that a rank has to notice that another one failed"
+    )
+    parser.add_argument(
+        "--silence", type=int, help="seconds after which a machine that does not answer is lost"
+    )
     given = vars(parser.parse_args())
     if (seconds := given.pop("silence")) is not None:
         keepalive = importlib.import_module("automodel_ckpt.distributed.keepalive")
@@ -206,7 +224,9 @@ def main() -> int:
         enter_network(network)
     steps = StepSchedulerConfig(stop_signals=given.pop("stop_signals"))
     loaded = SimpleNamespace(
-        config=SimpleNamespace(case=given.pop("case"), notes=given.pop("notes"), step_scheduler=steps)
+        config=SimpleNamespace(
+            case=given.pop("case"), notes=given.pop("notes"), step_scheduler=steps
+        )
     )
     loaded.to_yaml = lambda: ""
     flags = LaunchFlags(**{name: value for name, value in given.items() if value is not None})

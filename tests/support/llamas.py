@@ -17,9 +17,13 @@ from automodel_ckpt.data.python_docs import train_tokenizer
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 LLAMA_3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32, "rope_theta": 500_000.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500_000.0,
+}
 
 
 def llama_checkpoint(
@@ -35,13 +39,25 @@ def llama_checkpoint(
     tokenizer = train_tokenizer(vocab_size)
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=vocab_size + 4, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.3, max_position_embeddings=256,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager", **more,
-    )  # fmt: skip
+        vocab_size=vocab_size + 4,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="eager",
+        **more,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     state, ties = module_state(model)
     write_assets(HFAssets.from_model(model, tokenizer=tokenizer), path / "model" / ".hf_metadata")
-    write_checkpoint(path, state, [p for f, t in state.items() for p in cut(f, t, 2, dim)], tied=ties)
+    write_checkpoint(
+        path, state, [p for f, t in state.items() for p in cut(f, t, 2, dim)], tied=ties
+    )
     return model

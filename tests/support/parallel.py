@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import share_out
-from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, gradient_sync, parallelize
+from automodel_ckpt.distributed.parallelize import (
+    Parallelism,
+    clip_gradients,
+    gradient_sync,
+    parallelize,
+)
 from automodel_ckpt.distributed.pipeline import Kind
 from automodel_ckpt.recipes.pipeline import Staged, cut, train_stages
 
@@ -35,9 +40,15 @@ def layout_here(**sizes: int) -> RankLayout:
 def config_of(kind: str = "llama", **settings: Any) -> Any:
     """Two layers; heads and widths that four ranks can share."""
     common: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": VOCABULARY, "initializer_range": 0.3, "head_dim": 8,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,
+        "head_dim": 8,
+    }
     return (Qwen3Config if kind == "qwen3" else LlamaConfig)(**common | settings)
 
 
@@ -48,10 +59,17 @@ def model_of(kind: str = "llama", **settings: Any) -> nn.Module:
     return model.train()
 
 
-def train_steps(model: nn.Module, layout: RankLayout, num_steps: int = 2) -> list[tuple[float, float]]:
+def train_steps(
+    model: nn.Module, layout: RankLayout, num_steps: int = 2
+) -> list[tuple[float, float]]:
     """(mean loss, gradient norm) of each of a few steps of AdamW over the same global batches on any layout."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    return [_step(model, layout, optimizer, number, partial(_passes, model)) for number in range(num_steps)]
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
+    return [
+        _step(model, layout, optimizer, number, partial(_passes, model))
+        for number in range(num_steps)
+    ]
 
 
 def train_steps_in_stages(
@@ -61,7 +79,9 @@ def train_steps_in_stages(
     made = cut(model, layout, None, None)
     shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
     staged = Staged(shared, layout, made, kind)
-    optimizer = torch.optim.AdamW([p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
     train_stages(optimizer, shared, layout)
 
     def outcome(rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:

@@ -73,7 +73,9 @@ def outcomes(
     init: bool = True,
 ) -> list[Outcome]:
     """How every rank ended. With ``init=False`` the ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_* but no group."""
-    assert not dist.is_initialized(), "close this process's own group first: forked ranks would inherit it"
+    assert not dist.is_initialized(), (
+        "close this process's own group first: forked ranks would inherit it"
+    )
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         for attempt in range(_ATTEMPTS_TO_FORM):
             store = os.path.join(directory, f"store-{attempt}") if init else ""
@@ -90,18 +92,30 @@ _Started = tuple[BaseProcess, Connection]
 
 
 def _start(
-    function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int, store: str, timeout: float
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    num_ranks: int,
+    store: str,
+    timeout: float,
 ) -> list[_Started]:
     context = multiprocessing.get_context("fork")
-    environment = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     environment["OMP_NUM_THREADS"] = "1"
     started: list[_Started] = []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
         variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank, args=(function, arguments, variables, store, timeout, sender))
+        process = context.Process(
+            target=_rank, args=(function, arguments, variables, store, timeout, sender)
+        )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist's thread; ranks never touch it
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # pytest-xdist's thread; ranks never touch it
             process.start()
         sender.close()
         started.append((process, receiver))
@@ -139,7 +153,12 @@ def without_gloo_greetings(text: str) -> str:
     """
     if "[Gloo] Rank " not in text:
         return text
-    pieces = ("[Gloo] Rank ", " is connected to ", " peer ranks. ", "Expected number of connected peer ranks is : ")
+    pieces = (
+        "[Gloo] Rank ",
+        " is connected to ",
+        " peer ranks. ",
+        "Expected number of connected peer ranks is : ",
+    )
     for piece in pieces:
         text = text.replace(piece, "")
     # The greetings' numbers and line ends are left: at the beginning of lines, since each piece between them is gone.
@@ -198,7 +217,9 @@ def _pickled(outcome: Outcome) -> bytes:
     except Exception as error:
         cause = outcome.error or error
         substitute = RuntimeError(f"{type(cause).__name__}: {cause}")
-        return pickle.dumps(Outcome(error=substitute, traceback=outcome.traceback or repr(error), exitcode=0))
+        return pickle.dumps(
+            Outcome(error=substitute, traceback=outcome.traceback or repr(error), exitcode=0)
+        )
 
 
 def _collect(process: BaseProcess, receiver: Connection, end: float) -> Outcome:
@@ -226,4 +247,6 @@ def _collect(process: BaseProcess, receiver: Connection, end: float) -> Outcome:
 def _report(rank: int, outcome: Outcome) -> str:
     if outcome.error is not None:
         return f"rank {rank} raised:\n{outcome.traceback}"
-    return f"rank {rank} " + ("took too long" if outcome.exitcode is None else f"ended with {outcome.exitcode}")
+    return f"rank {rank} " + (
+        "took too long" if outcome.exitcode is None else f"ended with {outcome.exitcode}"
+    )

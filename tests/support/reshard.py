@@ -98,7 +98,9 @@ class Shared:
             return parallelize(built, self.layout, self.way.how)
         # Of four stages two have no layer; one of these holds nothing but what every stage has.
         made = cut(built, self.layout, None, None)
-        return parallelize(built, self.layout, replace(self.way.how, tp_plan=made.tp_plan), mesh=made.mesh)
+        return parallelize(
+            built, self.layout, replace(self.way.how, tp_plan=made.tp_plan), mesh=made.mesh
+        )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that a checkpoint must bring back, under a name that all layouts share; the live ones."""
@@ -162,11 +164,15 @@ def save_all(directory: Path, ways: tuple[Way, ...], formats: dict[str, dict[str
         shared.fill()
         for name, options in formats.items():
             saver = checkpointer(place(directory, way, name), shared.layout, **options)
-            saver.save(shared.state, step=1, epoch=0, config_yaml="", losses={"step": 1}, progress={})
+            saver.save(
+                shared.state, step=1, epoch=0, config_yaml="", losses={"step": 1}, progress={}
+            )
             saver.close()
 
 
-def load_all(directory: Path, ways: tuple[Way, ...], saved: tuple[Way, ...], formats: dict[str, Any]) -> list[str]:
+def load_all(
+    directory: Path, ways: tuple[Way, ...], saved: tuple[Way, ...], formats: dict[str, Any]
+) -> list[str]:
     """Each way loads what all have saved; what came back wrong on this rank."""
     found = []
     for way in ways:
@@ -177,7 +183,9 @@ def load_all(directory: Path, ways: tuple[Way, ...], saved: tuple[Way, ...], for
                 loader = checkpointer(place(directory, source, name), shared.layout)
                 loader.load(shared.state)
                 loader.close()
-                found += [f"{source.name} ({name}) -> {way.name}: {wrong}" for wrong in shared.wrong()]
+                found += [
+                    f"{source.name} ({name}) -> {way.name}: {wrong}" for wrong in shared.wrong()
+                ]
     return found
 
 

@@ -52,12 +52,18 @@ def cut(fqn: str, tensor: torch.Tensor, num_ranks: int, dim: int = 0) -> list[Ch
 
 
 def raw_bytes(tensor: torch.Tensor, box: Box) -> bytes:
-    part = tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))].contiguous()
+    part = tensor[
+        tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    ].contiguous()
     return bytes(part.reshape(-1).view(torch.uint8).numpy().tobytes()) if part.numel() else b""
 
 
 def write_shards(
-    directory: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Chunk], *, global_shape: bool = True
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    pieces: Iterable[Chunk],
+    *,
+    global_shape: bool = True,
 ) -> dict[str, list[Slice]]:
     """Write ``shard-0000r-model-00001-of-00001.safetensors`` files; returns the slices of each tensor."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,10 @@ def write_shards(
         if global_shape:
             shapes = [tuple(tensors[p.fqn].shape) for p in mine]
             header, starts = shard_header(
-                [(f, d, p.box.offsets, n, shape) for (f, d, n), p, shape in zip(entries, mine, shapes, strict=True)]
+                [
+                    (f, d, p.box.offsets, n, shape)
+                    for (f, d, n), p, shape in zip(entries, mine, shapes, strict=True)
+                ]
             )
         else:
             info = {piece.fqn: {"saved_offsets": list(piece.box.offsets)} for piece in mine}
@@ -83,7 +92,16 @@ def write_shards(
                 data = raw_bytes(tensors[piece.fqn], piece.box)
                 file.write(data)
                 box, start = piece.box, starts[piece.fqn]
-                found = Slice(piece.fqn, dtype, box.offsets, box.sizes, name, start, len(data), digest_of(data))
+                found = Slice(
+                    piece.fqn,
+                    dtype,
+                    box.offsets,
+                    box.sizes,
+                    name,
+                    start,
+                    len(data),
+                    digest_of(data),
+                )
                 slices[piece.fqn].append(found)
     return slices
 
@@ -101,21 +119,35 @@ def write_checkpoint(
     """A complete checkpoint around the shards; what already stands in ``model/.hf_metadata`` is taken in."""
     model = checkpoint / "model"
     written = write_shards(model, tensors, pieces)
-    files = {path.relative_to(checkpoint).as_posix(): record_of(path) for path in model.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(checkpoint).as_posix(): record_of(path)
+        for path in model.rglob("*")
+        if path.is_file()
+    }
     trees = {
         fqn: Tensor(
-            fqn, dtype_code(str(tensors[fqn].dtype)), tuple(tensors[fqn].shape),
+            fqn,
+            dtype_code(str(tensors[fqn].dtype)),
+            tuple(tensors[fqn].shape),
             tuple(dataclasses.replace(piece, file=f"model/{piece.file}") for piece in own),
         )
         for fqn, own in written.items()
-    }  # fmt: skip
+    }
     manifest = Manifest(
-        step=step, epoch=epoch, created=time.time() - 90, world_size=2, dp_size=2, progress={"consumed_samples": 160},
-        losses=dict(losses or {"step": step, "train_loss": 1.5, "val_loss": 1.25}), validated=True,
+        step=step,
+        epoch=epoch,
+        created=time.time() - 90,
+        world_size=2,
+        dp_size=2,
+        progress={"consumed_samples": 160},
+        losses=dict(losses or {"step": step, "train_loss": 1.5, "val_loss": 1.25}),
+        validated=True,
         environment={"python": "3"},
-        lineage={}, state={"model": StateRecord("module", "sharded", "model")},
-        trees={"model": Tree("safetensors", trees, {}, dict(tied or {}))}, files=files,
-    )  # fmt: skip
+        lineage={},
+        state={"model": StateRecord("module", "sharded", "model")},
+        trees={"model": Tree("safetensors", trees, {}, dict(tied or {}))},
+        files=files,
+    )
     (checkpoint / layout.MANIFEST).write_bytes(manifest.to_bytes())
     return Manifest.read(checkpoint)
 
@@ -133,7 +165,9 @@ def checkpoint_in(run: Path, step: int, *, scripted: bool = False, **extra: Any)
         (path / "model" / layout.HF_METADATA).mkdir(parents=True)
         (path / "model" / layout.CONSOLIDATE_SCRIPT).write_text(consolidate_script(sys.executable))
     tensors = {"w": torch.arange(12, dtype=torch.float32).reshape(4, 3), "n": torch.tensor(3)}
-    write_checkpoint(path, tensors, [p for f, t in tensors.items() for p in cut(f, t, 2)], step=step, **extra)
+    write_checkpoint(
+        path, tensors, [p for f, t in tensors.items() for p in cut(f, t, 2)], step=step, **extra
+    )
     commit.point(run, layout.LATEST, path.name)
     return path
 

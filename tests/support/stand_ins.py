@@ -17,20 +17,37 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from automodel_ckpt.data.python_docs import train_tokenizer
 
 _SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 _ROPE = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512, "rope_theta": 500_000.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "rope_theta": 500_000.0,
+}
 _LLAMA: dict[str, Any] = {"model_type": "llama", "rope_parameters": _ROPE}
 _QWEN: dict[str, Any] = {"model_type": "qwen3"}
 _GEMMA: dict[str, Any] = {
-    "model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    "model_type": "gemma3_text",
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 8,
-}  # fmt: skip
-_SMOL: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}
+}
+_SMOL: dict[str, Any] = {
+    "model_type": "llama",
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "hidden_size": 24,
+}
 
 LLAMA_CHAT = """<s>{% for m in messages %}[{{ m.role }}]
 
@@ -83,7 +100,12 @@ def _conversation(number: int) -> dict[str, Any]:
     if number % 4 == 0:
         talk += [("user", "Are you sure?"), ("assistant", "Yes, I counted again.")]
     messages = [{"role": role, "content": content} for role, content in talk]
-    return {"prompt": messages[0]["content"], "prompt_id": str(number), "messages": messages, "category": "Chat"}
+    return {
+        "prompt": messages[0]["content"],
+        "prompt_id": str(number),
+        "messages": messages,
+        "category": "Chat",
+    }
 
 
 def _talk(number: int) -> dict[str, Any]:
@@ -93,7 +115,13 @@ def _talk(number: int) -> dict[str, Any]:
 def _question(number: int) -> dict[str, Any]:
     context = f"The tower has {number} steps and a bell."
     answers = {"text": [str(number), "a few"], "answer_start": [14, 0]}
-    return {"id": str(number), "title": "Tower", "context": context, "question": "How many?", "answers": answers}
+    return {
+        "id": str(number),
+        "title": "Tower",
+        "context": context,
+        "question": "How many?",
+        "answers": answers,
+    }
 
 
 def _beginning(number: int) -> dict[str, Any]:
@@ -102,7 +130,9 @@ def _beginning(number: int) -> dict[str, Any]:
 
 
 def _story(number: int) -> dict[str, Any]:
-    return {"text": " ".join([f"Once upon a time there were {number} little bears."] * (1 + number % 3))}
+    return {
+        "text": " ".join([f"Once upon a time there were {number} little bears."] * (1 + number % 3))
+    }
 
 
 DATA: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
@@ -138,7 +168,9 @@ def write_model(path: Path, config: dict[str, Any], chat_template: str | None) -
     tokenizer = train_tokenizer(300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<eot>"]})
     tokenizer.chat_template = chat_template
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     sizes = _SIZES | {"vocab_size": len(tokenizer)} | ids | config
     torch.manual_seed(0)
     made = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
@@ -166,4 +198,6 @@ def write_data(path: Path, row: Callable[[int], dict[str, Any]], other_split: st
     """140 rows to train on and 9 others."""
     path.mkdir(parents=True)
     for split, numbers in (("train", range(140)), (other_split, range(140, 149))):
-        (path / f"{split}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in numbers))
+        (path / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row(number)) + "\n" for number in numbers)
+        )

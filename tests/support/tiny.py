@@ -67,7 +67,9 @@ class Odd(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x @ self.embed.t() @ self.head * self.scale
-        return hidden.sum() + (self.one_row * self.one_row).sum() + self.brief.float().square().sum()
+        return (
+            hidden.sum() + (self.one_row * self.one_row).sum() + self.brief.float().square().sum()
+        )
 
 
 def train(recipe: SimpleNamespace, steps: int = 2) -> None:
@@ -98,7 +100,11 @@ def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> S
     saver = checkpointer(root, **options)
     try:
         return saver.save(
-            discover(made), step=step, config_yaml="seed: 1\n", progress={"consumed_samples": step}, **call
+            discover(made),
+            step=step,
+            config_yaml="seed: 1\n",
+            progress={"consumed_samples": step},
+            **call,
         )
     finally:
         saver.close()
@@ -114,16 +120,22 @@ def load(root: Path, made: SimpleNamespace, **options: Any) -> Resumed | None:
 
 def tensors_of(made: SimpleNamespace) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint must bring back, by name."""
-    found = {f"model.{name}": value.detach().clone() for name, value in made.model.state_dict().items()}
+    found = {
+        f"model.{name}": value.detach().clone() for name, value in made.model.state_dict().items()
+    }
     for index, entry in enumerate(made.optimizer.state.values()):
-        found |= {f"optimizer.{index}.{name}": value.detach().clone() for name, value in entry.items()}
+        found |= {
+            f"optimizer.{index}.{name}": value.detach().clone() for name, value in entry.items()
+        }
     return found
 
 
 def assert_equal_state(one: SimpleNamespace, other: SimpleNamespace) -> None:
     a, b = tensors_of(one), tensors_of(other)
     assert a.keys() == b.keys()
-    different = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    different = [
+        name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])
+    ]
     assert not different, different
     assert one.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
     assert one.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()

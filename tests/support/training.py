@@ -96,7 +96,9 @@ def write_recipe(directory: Path, text: str = RECIPE) -> Path:
     return path
 
 
-def build(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe) -> FinetuneRecipe:
+def build(
+    recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe
+) -> FinetuneRecipe:
     """The recipe object of a file and command-line overrides, not set up."""
     line = parse(overrides)
     loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
@@ -107,7 +109,9 @@ def build(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe]
     return recipe
 
 
-def train(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe) -> dict[str, str]:
+def train(
+    recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe
+) -> dict[str, str]:
     """Set up, run and close in this process, as the rank that RANK says; the digests of the state at the end."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
     try:
@@ -118,13 +122,17 @@ def train(recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe]
         recipe.close()
 
 
-def killed_after(*steps: int, recipe_class: type[FinetuneRecipe] = LLMFinetune) -> type[FinetuneRecipe]:
+def killed_after(
+    *steps: int, recipe_class: type[FinetuneRecipe] = LLMFinetune
+) -> type[FinetuneRecipe]:
     return type("Killed", (Killable, recipe_class), {"kill_after": frozenset(steps)})
 
 
 def digests(recipe: FinetuneRecipe) -> dict[str, str]:
     """A digest of this rank's weights, optimizer, schedule, random state and counters."""
-    counters = {k: v for k, v in recipe.step_scheduler.state_dict().items() if k != "elapsed_seconds"}
+    counters = {
+        k: v for k, v in recipe.step_scheduler.state_dict().items() if k != "elapsed_seconds"
+    }
     states: dict[str, Any] = {
         "weights": dict(recipe.model.state_dict()),
         "optimizer": recipe.optimizer.state_dict(),
@@ -160,7 +168,9 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def steps_of(run_directory: Path) -> list[dict[str, Any]]:
     """The step records of training.jsonl, floats as hex; without what depends on the clock or the machine."""
-    records = [json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()
+    ]
     ignored = {"timestamp", "tps", "mem"}
     return [
         {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if k not in ignored}

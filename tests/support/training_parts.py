@@ -156,5 +156,8 @@ class WithMore(LLMFinetune):
 def uneven(num_samples: int) -> list[dict[str, list[int]]]:
     """Samples of 3 to 9 tokens, the first two of which have no label."""
     lengths = [3 + 5 * number % 7 for number in range(num_samples)]
-    rows = [[3 + (7 * number + 11 * place) % 200 for place in range(n)] for number, n in enumerate(lengths)]
+    rows = [
+        [3 + (7 * number + 11 * place) % 200 for place in range(n)]
+        for number, n in enumerate(lengths)
+    ]
     return [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in rows]

@@ -38,7 +38,12 @@ TEMPLATE = (
     "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (40, 40, 230), "grey": (120, 120, 120)}
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 200, 30),
+    "blue": (40, 40, 230),
+    "grey": (120, 120, 120),
+}
 
 
 def tokenizer_with(*tokens: str, **special: str) -> PreTrainedTokenizerFast:
@@ -61,21 +66,33 @@ def tokenizer_with(*tokens: str, **special: str) -> PreTrainedTokenizerFast:
 
 def llava() -> tuple[Any, Any]:
     tokenizer = tokenizer_with("<image>")
-    images = transformers.CLIPImageProcessorPil(size={"height": 16, "width": 16}, do_center_crop=False)
+    images = transformers.CLIPImageProcessorPil(
+        size={"height": 16, "width": 16}, do_center_crop=False
+    )
     processor = transformers.LlavaProcessor(
-        images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        image_token="<image>", chat_template=TEMPLATE.replace("IMAGE", "<image>"),
-    )  # fmt: skip
+        images,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+    )
     config = transformers.LlavaConfig(
-        vision_config={"model_type": "clip_vision_model", **VISION}, text_config={"model_type": "llama", **TEXT},
-        vision_feature_layer=-2, image_seq_length=16, image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-    )  # fmt: skip
+        vision_config={"model_type": "clip_vision_model", **VISION},
+        text_config={"model_type": "llama", **TEXT},
+        vision_feature_layer=-2,
+        image_seq_length=16,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
     return config, processor
 
 
 def idefics3() -> tuple[Any, Any]:
     places = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
-    tokenizer = tokenizer_with("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places)
+    tokenizer = tokenizer_with(
+        "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places
+    )
     images = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=True
     )
@@ -83,25 +100,38 @@ def idefics3() -> tuple[Any, Any]:
         images, tokenizer, image_seq_len=4, chat_template=TEMPLATE.replace("IMAGE", "<image>")
     )
     config = transformers.Idefics3Config(
-        vision_config=VISION, text_config={"model_type": "llama", **TEXT, "pad_token_id": 0}, scale_factor=2,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True,
-    )  # fmt: skip
+        vision_config=VISION,
+        text_config={"model_type": "llama", **TEXT, "pad_token_id": 0},
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=True,
+    )
     return config, processor
 
 
 def gemma3() -> tuple[Any, Any]:
-    tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokens = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
     tokenizer = tokenizer_with(*tokens.values(), **tokens)
     images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     processor = transformers.Gemma3Processor(
-        images, tokenizer, image_seq_length=4, chat_template=TEMPLATE.replace("IMAGE", "<start_of_image>")
+        images,
+        tokenizer,
+        image_seq_length=4,
+        chat_template=TEMPLATE.replace("IMAGE", "<start_of_image>"),
     )
     ids = dict(zip(tokens, tokenizer.convert_tokens_to_ids(list(tokens.values())), strict=True))
     config = transformers.Gemma3Config(
         vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
-        text_config={**TEXT, "head_dim": 16, "sliding_window": 32}, mm_tokens_per_image=4,
-        image_token_index=ids["image_token"], boi_token_index=ids["boi_token"], eoi_token_index=ids["eoi_token"],
-    )  # fmt: skip
+        text_config={**TEXT, "head_dim": 16, "sliding_window": 32},
+        mm_tokens_per_image=4,
+        image_token_index=ids["image_token"],
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+    )
     return config, processor
 
 
@@ -112,44 +142,78 @@ def qwen2_5_vl() -> tuple[Any, Any]:
         patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=256
     )
     template = TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    processor = without_videos(transformers.Qwen2_5_VLProcessor)(images, tokenizer, chat_template=template)
-    processor.video_processor = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 4, "merge_size": 2}
-    ids = dict(zip(("vision_start", "vision_end", "image", "video"), tokenizer.convert_tokens_to_ids(list(tokens)),
-                   strict=True))  # fmt: skip
+    processor = without_videos(transformers.Qwen2_5_VLProcessor)(
+        images, tokenizer, chat_template=template
+    )
+    processor.video_processor = {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+    }
+    ids = dict(
+        zip(
+            ("vision_start", "vision_end", "image", "video"),
+            tokenizer.convert_tokens_to_ids(list(tokens)),
+            strict=True,
+        )
+    )
     config = transformers.Qwen2_5_VLConfig(
         vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
-            "spatial_merge_size": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 16,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+            "window_size": 16,
         },
         text_config={
-            **TEXT, "bos_token_id": 1, "eos_token_id": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            **TEXT,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 3, 3],
+            },
         },
         **{f"{name}_token_id": token for name, token in ids.items()},
-    )  # fmt: skip
+    )
     return config, processor
 
 
 def smolvlm() -> tuple[Any, Any]:
     places = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
-    tokenizer = tokenizer_with("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places)
+    tokenizer = tokenizer_with(
+        "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places
+    )
     images = transformers.SmolVLMImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=True
     )
     template = TEMPLATE.replace("IMAGE", "<image>")
     made = without_videos(transformers.SmolVLMProcessor)
     processor = made(images, tokenizer, None, image_seq_len=4, chat_template=template)
-    processor.video_processor = type(made.video_processor)(video_processor_type="SmolVLMVideoProcessor")
+    processor.video_processor = type(made.video_processor)(
+        video_processor_type="SmolVLMVideoProcessor"
+    )
     config = transformers.SmolVLMConfig(
-        vision_config=VISION, text_config={"model_type": "llama", **TEXT, "pad_token_id": 0}, scale_factor=2,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True,
-    )  # fmt: skip
+        vision_config=VISION,
+        text_config={"model_type": "llama", **TEXT, "pad_token_id": 0},
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=True,
+    )
     return config, processor
 
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "llava": llava, "idefics3": idefics3, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl,
-}  # fmt: skip
+    "llava": llava,
+    "idefics3": idefics3,
+    "gemma3": gemma3,
+    "qwen2_5_vl": qwen2_5_vl,
+}
 if find_spec("num2words"):  # its processor is not made without
     FAMILIES["smolvlm"] = smolvlm
 

@@ -15,8 +15,14 @@ from tools.loop_ways import WARM_UP, Steps, Turns
 
 
 def group() -> Group:
-    base, mine = Row("cp", print, seconds=[1.0, 2.0, 4.0]), Row("ours", print, True, seconds=[2.0, 2.0, 4.0])
-    wide, rare = Row("wide", print, nbytes=200, seconds=[1.0, 2.0, 4.0]), Row("rare", print, seconds=[5.0])
+    base, mine = (
+        Row("cp", print, seconds=[1.0, 2.0, 4.0]),
+        Row("ours", print, True, seconds=[2.0, 2.0, 4.0]),
+    )
+    wide, rare = (
+        Row("wide", print, nbytes=200, seconds=[1.0, 2.0, 4.0]),
+        Row("rare", print, seconds=[5.0]),
+    )
     return Group("consolidating", 100, [base, mine, wide, rare])
 
 
@@ -32,13 +38,24 @@ def test_a_ratio_is_the_median_over_rounds_of_times_per_byte() -> None:
 def test_every_row_runs_once_a_round_and_slow_ones_twice(tmp_path: Path) -> None:
     order: list[str] = []
     measured = Group("g", 1, [Row("a", lambda _: None), Row("b", lambda _: None, slow=True)])
-    rounds(measured, 3, tmp_path, lambda: order.append("prepared"), lambda row, _: float(order.append(row.name) or 1))
+    rounds(
+        measured,
+        3,
+        tmp_path,
+        lambda: order.append("prepared"),
+        lambda row, _: float(order.append(row.name) or 1),
+    )
     assert [name for name in order if name != "prepared"] == ["a", "b", "a", "b", "a"]
     assert order[::2] == ["prepared"] * 5
 
 
 def test_sizes_are_read_and_made_into_layers() -> None:
-    assert [parse_size(text) for text in ("64M", "1G", "1.5gb", "1000")] == [64 * 10**6, 10**9, 15 * 10**8, 1000]
+    assert [parse_size(text) for text in ("64M", "1G", "1.5gb", "1000")] == [
+        64 * 10**6,
+        10**9,
+        15 * 10**8,
+        1000,
+    ]
     for nbytes in (10**6, 64 * 10**6, 10**9):
         shapes, num_layers = llama_shapes(nbytes, 2)
         total = num_layers * 2 * sum(a * b for a, b in shapes.values())
@@ -65,12 +82,16 @@ def test_the_plot_is_a_small_picture(tmp_path: Path) -> None:
     assert data.startswith(b"\x89PNG") and len(data) < 100_000
 
 
-def test_the_loss_heads_ratios_are_medians_over_rounds_beside_full_logits_of_the_same_labels() -> None:
+def test_the_loss_heads_ratios_are_medians_over_rounds_beside_full_logits_of_the_same_labels() -> (
+    None
+):
     full, ours = bench_loss_head.measure("full", 0.5, 64, 8, 16), {"seconds": 1.0, "megabytes": 2.0}
     assert full.keys() == ours.keys() and full["seconds"] > 0
     twice = {name: 2 * value for name, value in ours.items()}
     found = {
-        (way, part): [ours, twice if way == "full" else ours, ours] for part in (1.0, 0.2) for way in ("full", "chunks")
+        (way, part): [ours, twice if way == "full" else ours, ours]
+        for part in (1.0, 0.2)
+        for way in ("full", "chunks")
     }
     found["chunks", 0.2] = [{"seconds": 0.25, "megabytes": 0.5}] * 3
     table = bench_loss_head.as_markdown(found, 128_000, 512, 2048).splitlines()[-4:]
@@ -111,14 +132,19 @@ def test_loops_are_compared_turn_by_turn_and_by_their_tokens() -> None:
     base, row = bench_loop.compared([{"bare": bare, "ours": mine}] * 3)
     assert (base["added_ms"], base["speed"], base["useful"]) == (0.0, 1.0, 1.0)
     assert (row["added_ms"], row["added_cpu_ms"]) == (1000.0, 500.0)
-    assert row["speed"] == pytest.approx((1 / 2 + 8 / 9) / 2) and row["useful"] == pytest.approx(1.8)
+    assert row["speed"] == pytest.approx((1 / 2 + 8 / 9) / 2) and row["useful"] == pytest.approx(
+        1.8
+    )
     results = {
         "machine": {"cores": "2", "processor": "p", "kernel": "k", "date": "d"},
         "tables": {"One process, tiny": [base, row], "Short answers, 5M": [base, row]},
         "also": {"packing": "0.1 %"},
     }
     lines = bench_loop.as_markdown(results).splitlines()
-    assert "| **ours** | 5500.00 | +1000.00 | +500.00 | 0.694 |" in lines and "| **ours** | 4 | 1.80 |" in lines
+    assert (
+        "| **ours** | 5500.00 | +1000.00 | +500.00 | 0.694 |" in lines
+        and "| **ours** | 4 | 1.80 |" in lines
+    )
     assert lines[-1] == "* packing: 0.1 %"
 
 
@@ -127,6 +153,10 @@ def test_consolidation_is_measured_beside_cp(tmp_path: Path, commands: CommandSe
     words = ["tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
     done = commands.run("python", "-m", *words, cwd=ROOT, timeout=170)
     assert done.returncode == 0, done.stderr
-    for line in ("consolidating, cold, beside cp and fsync", "ours: F32 cast to BF16", "torch: 2 shards, 4 files"):
+    for line in (
+        "consolidating, cold, beside cp and fsync",
+        "ours: F32 cast to BF16",
+        "torch: 2 shards, 4 files",
+    ):
         assert line in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -30,18 +30,45 @@ MAY_IMPORT = {
     "convert": {"errors", "units", "durable_io", "checkpoint"},
     "report": {"errors", "units", "checkpoint"},
     "recipes": {
-        "errors", "units", "config", "distributed", "models", "data", "training", "checkpoint", "convert",
+        "errors",
+        "units",
+        "config",
+        "distributed",
+        "models",
+        "data",
+        "training",
+        "checkpoint",
+        "convert",
     },
     "cli": {
-        "errors", "units", "user_code", "config", "distributed", "models", "data", "training", "checkpoint", "convert",
-        "report", "recipes",
+        "errors",
+        "units",
+        "user_code",
+        "config",
+        "distributed",
+        "models",
+        "data",
+        "training",
+        "checkpoint",
+        "convert",
+        "report",
+        "recipes",
     },
     "consolidate": {"cli"},
-}  # fmt: skip
+}
 """Package (or module at the top) to the packages that it may import; its own modules are always allowed."""
 
 CHECKPOINT_ORDER = (
-    {"digests", "discovery", "dtypes", "failures", "layout", "policy", "slices", "collective_errors"},
+    {
+        "digests",
+        "discovery",
+        "dtypes",
+        "failures",
+        "layout",
+        "policy",
+        "slices",
+        "collective_errors",
+    },
     {"files"},
     {"manifest"},
     {"commit", "merkle", "export_leftovers", "export_manifest", "verify"},
@@ -100,30 +127,40 @@ def imported_modules(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import; this package imports by full names"
+            assert node.level == 0, (
+                f"line {node.lineno}: relative import; this package imports by full names"
+            )
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         yield from (
-            name.removeprefix(prefix) for name in names if name.startswith(prefix) and "__version__" not in name
+            name.removeprefix(prefix)
+            for name in names
+            if name.startswith(prefix) and "__version__" not in name
         )
 
 
 def forbidden(package: str, source: str) -> list[str]:
     allowed = MAY_IMPORT[package] | {package}
     return [
-        name for name in imported_modules(source) if not any(name == a or name.startswith(a + ".") for a in allowed)
+        name
+        for name in imported_modules(source)
+        if not any(name == a or name.startswith(a + ".") for a in allowed)
     ]
 
 
 def against_the_order(module: str, source: str) -> list[str]:
     """What a *module* of checkpoint/ (``files.durable``) imports that stands after it in CHECKPOINT_ORDER."""
     level = {name: number for number, names in enumerate(CHECKPOINT_ORDER) for name in names}
-    within = [name.split(".")[1:] for name in imported_modules(source) if name.startswith("checkpoint.")]
+    within = [
+        name.split(".")[1:] for name in imported_modules(source) if name.startswith("checkpoint.")
+    ]
     return [".".join(name) for name in within if level[name[0]] > level[module.split(".")[0]]]
 
 
 def package_files() -> list[Path]:
     """Every Python file of the package, recipes included (`rglob` alone would not follow the symlink)."""
-    packages = [package for package in PACKAGE.iterdir() if package.is_dir() and package.name != "examples"]
+    packages = [
+        package for package in PACKAGE.iterdir() if package.is_dir() and package.name != "examples"
+    ]
     nested = (
         package / file.relative_to(package.resolve())
         for package in packages
@@ -163,7 +200,10 @@ def test_an_import_against_the_direction_is_found(package: str, line: str) -> No
     [
         ("files.durable_file", "from automodel_ckpt.checkpoint.manifest import Manifest"),
         ("layout", "from automodel_ckpt.checkpoint.files import durable_file"),
-        ("export.plan", "def f():\n    from automodel_ckpt.checkpoint.saving.planner import SaveReport"),
+        (
+            "export.plan",
+            "def f():\n    from automodel_ckpt.checkpoint.saving.planner import SaveReport",
+        ),
         ("module_tensors", "import automodel_ckpt.checkpoint.checkpointer"),
     ],
 )
@@ -182,8 +222,16 @@ def test_no_two_packages_may_import_each_other() -> None:
 def test_what_the_direction_allows_is_not_reported() -> None:
     assert forbidden("checkpoint", "from automodel_ckpt.distributed.agree import gather") == []
     assert forbidden("cli", "from automodel_ckpt.recipes.llm_finetune import LLMFinetune") == []
-    assert against_the_order("saving.planner", "from automodel_ckpt.checkpoint import commit, layout") == []
-    assert against_the_order("export.consolidate", "from automodel_ckpt.checkpoint.export.plan import Plan") == []
+    assert (
+        against_the_order("saving.planner", "from automodel_ckpt.checkpoint import commit, layout")
+        == []
+    )
+    assert (
+        against_the_order(
+            "export.consolidate", "from automodel_ckpt.checkpoint.export.plan import Plan"
+        )
+        == []
+    )
 
 
 def light_modules() -> list[str]:
@@ -191,7 +239,9 @@ def light_modules() -> list[str]:
     for name in LIGHT:
         path = PACKAGE.joinpath(*name.split("."))
         if path.is_dir() and name not in ("", "checkpoint"):
-            names.update(f"{name}.{file.stem}" for file in path.glob("*.py") if file.stem != "__init__")
+            names.update(
+                f"{name}.{file.stem}" for file in path.glob("*.py") if file.stem != "__init__"
+            )
         names.add(name)
     return [".".join(filter(None, ("automodel_ckpt", name))) for name in sorted(names)]
 
@@ -207,7 +257,9 @@ def test_light_modules_load_no_torch() -> None:
         "print(json.dumps(found))\n"
     )
     arguments = json.dumps([light_modules(), HEAVY])
-    done = subprocess.run([sys.executable, "-c", script, arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert {name: heavy for name, heavy in json.loads(done.stdout).items() if heavy} == {}
 
@@ -216,12 +268,17 @@ def test_light_modules_load_no_torch() -> None:
     ("module", "arguments"),
     [
         ("automodel_ckpt.cli.train", ["--help"]),
-        ("automodel_ckpt.cli.train", ["--print-config", "examples/llm_finetune/tiny_llama_python_docs.yaml"]),
+        (
+            "automodel_ckpt.cli.train",
+            ["--print-config", "examples/llm_finetune/tiny_llama_python_docs.yaml"],
+        ),
         ("automodel_ckpt.cli.ckpt", ["--help"]),
     ],
     ids=["ckpt-train --help", "ckpt-train --print-config", "ckpt --help"],
 )
-def test_help_and_print_config_answer_in_under_a_second_without_torch(module: str, arguments: list[str]) -> None:
+def test_help_and_print_config_answer_in_under_a_second_without_torch(
+    module: str, arguments: list[str]
+) -> None:
     script = (
         "import importlib, sys\n"
         "main = importlib.import_module(sys.argv[1]).main\n"
@@ -239,5 +296,7 @@ def test_help_and_print_config_answer_in_under_a_second_without_torch(module: st
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 10
     # Processor time: a wall clock would measure the tests that run beside this one.
-    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    seconds = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     assert seconds < 1.0

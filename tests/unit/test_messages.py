@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,10 @@ from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.cli.launch.launcher import _check_cuda_not_started
+from automodel_ckpt.cli.launch.launcher import (
+    _check_cuda_not_started,
+    _validate_no_autograd_threads,
+)
 from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.convert import _boolean, typed
@@ -65,7 +69,7 @@ def tied_apart() -> object:
         (lambda: checkpoint_activations(torch.nn.Linear(1, 1)), "recompute its activations"),
         (tied_apart, "shards tied parameters differently"),
     ],
-)  # fmt: skip
+)
 def test_an_argument_that_cannot_be_followed(provoke: Callable[[], object], said: str) -> None:
     refused(provoke, said)
 
@@ -79,7 +83,10 @@ def refused(provoke: Callable[[], object], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "provoke", "said"),
-    [("PIL", images.pillow, "Pillow"), ("sklearn.datasets", lambda: digits._load("train"), "scikit-learn")],
+    [
+        ("PIL", images.pillow, "Pillow"),
+        ("sklearn.datasets", lambda: digits._load("train"), "scikit-learn"),
+    ],
 )
 def test_a_library_that_is_not_installed(
     monkeypatch: Patch, missing: str, provoke: Callable[[], object], said: str
@@ -110,21 +117,41 @@ def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> N
     refused(lambda: _check_cuda_not_started(torch), "uses a GPU while it is imported")
 
 
+def test_a_backward_pass_that_is_run_before_the_ranks_are_forked() -> None:
+    ended = threading.Event()
+    # The thread that autograd starts for a GPU, by its name: this machine may have no GPU.
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text("pt_autograd_0")
+        refused(_validate_no_autograd_threads, "has already run a backward pass")
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: typed("null", (int,)), "null"),
         (lambda: typed("x", (int,)), "x"),
         (lambda: _boolean("maybe"), "maybe"),
-        (lambda: json.loads('{"a": 1, "b": {"c": 2, "c": 3}}', object_pairs_hook=_unique), "among c, c"),
+        (
+            lambda: json.loads('{"a": 1, "b": {"c": 2, "c": 3}}', object_pairs_hook=_unique),
+            "among c, c",
+        ),
     ],
 )
-def test_text_that_is_of_no_use_is_refused_before_others_word_it(make: Callable[[], object], said: str) -> None:
+def test_text_that_is_of_no_use_is_refused_before_others_word_it(
+    make: Callable[[], object], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         make()
 
 
-def test_a_recipe_is_not_copied_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_not_copied_over_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "llm_finetune/tiny_llama_lora"
     assert train(["--copy", name, str(tmp_path)]) == 0
     assert train(["--copy", name, str(tmp_path)]) == 2
@@ -152,7 +179,9 @@ def test_an_adapter_has_nothing_to_consolidate(tmp_path: Path) -> None:
         open_source(checkpoint)
 
 
-def test_a_checkpoint_that_no_reader_would_accept_is_not_published(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_checkpoint_that_no_reader_would_accept_is_not_published(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     recipe = tiny.recipe()
     tiny.train(recipe)
     monkeypatch.setattr(Manifest, "fault", lambda _: "made up")
@@ -179,7 +208,11 @@ def test_a_log_line_that_cannot_be_written_now_is_a_warning(
     [
         ("1 / 0", "Recipe", "cannot be imported: ZeroDivisionError"),
         ("class Recipes: ...", "Recipe", r"has no Recipe[\s\S]*did you mean Recipes"),
-        ("class Recipe:\n    setup = run = close = print\n    Config = dict", "Recipe", "Config is not a RecipeConfig"),
+        (
+            "class Recipe:\n    setup = run = close = print\n    Config = dict",
+            "Recipe",
+            "Config is not a RecipeConfig",
+        ),
     ],
 )
 def test_code_of_a_recipe_that_is_none(tmp_path: Path, code: str, name: str, said: str) -> None:
@@ -205,7 +238,9 @@ def test_what_a_plain_file_may_not_ask_for_is_refused() -> None:
 
 
 def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "lazy_parts.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
+    (tmp_path / "lazy_parts.py").write_text(
+        "def __getattr__(name):\n    raise RuntimeError(name)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     trust = Trust(["nowhere_at_all", "lazy_parts"])
     with pytest.raises(Rejected, match="package nowhere_at_all not found"):
@@ -217,7 +252,9 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: Patch) -> None:
 def test_a_scan_that_the_template_cannot_write() -> None:
     processor = digits.processor()
     processor.chat_template = "{{ 1 / 0 }}"
-    with pytest.raises(RecipeError, match=r"cannot render this conversation[\s\S]*scan 0 \(train\)"):
+    with pytest.raises(
+        RecipeError, match=r"cannot render this conversation[\s\S]*scan 0 \(train\)"
+    ):
         digits.scans(processor)[0]
 
 
@@ -226,14 +263,18 @@ def test_an_answer_that_no_token_shows() -> None:
     sample = digits.scans(processor)[0]
     collate = ImageTextCollator(processor, [processor.image_token_id])
     end = len(sample.text)
-    with pytest.raises(RecipeError, match=r"this conversation has no assistant token to train on[\s\S]*scan 0"):
+    with pytest.raises(
+        RecipeError, match=r"this conversation has no assistant token to train on[\s\S]*scan 0"
+    ):
         collate([dataclasses.replace(sample, learnt=[(end, end)])])
 
 
 def test_a_row_whose_image_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     features = datasets.Features({"image": datasets.Image()})
-    datasets.Dataset.from_dict({"image": [{"bytes": b"x", "path": None}]}, features=features).to_parquet(path)
+    datasets.Dataset.from_dict(
+        {"image": [{"bytes": b"x", "path": None}]}, features=features
+    ).to_parquet(path)
     with pytest.raises(RecipeError, match=r"a row cannot be read[\s\S]*rows.parquet, row 0"):
         Source(str(path)).row(0)
 
@@ -264,7 +305,9 @@ def test_a_section_of_a_custom_recipe_may_check_itself(tmp_path: Path) -> None:
     assert any(problem.where == f"{path}:2" for problem in caught.value.problems)
 
 
-def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("automodel_ckpt.config.targets.prepare", lambda *_: dict)
     line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
     loaded: Any = None

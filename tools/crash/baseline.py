@@ -19,7 +19,14 @@ def run(
             print(f"the kill sweep is left out: {reason}")
         else:
             yield kill.run_baseline(subject, points=points, seed=seed, seconds=seconds)
-        record = power.run((subject,), power.FILE_SYSTEMS, points=points, seed=seed, seconds=seconds, violations=False)
+        record = power.run(
+            (subject,),
+            power.FILE_SYSTEMS,
+            points=points,
+            seed=seed,
+            seconds=seconds,
+            violations=False,
+        )
         record.campaign = f"power cuts of {subject.name}"
         if record.points:
             yield record

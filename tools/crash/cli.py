@@ -18,7 +18,9 @@ CANNOT_RUN = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a campaign; the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("automodel_ckpt").setLevel(logging.CRITICAL)  # what is tested here is meant to fail
+    logging.getLogger("automodel_ckpt").setLevel(
+        logging.CRITICAL
+    )  # what is tested here is meant to fail
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     options = _parser().parse_args(arguments)
     if reason := CAMPAIGNS[options.campaign][1](options):
@@ -30,29 +32,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.crash", description=__doc__)
-    parser.add_argument("campaign", choices=CAMPAIGNS, help="; ".join(f"{n}: {c[2]}" for n, c in CAMPAIGNS.items()))
-    parser.add_argument("--points", type=int, default=200, help="kills, cuts, faults, flips or signals (200)")
-    parser.add_argument("--seed", type=int, default=1, help="another seed chooses other points and instants (1)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, at the latest")
-    parser.add_argument("--only", help="the one point of a record's failures to run again (kill, faults)")
+    parser.add_argument(
+        "campaign", choices=CAMPAIGNS, help="; ".join(f"{n}: {c[2]}" for n, c in CAMPAIGNS.items())
+    )
+    parser.add_argument(
+        "--points", type=int, default=200, help="kills, cuts, faults, flips or signals (200)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="another seed chooses other points and instants (1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after as long, at the latest"
+    )
+    parser.add_argument(
+        "--only", help="the one point of a record's failures to run again (kill, faults)"
+    )
     return parser
 
 
 def _kill(options: argparse.Namespace) -> Iterable[Record]:
-    return [kill.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds, only=options.only)]
+    return [
+        kill.run(
+            OURS,
+            points=options.points,
+            seed=options.seed,
+            seconds=options.seconds,
+            only=options.only,
+        )
+    ]
 
 
 def _kill_async(options: argparse.Namespace) -> Iterable[Record]:
-    name, limits = "kill sweep, asynchronous", {"points": options.points, "seconds": options.seconds}
+    name, limits = (
+        "kill sweep, asynchronous",
+        {"points": options.points, "seconds": options.seconds},
+    )
     return [kill.run(OURS_ASYNC, seed=options.seed, only=options.only, name=name, **limits)]
 
 
 def _power(options: argparse.Namespace) -> Iterable[Record]:
-    return [power.run(OURS, power.FILE_SYSTEMS, points=options.points, seed=options.seed, seconds=options.seconds)]
+    return [
+        power.run(
+            OURS,
+            power.FILE_SYSTEMS,
+            points=options.points,
+            seed=options.seed,
+            seconds=options.seconds,
+        )
+    ]
 
 
 def _faults(options: argparse.Namespace) -> Iterable[Record]:
-    return [faults.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds, only=options.only)]
+    return [
+        faults.run(
+            OURS,
+            points=options.points,
+            seed=options.seed,
+            seconds=options.seconds,
+            only=options.only,
+        )
+    ]
 
 
 def _flips(options: argparse.Namespace) -> Iterable[Record]:
@@ -60,7 +99,9 @@ def _flips(options: argparse.Namespace) -> Iterable[Record]:
 
 
 def _baseline(options: argparse.Namespace) -> Iterable[Record]:
-    return baseline.run(BASELINES, points=options.points, seed=options.seed, seconds=options.seconds)
+    return baseline.run(
+        BASELINES, points=options.points, seed=options.seed, seconds=options.seconds
+    )
 
 
 def _endurance(options: argparse.Namespace) -> Iterable[Record]:
@@ -84,13 +125,27 @@ def _always(_: argparse.Namespace) -> str | None:
     return None
 
 
-CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], Iterable[Record]], Callable[..., str | None], str]] = {
+CAMPAIGNS: dict[
+    str, tuple[Callable[[argparse.Namespace], Iterable[Record]], Callable[..., str | None], str]
+] = {
     "kill": (_kill, _no_calls, "SIGKILL at every call that changes a file"),
     "kill-async": (_kill_async, _no_calls, "the same where saves are written in the background"),
     "power": (_power, _no_power, "the file system shut down under running saves (root)"),
     "faults": (_faults, _no_calls, "each call failing with ENOSPC and EIO"),
     "flips": (_flips, _always, "flipped bits, damaged files"),
-    "endurance": (_endurance, _always, "the trainer killed again and again; --points is the number of kills"),
-    "signals": (_signals, _always, "SIGTERM, SIGUSR1, SIGINT in every phase of a training, to a rank or the launcher"),
-    "baseline": (_baseline, _always, "the same over torch's DCP and safetensors, for comparison; counts only"),
+    "endurance": (
+        _endurance,
+        _always,
+        "the trainer killed again and again; --points is the number of kills",
+    ),
+    "signals": (
+        _signals,
+        _always,
+        "SIGTERM, SIGUSR1, SIGINT in every phase of a training, to a rank or the launcher",
+    ),
+    "baseline": (
+        _baseline,
+        _always,
+        "the same over torch's DCP and safetensors, for comparison; counts only",
+    ),
 }

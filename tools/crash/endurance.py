@@ -37,10 +37,13 @@ _NOT_REPEATED = {"timestamp", "tps", "mem"}
 def command(directory: Path, steps: int) -> list[str]:
     """Train in *directory* to step *steps*, with a checkpoint every four steps."""
     overrides = {
-        "checkpoint.checkpoint_dir": directory, "checkpoint.save_consolidated": "false",
-        "step_scheduler.max_steps": steps, "step_scheduler.num_epochs": 10_000, "step_scheduler.ckpt_every_steps": 4,
+        "checkpoint.checkpoint_dir": directory,
+        "checkpoint.save_consolidated": "false",
+        "step_scheduler.max_steps": steps,
+        "step_scheduler.num_epochs": 10_000,
+        "step_scheduler.ckpt_every_steps": 4,
         "logging.sample_ids": "true",
-    }  # fmt: skip
+    }
     flags = [part for name, value in overrides.items() for part in (f"--{name}", str(value))]
     program = str(Path(sys.executable).with_name("ckpt-train"))
     return [program, "--nproc-per-node=2", str(_ROOT / _RECIPE), *flags]
@@ -49,9 +52,17 @@ def command(directory: Path, steps: int) -> list[str]:
 def train(directory: Path, steps: int, *, kill_after: float | None = None) -> int | None:
     """The exit code of one start; None where it was killed, *kill_after* seconds from its start."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with open(directory.with_suffix(".log"), "ab") as log, subprocess.Popen(
-        command(directory, steps), stdout=log, stderr=log, cwd=directory.parent, env=environment, start_new_session=True
-    ) as process:  # fmt: skip
+    with (
+        open(directory.with_suffix(".log"), "ab") as log,
+        subprocess.Popen(
+            command(directory, steps),
+            stdout=log,
+            stderr=log,
+            cwd=directory.parent,
+            env=environment,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             return process.wait(kill_after)
         except subprocess.TimeoutExpired:
@@ -97,15 +108,28 @@ def result_of(directory: Path, steps: int) -> dict[str, Any]:
         for fqn, tensor in content.tensors.items()
         for piece in tensor.slices
     }
-    blobs = {f"{tree}.{fqn}": blob.digest for tree, c in manifest.trees.items() for fqn, blob in c.objects.items()}
+    blobs = {
+        f"{tree}.{fqn}": blob.digest
+        for tree, c in manifest.trees.items()
+        for fqn, blob in c.objects.items()
+    }
     states = {
         file: _plain_state(torch.load(checkpoint / file, weights_only=True))
         for file in manifest.files
         if file.endswith(".pt")
     }
-    logs = {"log": log_of(directory / "training.jsonl"), "validations": log_of(directory / "validation.jsonl")}
+    logs = {
+        "log": log_of(directory / "training.jsonl"),
+        "validations": log_of(directory / "validation.jsonl"),
+    }
     pointers = {name: inspect.target(directory / name) for name in layout.POINTERS}
-    return {"tensors": tensors, "values": blobs, "state": _flat(states), "pointers": pointers, **logs}
+    return {
+        "tensors": tensors,
+        "values": blobs,
+        "state": _flat(states),
+        "pointers": pointers,
+        **logs,
+    }
 
 
 def _plain_state(value: Any) -> Any:
@@ -119,9 +143,14 @@ def _plain_state(value: Any) -> Any:
 
 def _flat(states: dict[str, Any]) -> dict[str, Any]:
     """Entries by file and key; of a checkpoint whose validation a signal cut off, without what that leaves open."""
-    entries = {f"{file}: {key}": value for file, state in states.items() for key, value in state.items()}
+    entries = {
+        f"{file}: {key}": value for file, state in states.items() for key, value in state.items()
+    }
     if entries.get("step_scheduler.pt: validation_is_due"):
-        entries |= {"step_scheduler.pt: best": _LEFT_OPEN, "step_scheduler.pt: validation_is_due": _LEFT_OPEN}
+        entries |= {
+            "step_scheduler.pt: best": _LEFT_OPEN,
+            "step_scheduler.pt: validation_is_due": _LEFT_OPEN,
+        }
     return entries
 
 
@@ -134,7 +163,11 @@ def log_of(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in _NOT_REPEATED} for line in lines if "event" not in line]
+    return [
+        {k: v for k, v in line.items() if k not in _NOT_REPEATED}
+        for line in lines
+        if "event" not in line
+    ]
 
 
 def differences(directory: Path, right: dict[str, Any], steps: int) -> list[str]:
@@ -142,9 +175,15 @@ def differences(directory: Path, right: dict[str, Any], steps: int) -> list[str]
     if inspect.checkpoints(directory)[:1] == [] or inspect.checkpoints(directory)[0].step != steps:
         return [f"the last checkpoint is {inspect.checkpoints(directory)[:1]}"]
     mine = result_of(directory, steps)
-    wrong = [f"{kind} differ: {places}" for kind in right if (places := _differing(mine[kind], right[kind]))]
+    wrong = [
+        f"{kind} differ: {places}"
+        for kind in right
+        if (places := _differing(mine[kind], right[kind]))
+    ]
     wrong += (
-        [] if [line["step"] for line in mine["log"]] == list(range(1, steps + 1)) else ["steps miss or stand twice"]
+        []
+        if [line["step"] for line in mine["log"]] == list(range(1, steps + 1))
+        else ["steps miss or stand twice"]
     )
     return wrong + inspect.damage(directory) + inspect.wrong_pointers(directory)
 
@@ -154,7 +193,9 @@ def _differing(mine: Any, right: Any) -> str:
     if isinstance(mine, list):
         mine, right = dict(enumerate(mine)), dict(enumerate(right))
     keys = [key for key in mine.keys() | right.keys() if _other(mine.get(key), right.get(key))]
-    return ", ".join(f"{key} ({mine.get(key)}, not {right.get(key)})" for key in sorted(keys)[:3])[:600]
+    return ", ".join(f"{key} ({mine.get(key)}, not {right.get(key)})" for key in sorted(keys)[:3])[
+        :600
+    ]
 
 
 def _other(mine: Any, right: Any) -> bool:
@@ -181,7 +222,12 @@ def run(*, kills: int, seed: int, seconds: float, steps: int = 200) -> Record:
 
 
 def _to_the_end(
-    directory: Path, right: dict[str, Any], record: Record, chance: random.Random, kills: int, steps: int
+    directory: Path,
+    right: dict[str, Any],
+    record: Record,
+    chance: random.Random,
+    kills: int,
+    steps: int,
 ) -> None:
     """One run, killed while there are kills left, and how it ends."""
     while True:
@@ -193,7 +239,11 @@ def _to_the_end(
             record.add("failed", [f"exit code {code}"], log=_tail(directory))
             return
         else:
-            record.add("finished as if undisturbed", differences(directory, right, steps), directory=str(directory))
+            record.add(
+                "finished as if undisturbed",
+                differences(directory, right, steps),
+                directory=str(directory),
+            )
             return
 
 

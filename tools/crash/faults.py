@@ -56,7 +56,11 @@ class Injector:
     def __call__(self, rank: int, call: Call) -> int:
         self.counts[rank, call.name] += 1
         fault = self._fault
-        if fault and (rank, call.name, self.counts[rank, call.name]) == (fault.rank, fault.name, fault.at):
+        if fault and (rank, call.name, self.counts[rank, call.name]) == (
+            fault.rank,
+            fault.name,
+            fault.at,
+        ):
             self.failed = call
             return fault.number
         if call.name in RENAMES and call.path == self._final and self.failed is None:
@@ -89,7 +93,9 @@ class Faults(Sweep):
         self.lay_out(subject, SCENARIO)
         assert SCENARIO.final is not None
         injector = Injector(self.root / SCENARIO.final, fault)
-        for outcome in self.pair.run(jobs.begin, Run(subject, str(self.root), (), SCENARIO.options)):
+        for outcome in self.pair.run(
+            jobs.begin, Run(subject, str(self.root), (), SCENARIO.options)
+        ):
             if outcome.error is not None:
                 raise outcome.error
         return injector, self.pair.run(jobs.save, (SCENARIO.step,), decide=injector)
@@ -114,11 +120,23 @@ def judge(faults: Faults, fault: Fault) -> tuple[str, list[str], str]:
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     call = str(injector.failed or "the call did not happen")
     if injector.failed is None:
-        outcome, wrong = "not reached", [f"rank {r} failed: {o.error}" for r, o in enumerate(outcomes) if not o.ok]
+        outcome, wrong = (
+            "not reached",
+            [f"rank {r} failed: {o.error}" for r, o in enumerate(outcomes) if not o.ok],
+        )
     elif failed:
-        outcome, wrong = "failed on both ranks", _wrong_failure(fault, injector.failed, outcomes, faults.root)
-        wrong += [f"{name} is not what it was" for name in before if before[name] != _now(faults.root).get(name)]
-        wrong += [f"the save failed, and {SCENARIO.final} is there"] * (SCENARIO.final in _now(faults.root))
+        outcome, wrong = (
+            "failed on both ranks",
+            _wrong_failure(fault, injector.failed, outcomes, faults.root),
+        )
+        wrong += [
+            f"{name} is not what it was"
+            for name in before
+            if before[name] != _now(faults.root).get(name)
+        ]
+        wrong += [f"the save failed, and {SCENARIO.final} is there"] * (
+            SCENARIO.final in _now(faults.root)
+        )
     else:
         outcome, wrong = "saved all the same", _wrong_success(faults.root, injector)
     if any(outcome.died for outcome in outcomes):
@@ -135,11 +153,17 @@ def _wrong_failure(fault: Fault, call: Call, outcomes: list[Outcome], root: Path
     wrong = []
     for rank, outcome in enumerate(outcomes):
         if not isinstance(outcome.error, SaveFailed):
-            wrong.append(f"rank {rank} ended with {type(outcome.error).__name__}, no SaveFailed: {outcome.error}")
+            wrong.append(
+                f"rank {rank} ended with {type(outcome.error).__name__}, no SaveFailed: {outcome.error}"
+            )
             continue
         text = " | ".join(str(outcome.error).split("\n  "))
         said = {"rank": f"rank {fault.rank}", "errno": errno.errorcode[fault.number]}
-        wrong += [f"rank {rank}'s error does not name the {what}" for what, part in said.items() if part not in text]
+        wrong += [
+            f"rank {rank}'s error does not name the {what}"
+            for what, part in said.items()
+            if part not in text
+        ]
         if not any(name in text for name in _paths_of(call, root)):
             wrong.append(f"rank {rank}'s error does not name the path: {text}")
     return wrong
@@ -150,14 +174,19 @@ def _paths_of(call: Call, root: Path) -> tuple[str, ...]:
     read; for a link that was to be swapped, the link."""
     name = os.path.basename(call.path)
     if not call.changes or layout.HF_METADATA in call.path:
-        return (name, *(str(parent) for parent in Path(call.path).parents if parent.is_relative_to(root)))
+        return (
+            name,
+            *(str(parent) for parent in Path(call.path).parents if parent.is_relative_to(root)),
+        )
     return (name, name[1:].split(".")[0]) if name.startswith(".") else (name,)
 
 
 def _wrong_success(root: Path, injector: Injector) -> list[str]:
     """A fault may be borne only where the checkpoint is whole and pointed to all the same, or just not pointed to."""
     assert SCENARIO.final is not None
-    wrong = [] if (root / SCENARIO.final).is_dir() else ["save() returned, and there is no checkpoint"]
+    wrong = (
+        [] if (root / SCENARIO.final).is_dir() else ["save() returned, and there is no checkpoint"]
+    )
     return wrong + inspect.damage(root)
 
 
@@ -166,13 +195,18 @@ def _wrong_afterwards(faults: Faults, fault: Fault) -> list[str]:
     wrong = []
     for job, arguments in ((jobs.save, ((NEXT_STEP,),)), (jobs.end, ())):
         outcomes = faults.pair.run(job, *arguments)
-        wrong += [f"{job.__name__} afterwards fails on rank {r}: {o.error or 'died'}"
-                  for r, o in enumerate(outcomes) if not o.ok]  # fmt: skip
+        wrong += [
+            f"{job.__name__} afterwards fails on rank {r}: {o.error or 'died'}"
+            for r, o in enumerate(outcomes)
+            if not o.ok
+        ]
     if wrong:
         faults.pair.kill(range(NUM_RANKS))
         faults.pair.finish()
         return wrong
-    outcomes = faults.pair.run(jobs.begin, Run(fault.subject, str(faults.root), (), SCENARIO.options))
+    outcomes = faults.pair.run(
+        jobs.begin, Run(fault.subject, str(faults.root), (), SCENARIO.options)
+    )
     found = {outcome.value.step if outcome.ok and outcome.value else None for outcome in outcomes}
     wrong += [] if found == {NEXT_STEP} else [f"the next start finds {found}"]
     wrong += inspect.leftovers(faults.root, running=True) + inspect.wrong_pointers(faults.root)
@@ -180,7 +214,14 @@ def _wrong_afterwards(faults: Faults, fault: Fault) -> list[str]:
     return wrong + inspect.damage(faults.root)
 
 
-def run(subjects: tuple[Subject, ...], *, points: int, seed: int, seconds: float, only: str | None = None) -> Record:
+def run(
+    subjects: tuple[Subject, ...],
+    *,
+    points: int,
+    seed: int,
+    seconds: float,
+    only: str | None = None,
+) -> Record:
     """The campaign: all faults in random order, or as many as *points* and *seconds* allow."""
     faults = Faults(seed)
     record = Record("faults", {"points": points, "seed": seed, "seconds": seconds, "only": only})
@@ -199,7 +240,9 @@ def _shuffled(faults: Faults, subjects: tuple[Subject, ...]) -> list[Fault]:
     """By turns a failing write and any other failing call: the writes are many and alike."""
     every = [fault for subject in subjects for fault in all_faults(faults, subject)]
     faults.random.shuffle(every)
-    return [*_in_turn([f for f in every if f.name != "write"], [f for f in every if f.name == "write"])]
+    return [
+        *_in_turn([f for f in every if f.name != "write"], [f for f in every if f.name == "write"])
+    ]
 
 
 def _in_turn(first: list[Fault], second: list[Fault]) -> Iterator[Fault]:

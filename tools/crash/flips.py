@@ -84,7 +84,9 @@ class Bench:
         """Any bit of any file: half of the time all files are alike, half of the time all bytes."""
         sizes = [(directory / file).stat().st_size for file in files]
         (file,) = self.random.choices(files, weights=sizes if self.random.random() < 0.5 else None)
-        return Flip(file, self.random.randrange((directory / file).stat().st_size), self.random.randrange(8))
+        return Flip(
+            file, self.random.randrange((directory / file).stat().st_size), self.random.randrange(8)
+        )
 
 
 def owners(manifest: Manifest, file: str, at: int) -> set[str]:
@@ -95,9 +97,17 @@ def owners(manifest: Manifest, file: str, at: int) -> set[str]:
         for t in trees
         for x in t.stored
         for s in x.slices
-        if s.file == file and any(_within(s.file, run.source, run.nbytes, file, at) for run in runs_in_file(s, x.shape))
+        if s.file == file
+        and any(
+            _within(s.file, run.source, run.nbytes, file, at) for run in runs_in_file(s, x.shape)
+        )
     }
-    blobs = {b.fqn for t in trees for b in t.objects.values() if _within(b.file, b.start, b.nbytes, file, at)}
+    blobs = {
+        b.fqn
+        for t in trees
+        for b in t.objects.values()
+        if _within(b.file, b.start, b.nbytes, file, at)
+    }
     return slices | blobs
 
 
@@ -127,7 +137,12 @@ def judge(checkpoint: Path, manifest: Manifest, flip: Flip) -> tuple[str, list[s
     right = owners(manifest, flip.file, flip.at)
     value = " ".join(str(p.value) for p in problems)
     wrong += [f"{fqn} is not named" for fqn in right if f" {fqn}" not in value]
-    named = {other for tree in manifest.trees.values() for other in tree.tensors if f"tensor {other} " in value}
+    named = {
+        other
+        for tree in manifest.trees.values()
+        for other in tree.tensors
+        if f"tensor {other} " in value
+    }
     wrong += [f"{fqn} is named" for fqn in named - right]
     return ("found, tensor named" if right else "found, file named"), wrong
 
@@ -146,14 +161,18 @@ def _wrong_export(checkpoint: Path) -> list[str]:
 
 def _wrong_start(bench: Bench) -> list[str]:
     right = Loaded(OLDER, OLDER)
-    return [f"resumed from {o.value}, not {right}: {o.error}" for o in bench.start() if o.value != right]
+    return [
+        f"resumed from {o.value}, not {right}: {o.error}" for o in bench.start() if o.value != right
+    ]
 
 
 def flip_ours(bench: Bench, record: Record, points: int, end: float) -> None:
     """Single bits of a checkpoint of this project."""
     checkpoint = bench.root / f"epoch_0_step_{NEWER}"
     manifest = Manifest.read(checkpoint)
-    files = [file for file in (*manifest.files, layout.MANIFEST) if (checkpoint / file).stat().st_size]
+    files = [
+        file for file in (*manifest.files, layout.MANIFEST) if (checkpoint / file).stat().st_size
+    ]
     for number in range(points):
         if time.monotonic() > end:
             return
@@ -198,7 +217,14 @@ def _link(path: Path, older: Path) -> None:
     path.symlink_to(older)
 
 
-DAMAGES: tuple[Callable[[Path, Path], None], ...] = (_truncate, _empty, _extend, _delete, _swap, _link)
+DAMAGES: tuple[Callable[[Path, Path], None], ...] = (
+    _truncate,
+    _empty,
+    _extend,
+    _delete,
+    _swap,
+    _link,
+)
 
 
 def damage_files(bench: Bench, record: Record) -> None:
@@ -216,7 +242,9 @@ def damage_files(bench: Bench, record: Record) -> None:
             (checkpoint / file).write_bytes(whole)
 
 
-def _judge_file(bench: Bench, record: Record, checkpoint: Path, file: str, whole: bytes, kind: str) -> None:
+def _judge_file(
+    bench: Bench, record: Record, checkpoint: Path, file: str, whole: bytes, kind: str
+) -> None:
     path = checkpoint / file
     if path.is_file() and not path.is_symlink() and path.read_bytes() == whole:
         return  # the older checkpoint's file is the same
@@ -240,7 +268,12 @@ def run(subjects: tuple[Ours, ...], *, points: int, seed: int, seconds: float) -
         bench = Bench(replace(subject, rows=_ROWS), seed)
         try:
             damage_files(bench, record)
-            flip_ours(bench, record, -(-points // len(subjects)), time.monotonic() + seconds / len(subjects))
+            flip_ours(
+                bench,
+                record,
+                -(-points // len(subjects)),
+                time.monotonic() + seconds / len(subjects),
+            )
             record.notes.setdefault("whole at the end", []).append(inspect.damage(bench.root) == [])
         finally:
             bench.close()
@@ -254,13 +287,19 @@ def _noticed(outcomes: list[Outcome]) -> str:
     return "no effect" if harmless else "wrong values, unnoticed"
 
 
-def run_baseline(subject: PlainDcp | PlainSafetensors, *, points: int, seed: int, seconds: float) -> Record:
+def run_baseline(
+    subject: PlainDcp | PlainSafetensors, *, points: int, seed: int, seconds: float
+) -> Record:
     """Single bits of the files that another way of saving reads: does a start notice?"""
-    record = Record(f"flips of {subject.name}", {"points": points, "seed": seed, "seconds": seconds})
+    record = Record(
+        f"flips of {subject.name}", {"points": points, "seed": seed, "seconds": seconds}
+    )
     bench = Bench(replace(subject, rows=_ROWS), seed)
     end = time.monotonic() + seconds
     try:
-        directory = bench.root / ("checkpoint" if isinstance(subject, PlainDcp) else f"step_{NEWER}")
+        directory = bench.root / (
+            "checkpoint" if isinstance(subject, PlainDcp) else f"step_{NEWER}"
+        )
         files = sorted(os.listdir(directory))
         for _ in range(points):
             if time.monotonic() > end:

@@ -16,7 +16,11 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 def contents(root: Path) -> dict[str, str]:
     """{name: digest of all that it holds} of every directory that is not hidden; exports aside."""
-    return {e.name: tree_digest(Path(e.path)) for e in os.scandir(root) if _counts(e)} if root.is_dir() else {}
+    return (
+        {e.name: tree_digest(Path(e.path)) for e in os.scandir(root) if _counts(e)}
+        if root.is_dir()
+        else {}
+    )
 
 
 def _counts(entry: os.DirEntry[str]) -> bool:
@@ -27,7 +31,9 @@ def tree_digest(directory: Path) -> str:
     """One digest for the names and bytes of all files; exports and their staging directories aside."""
     hashed = xxhash.xxh3_128()
     for parent, directories, names in os.walk(directory):
-        directories[:] = sorted(d for d in directories if not d.startswith((layout.CONSOLIDATED, ".consolidated.")))
+        directories[:] = sorted(
+            d for d in directories if not d.startswith((layout.CONSOLIDATED, ".consolidated."))
+        )
         for name in sorted(names):
             path = os.path.join(parent, name)
             hashed.update(os.path.relpath(path, directory).encode() + b"\0")
@@ -40,7 +46,11 @@ def checkpoints(root: Path) -> list[layout.CheckpointName]:
     """The names of checkpoints, newest first, complete or not."""
     if not root.is_dir():
         return []
-    named = [layout.parse_checkpoint_name(e.name) for e in os.scandir(root) if e.is_dir(follow_symlinks=False)]
+    named = [
+        layout.parse_checkpoint_name(e.name)
+        for e in os.scandir(root)
+        if e.is_dir(follow_symlinks=False)
+    ]
     return sorted((name for name in named if name), reverse=True)
 
 
@@ -66,15 +76,22 @@ def leftovers(root: Path, *, running: bool) -> list[str]:
     return sorted(
         f"left over: {e.name}"
         for e in (os.scandir(root) if root.is_dir() else ())
-        if e.name not in known and not layout.parse_checkpoint_name(e.name) and not layout.is_superseded(e.name)
+        if e.name not in known
+        and not layout.parse_checkpoint_name(e.name)
+        and not layout.is_superseded(e.name)
     )
 
 
 def wrong_pointers(root: Path) -> list[str]:
     """LATEST must name the newest checkpoint, LOWEST_VAL the best validated one; without one, neither may be there."""
-    manifests = {str(name): manifest for name in checkpoints(root) if (manifest := _read(root, name))}
+    manifests = {
+        str(name): manifest for name in checkpoints(root) if (manifest := _read(root, name))
+    }
     latest = next(iter(manifests), None)
-    losses = {name: {**m.losses, **recall(root / name, m.digest)}["val_loss"] for name, m in manifests.items()}
+    losses = {
+        name: {**m.losses, **recall(root / name, m.digest)}["val_loss"]
+        for name, m in manifests.items()
+    }
     validated = {name: loss for name, loss in losses.items() if loss is not None}
     lowest = min(validated, key=lambda name: validated[name]) if validated else None
     return [

@@ -53,7 +53,9 @@ SCENARIOS = (
     Scenario("first", (), 10),
     Scenario("save", (10, 20), 30, resumes=20),
     Scenario("prune", (10, 20, 30), 40, Options(keep_last=1), resumes=30),
-    Scenario("back", (10, 20, 30), 20, Options(restore_from="epoch_0_step_10", generation=1), resumes=10),
+    Scenario(
+        "back", (10, 20, 30), 20, Options(restore_from="epoch_0_step_10", generation=1), resumes=10
+    ),
     Scenario("export", (10,), 20, Options(export=True), resumes=10),
     Scenario("recover", (10, 20), None, resumes=20, litter=True),
 )
@@ -209,9 +211,12 @@ def judge(sweep: Sweep, point: Point) -> tuple[str, list[str], str]:
     after = inspect.contents(sweep.root)
     final = point.scenario.final
     published = final is not None and final in after and after[final] != before.get(final)
-    wrong = _lost(before, after, final, pruning=published and point.scenario.options.keep_last is not None)
+    wrong = _lost(
+        before, after, final, pruning=published and point.scenario.options.keep_last is not None
+    )
     if point.mode != "rank1" and (
-        (published and not killer.renaming) or (killer.renamed and not published and final is not None)
+        (published and not killer.renaming)
+        or (killer.renamed and not published and final is not None)
     ):
         wrong.append("the final name is there before its rename, or not after it")
     wrong += inspect.damage(sweep.root)
@@ -219,7 +224,9 @@ def judge(sweep: Sweep, point: Point) -> tuple[str, list[str], str]:
     return "new" if published else "old", wrong, killer.call
 
 
-def _lost(before: dict[str, str], after: dict[str, str], final: str | None, *, pruning: bool) -> list[str]:
+def _lost(
+    before: dict[str, str], after: dict[str, str], final: str | None, *, pruning: bool
+) -> list[str]:
     """Checkpoints from before that are neither as they were nor set aside as they were."""
     kept = set(after.values())
     return [
@@ -233,7 +240,9 @@ def _wrong_start(sweep: Sweep, point: Point, published: bool) -> list[str]:
     """What is wrong with the next start, and with a save after it."""
     scenario = point.scenario
     outcomes = sweep.restart(point)
-    if errors := [f"rank {r} cannot start: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]:
+    if errors := [
+        f"rank {r} cannot start: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok
+    ]:
         sweep.replace_starter()
         return errors
     right: Loaded | None = None
@@ -241,11 +250,19 @@ def _wrong_start(sweep: Sweep, point: Point, published: bool) -> list[str]:
         right = Loaded(scenario.step, scenario.options.seed(scenario.step))
     elif scenario.resumes is not None:
         right = Loaded(scenario.resumes, scenario.resumes)
-    wrong = [f"rank {r} resumed from {o.value}, not {right}" for r, o in enumerate(outcomes) if o.value != right]
+    wrong = [
+        f"rank {r} resumed from {o.value}, not {right}"
+        for r, o in enumerate(outcomes)
+        if o.value != right
+    ]
     wrong += inspect.leftovers(sweep.root, running=True) + inspect.wrong_pointers(sweep.root)
     for job, arguments in ((jobs.save, ((NEXT_STEP,),)), (jobs.end, ())):
         outcomes = sweep.starter.run(job, *arguments)
-        wrong += [f"the next save fails on rank {r}: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]
+        wrong += [
+            f"the next save fails on rank {r}: {o.error or 'died'}"
+            for r, o in enumerate(outcomes)
+            if not o.ok
+        ]
     wrong += inspect.leftovers(sweep.root, running=False) + inspect.damage(sweep.root)
     return wrong + inspect.wrong_pointers(sweep.root)
 
@@ -259,13 +276,17 @@ def classify(sweep: Sweep, point: Point) -> tuple[str, str]:
         return "no start", killer.call
     found: Loaded | None = all_ranks([outcome.value for outcome in outcomes])
     if found is None:
-        return ("ranks differ" if any(o.value for o in outcomes) else "starts from nothing"), killer.call
+        return (
+            "ranks differ" if any(o.value for o in outcomes) else "starts from nothing"
+        ), killer.call
     if found.seed is None:
         return "a mixture, unnoticed", killer.call
     return ("new" if found.step == point.scenario.step else "old"), killer.call
 
 
-def all_points(sweep: Sweep, subjects: tuple[Subject, ...], scenarios: tuple[Scenario, ...]) -> list[Point]:
+def all_points(
+    sweep: Sweep, subjects: tuple[Subject, ...], scenarios: tuple[Scenario, ...]
+) -> list[Point]:
     """Every point there is, in random order, but by turns one at a write and one at any other call while there are
     both: of the calls, nine in ten are small writes."""
     writes: list[Point] = []
@@ -274,13 +295,17 @@ def all_points(sweep: Sweep, subjects: tuple[Subject, ...], scenarios: tuple[Sce
         for scenario in scenarios:
             for mode in MODES:
                 for at, name in enumerate(sweep.calls(subject, scenario, mode), start=1):
-                    (writes if name == "write" else others).append(Point(subject, scenario, mode, at))
+                    (writes if name == "write" else others).append(
+                        Point(subject, scenario, mode, at)
+                    )
     sweep.random.shuffle(writes)
     sweep.random.shuffle(others)
     return [point for pair in zip_longest(others, writes) for point in pair if point is not None]
 
 
-def chosen(points: Sequence[PointLike], only: str | None, limit: int, seconds: float) -> Iterator[PointLike]:
+def chosen(
+    points: Sequence[PointLike], only: str | None, limit: int, seconds: float
+) -> Iterator[PointLike]:
     """Up to *limit* points within *seconds*, round and round; the one named *only* where one is."""
     if only is not None:
         points = [point for point in points if str(point) == only]
@@ -292,9 +317,15 @@ def chosen(points: Sequence[PointLike], only: str | None, limit: int, seconds: f
 
 
 def run(
-    subjects: tuple[Subject, ...], *, points: int, seed: int, seconds: float, only: str | None = None,
-    scenarios: tuple[Scenario, ...] = SCENARIOS, name: str = "kill sweep",
-) -> Record:  # fmt: skip
+    subjects: tuple[Subject, ...],
+    *,
+    points: int,
+    seed: int,
+    seconds: float,
+    only: str | None = None,
+    scenarios: tuple[Scenario, ...] = SCENARIOS,
+    name: str = "kill sweep",
+) -> Record:
     """The campaign over this project's formats."""
     sweep = Sweep(seed)
     record = Record(name, {"points": points, "seed": seed, "seconds": seconds, "only": only})
@@ -312,7 +343,9 @@ def run(
 def run_baseline(subject: Subject, *, points: int, seed: int, seconds: float) -> Record:
     """Run the kill sweep over another program's way of saving, and count the outcomes."""
     sweep = Sweep(seed)
-    record = Record(f"kill sweep of {subject.name}", {"points": points, "seed": seed, "seconds": seconds})
+    record = Record(
+        f"kill sweep of {subject.name}", {"points": points, "seed": seed, "seconds": seconds}
+    )
     try:
         every = all_points(sweep, (subject,), (BASELINE_SCENARIO,))
         record.notes["distinct points"] = len(every)

@@ -90,7 +90,9 @@ class Pair:
         for rank in self.ranks:
             rank.link.send((job, arguments))
 
-    def run(self, job: Callable[..., Any], *arguments: Any, decide: Decide | None = None) -> list[Outcome]:
+    def run(
+        self, job: Callable[..., Any], *arguments: Any, decide: Decide | None = None
+    ) -> list[Outcome]:
         """A whole job: what became of it, by rank."""
         self.tell(job, *arguments)
         return self.finish(decide)
@@ -105,7 +107,9 @@ class Pair:
                 self.kill(range(NUM_RANKS))
         return [outcomes[rank] for rank in range(NUM_RANKS)]
 
-    def serve_once(self, outcomes: dict[int, Outcome], decide: Decide | None, *, seconds: float = 0.05) -> None:
+    def serve_once(
+        self, outcomes: dict[int, Outcome], decide: Decide | None, *, seconds: float = 0.05
+    ) -> None:
         """Answer what the ranks ask within *seconds*; what they report goes to *outcomes* or their ``messages``."""
         poll = select.poll()
         sources: dict[int, tuple[int, bool]] = {}

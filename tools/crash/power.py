@@ -41,7 +41,9 @@ def unsupported(file_system: str) -> str | None:
     if os.geteuid() != 0:
         return "mounting needs root"
     if shutil.which(_MKFS[file_system][0]) is None:
-        return f"{_MKFS[file_system][0]} is not installed (Debian: apt-get install e2fsprogs xfsprogs)"
+        return (
+            f"{_MKFS[file_system][0]} is not installed (Debian: apt-get install e2fsprogs xfsprogs)"
+        )
     try:
         with Disk(file_system):
             return None
@@ -158,19 +160,31 @@ class Cycle:
 
     def found(self, outcomes: list[Outcome]) -> tuple[str, list[str]]:
         """What the start after a cut found: (outcome, what is wrong with it); the next saves go on from there."""
-        if errors := [f"rank {r} cannot start: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]:
+        if errors := [
+            f"rank {r} cannot start: {o.error or 'died'}"
+            for r, o in enumerate(outcomes)
+            if not o.ok
+        ]:
             return "no start", errors
         loaded: Loaded | None = all_ranks([outcome.value for outcome in outcomes])
         if loaded is None:
             ranks_differ = any(outcome.value for outcome in outcomes)
             lost = self.returned is not None or ranks_differ
-            outcome = "ranks differ" if ranks_differ else "starts from nothing" if lost else "nothing had returned"
+            outcome = (
+                "ranks differ"
+                if ranks_differ
+                else "starts from nothing"
+                if lost
+                else "nothing had returned"
+            )
             return outcome, ["all is lost"] if lost else []
         self.step = loaded.step + 1
         if loaded.seed is None:
             return "a mixture, unnoticed", [f"step {loaded.step} is not what was saved"]
         if self.returned is not None and loaded.step < self.returned:
-            return "a finished save lost", [f"step {self.returned} had returned, {loaded.step} was found"]
+            return "a finished save lost", [
+                f"step {self.returned} had returned, {loaded.step} was found"
+            ]
         newer = self.returned is None or loaded.step > self.returned
         return "one begun, then finished" if newer else "the last that returned", []
 
@@ -181,13 +195,19 @@ def _disagreement(outcomes: list[Outcome]) -> list[str]:
     steps, kinds = {end and end.step for end in ends}, {end and end.kind for end in ends}
     if len(steps) == 1 and kinds == {"SaveFailed"}:
         return []
-    said = [f"rank {r} failed at {e.step} with {e.kind}: {e.text[:300]}" if e else f"rank {r} died or took too long"
-            for r, e in enumerate(ends)]  # fmt: skip
+    said = [
+        f"rank {r} failed at {e.step} with {e.kind}: {e.text[:300]}"
+        if e
+        else f"rank {r} died or took too long"
+        for r, e in enumerate(ends)
+    ]
     return ["the ranks do not fail together: " + "; ".join(said)]
 
 
 def _promises(root: Path) -> list[str]:
-    return inspect.damage(root) + inspect.leftovers(root, running=True) + inspect.wrong_pointers(root)
+    return (
+        inspect.damage(root) + inspect.leftovers(root, running=True) + inspect.wrong_pointers(root)
+    )
 
 
 def cycles(
@@ -198,7 +218,10 @@ def cycles(
     end = time.monotonic() + seconds
     done = 0
     while done < points and time.monotonic() < end:
-        with Disk(file_system) as disk, contextlib.closing(Cycle(subject, disk, seed + done)) as cycle:
+        with (
+            Disk(file_system) as disk,
+            contextlib.closing(Cycle(subject, disk, seed + done)) as cycle,
+        ):
             cycle.start()
             while done < points and time.monotonic() < end:
                 cycle.save_and_cut(_LONGEST_SECONDS)
@@ -212,9 +235,14 @@ def cycles(
 
 
 def run(
-    subjects: tuple[Subject, ...], file_systems: tuple[str, ...], *, points: int, seed: int, seconds: float,
+    subjects: tuple[Subject, ...],
+    file_systems: tuple[str, ...],
+    *,
+    points: int,
+    seed: int,
+    seconds: float,
     violations: bool = True,
-) -> Record:  # fmt: skip
+) -> Record:
     """The campaign, *points* and *seconds* shared equally; without *violations* (a baseline) only counted."""
     record = Record("power cuts", {"points": points, "seed": seed, "seconds": seconds})
     usable = [name for name in file_systems if not _skipped(name, record)]

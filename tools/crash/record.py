@@ -46,7 +46,9 @@ class Record:
 
     @property
     def summary(self) -> str:
-        counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
+        counted = ", ".join(
+            f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items())
+        )
         seconds = time.time() - self.started
         return f"{self.campaign}: {self.points} points, {len(self.failures)} violations ({counted}), {seconds:.0f} s"
 
@@ -55,10 +57,17 @@ class Record:
         DIRECTORY.mkdir(parents=True, exist_ok=True)
         path = DIRECTORY / (re.sub(r"\W+", "-", self.campaign) + ".json")
         document = {
-            "campaign": self.campaign, "arguments": self.arguments, "summary": self.summary, "points": self.points,
-            "seconds": time.time() - self.started, "started": self.started, "outcomes": dict(self.outcomes),
-            "failures": self.failures, "notes": self.notes, "machine": platform.platform(),
-        }  # fmt: skip
+            "campaign": self.campaign,
+            "arguments": self.arguments,
+            "summary": self.summary,
+            "points": self.points,
+            "seconds": time.time() - self.started,
+            "started": self.started,
+            "outcomes": dict(self.outcomes),
+            "failures": self.failures,
+            "notes": self.notes,
+            "machine": platform.platform(),
+        }
         path.write_text(json.dumps(document, indent=1, default=str) + "\n")
         print(self.summary, flush=True)
         return 1 if self.failures or not self.points else 0

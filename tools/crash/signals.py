@@ -23,7 +23,17 @@ from tools.crash import endurance, inspect
 from tools.crash.record import Record
 from tools.crash.trainer import Mark, Trainer
 
-PHASES = ("step", "accumulation", "validation", "data", "save", "upload", "export", "start", "twice")
+PHASES = (
+    "step",
+    "accumulation",
+    "validation",
+    "data",
+    "save",
+    "upload",
+    "export",
+    "start",
+    "twice",
+)
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TARGETS = ("launcher", "rank0", "rank1")
 HANGS = ("step", "validation", "save")
@@ -34,9 +44,14 @@ LASTING = {"upload": "published", "export": "exported"}
 """What goes on beside the training, and the mark that ends it."""
 
 BETWEEN = {
-    "agree": "step", "finish": "step", "saved": "step", "published": "step", "exported": "step", "batch": "validation",
+    "agree": "step",
+    "finish": "step",
+    "saved": "step",
+    "published": "step",
+    "exported": "step",
+    "batch": "validation",
     "hang": "data",
-}  # fmt: skip
+}
 """Marks that begin no phase of their own, and what they belong to; with one signal, only waits for data hang."""
 
 RECIPE = """
@@ -79,7 +94,12 @@ def points(seed: int, met: Mapping[str, int]) -> Iterator[Point]:
         blocked = phase == "data" and chance.random() < 0.5
         hang = "data" if blocked else chance.choice(HANGS) if phase == "twice" else ""
         yield Point(
-            phase, chance.choice(TARGETS), chance.choice(NUMBERS), chance.choice((1, 1, 2)), chance.random(), hang
+            phase,
+            chance.choice(TARGETS),
+            chance.choice(NUMBERS),
+            chance.choice((1, 1, 2)),
+            chance.random(),
+            hang,
         )
 
 
@@ -97,12 +117,18 @@ class Chain:
         ``keys`` of the recipe."""
         self.starts += 1
         keys = {
-            "checkpoint.checkpoint_dir": self.root, "checkpoint.is_async": settings.get("is_async", "false"),
+            "checkpoint.checkpoint_dir": self.root,
+            "checkpoint.is_async": settings.get("is_async", "false"),
             "checkpoint.save_consolidated": settings.get("save_consolidated", "false"),
-            "step_scheduler.max_steps": settings.get("steps", STEPS), "step_scheduler.ckpt_every_steps": SAVE_EVERY,
+            "step_scheduler.max_steps": settings.get("steps", STEPS),
+            "step_scheduler.ckpt_every_steps": SAVE_EVERY,
             "step_scheduler.val_every_steps": VALIDATE_EVERY,
-        } | settings.get("keys", {})  # fmt: skip
-        flags = ["--nproc-per-node=2", "--trust=tools", f"--max-restarts={settings.get('max_restarts', 0)}"]
+        } | settings.get("keys", {})
+        flags = [
+            "--nproc-per-node=2",
+            "--trust=tools",
+            f"--max-restarts={settings.get('max_restarts', 0)}",
+        ]
         words = [*flags, str(self.recipe), *(f"--{k}={v}" for k, v in keys.items())]
         hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}
         directory = self.base / f"{self.root.name}-start-{self.starts}"
@@ -119,7 +145,9 @@ def settings_of(point: Point, newest: int) -> dict[str, Any]:
     at = newest + 1 + point.occurrence
     hang = f"{point.hang} {at} {'0' if point.hang == 'save' else rank}" if point.hang else ""
     return {
-        "is_async": str(point.phase == "upload" or (point.phase == "export" and point.occurrence == 2)).lower(),
+        "is_async": str(
+            point.phase == "upload" or (point.phase == "export" and point.occurrence == 2)
+        ).lower(),
         "save_consolidated": "every" if point.phase in ("export", "save") else "false",
         "hang": hang,
     }
@@ -154,7 +182,9 @@ class Campaign:
             chain = Chain(self.base, f"undisturbed-{is_async}")
             with chain.start(is_async=is_async, save_consolidated="every") as trainer:
                 if not trainer.wait(180) or trainer.code != 0:
-                    raise RuntimeError(f"the undisturbed run failed: {trainer.code}\n{trainer.log[-3000:]}")
+                    raise RuntimeError(
+                        f"the undisturbed run failed: {trainer.code}\n{trainer.log[-3000:]}"
+                    )
                 marks = trainer.marks(0)
             for phase in PHASES[:7] if is_async == "false" else ("upload",):
                 self.lengths[phase] = usual_seconds(marks, phase)
@@ -167,11 +197,21 @@ class Campaign:
         with chain.start(**settings_of(point, before)) as trainer:
             sent = self._signal(point, trainer)
             ended = trainer.wait(ENDED_SECONDS)
-            met, wrong = judge(point, trainer, chain, before, sent) if ended else (point.phase, ["it does not end"])
+            met, wrong = (
+                judge(point, trainer, chain, before, sent)
+                if ended
+                else (point.phase, ["it does not end"])
+            )
         if trainer.code == 0 and self.right is not None:
             wrong += endurance.differences(chain.root, self.right, STEPS)
-        record.add(met, wrong, point=str(point), chain=chain.root.name, start=chain.starts,
-                   log=trainer.log[-3000:] if wrong else "")  # fmt: skip
+        record.add(
+            met,
+            wrong,
+            point=str(point),
+            chain=chain.root.name,
+            start=chain.starts,
+            log=trainer.log[-3000:] if wrong else "",
+        )
         if trainer.code == 0 or wrong:
             self.chain = None
         return met
@@ -212,7 +252,9 @@ def _await(trainer: Trainer, rank: int, name: str, point: Point) -> bool:
     return False
 
 
-def judge(point: Point, trainer: Trainer, chain: Chain, before: int, sent: list[float]) -> tuple[str, list[str]]:
+def judge(
+    point: Point, trainer: Trainer, chain: Chain, before: int, sent: list[float]
+) -> tuple[str, list[str]]:
     """What the start came to, and which promises it broke."""
     wrong = [f"process {pid} is left" for pid in trainer.orphans()]
     wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
@@ -221,7 +263,9 @@ def judge(point: Point, trainer: Trainer, chain: Chain, before: int, sent: list[
         return "ended before", wrong + ([] if trainer.code == 0 else [f"exit code {trainer.code}"])
     if point.phase == "twice" and trainer.code != 75:
         return "twice", wrong + _at_once(point, trainer, chain, before, sent[1])
-    wrong += [text for text in inspect.leftovers(chain.root, running=False) if not text.endswith(".jsonl")]
+    wrong += [
+        text for text in inspect.leftovers(chain.root, running=False) if not text.endswith(".jsonl")
+    ]
     marks = [trainer.marks(rank) for rank in (0, 1)]
     if trainer.code == 0 and chain.newest() == STEPS:
         return "after the last step", wrong
@@ -232,8 +276,14 @@ def judge(point: Point, trainer: Trainer, chain: Chain, before: int, sent: list[
 def phase_at(marks: list[Mark], leader: list[Mark], instant: float) -> str:
     """What a rank was doing; what the leader does in the background comes first."""
     for name in ("export", "upload"):
-        began = max((mark.seconds for mark in leader if mark.name == name and mark.seconds <= instant), default=0.0)
-        ended = max((m.seconds for m in leader if m.name == LASTING[name] and m.seconds <= instant), default=0.0)
+        began = max(
+            (mark.seconds for mark in leader if mark.name == name and mark.seconds <= instant),
+            default=0.0,
+        )
+        ended = max(
+            (m.seconds for m in leader if m.name == LASTING[name] and m.seconds <= instant),
+            default=0.0,
+        )
         if began > ended:
             return name
     now = next((mark.name for mark in reversed(marks) if mark.seconds <= instant), "start")
@@ -253,8 +303,18 @@ def stopped_wrongly(
         wrong.append(f"the ranks stopped at steps {sorted(steps)}")
     step = max(steps)
     wrong += _wrong_saves(chain, step, before, marks[0])
-    late = {m.step for one in marks for m in one if m.seconds > sent and m.name in ("accumulation", "step")}
-    begun = {m.step for one in marks for m in one if m.seconds <= sent and m.name in ("accumulation", "step")}
+    late = {
+        m.step
+        for one in marks
+        for m in one
+        if m.seconds > sent and m.name in ("accumulation", "step")
+    }
+    begun = {
+        m.step
+        for one in marks
+        for m in one
+        if m.seconds <= sent and m.name in ("accumulation", "step")
+    }
     if len(late - begun) > 1:
         wrong.append(f"steps after {sorted(late - begun)} were begun after the signal")
     for one in marks:
@@ -268,14 +328,24 @@ def stopped_wrongly(
 
 def _wrong_saves(chain: Chain, step: int, before: int, leader: list[Mark]) -> list[str]:
     """Whether the step where it stopped is the newest checkpoint, saved once, and exported only if it was before."""
-    wrong = [] if chain.newest() == step else [f"stopped at step {step}, saved is step {chain.newest()}"]
+    wrong = (
+        []
+        if chain.newest() == step
+        else [f"stopped at step {step}, saved is step {chain.newest()}"]
+    )
     saves = Counter(mark.step for mark in leader if mark.name == "save")
     wrong += [f"step {at} was saved {count} times" for at, count in saves.items() if count > 1]
-    lines = [line["step"] for line in endurance.log_of(chain.root / "training.jsonl")] if step else []
+    lines = (
+        [line["step"] for line in endurance.log_of(chain.root / "training.jsonl")] if step else []
+    )
     if lines != list(range(1, step + 1)):
-        wrong.append(f"training.jsonl holds steps {lines[-3:]} at its end, the checkpoint is of step {step}")
+        wrong.append(
+            f"training.jsonl holds steps {lines[-3:]} at its end, the checkpoint is of step {step}"
+        )
     name = next(iter(inspect.checkpoints(chain.root)), None)
-    exported = name is not None and (chain.root / str(name) / "model" / layout.CONSOLIDATED).exists()
+    exported = (
+        name is not None and (chain.root / str(name) / "model" / layout.CONSOLIDATED).exists()
+    )
     if exported and step > before and step % SAVE_EVERY:
         wrong.append("the signal made an export")
     return wrong
@@ -283,12 +353,20 @@ def _wrong_saves(chain: Chain, step: int, before: int, leader: list[Mark]) -> li
 
 def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: float) -> list[str]:
     """What is wrong with a run that a second signal ended."""
-    wrong = [] if trainer.code == 128 + point.number else [f"exit code {trainer.code}, not {128 + point.number}"]
+    wrong = (
+        []
+        if trainer.code == 128 + point.number
+        else [f"exit code {trainer.code}, not {128 + point.number}"]
+    )
     seconds = time.monotonic() - second
-    wrong += [f"it ended {seconds:.1f} s after the second signal"] if seconds > AT_ONCE_SECONDS else []
+    wrong += (
+        [f"it ended {seconds:.1f} s after the second signal"] if seconds > AT_ONCE_SECONDS else []
+    )
     saved = [mark.step for mark in trainer.marks(0) if mark.name in ("saved", "published")]
     last = max([before, *saved])
-    return wrong + ([] if chain.newest() == last else [f"the newest checkpoint is {chain.newest()}, not {last}"])
+    return wrong + (
+        [] if chain.newest() == last else [f"the newest checkpoint is {chain.newest()}, not {last}"]
+    )
 
 
 def import_what_ranks_need() -> None:

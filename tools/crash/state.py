@@ -38,7 +38,9 @@ class Net(torch.nn.Module):
         for name, (first, *rest) in SHAPES.items():
             value = torch.randn((first * rows, *rest), generator=generator)
             value = value.to(torch.bfloat16) if name == "hidden" else value
-            self.register_parameter(name, torch.nn.Parameter(sharded(value, mesh, CUT.get(name, 0))))
+            self.register_parameter(
+                name, torch.nn.Parameter(sharded(value, mesh, CUT.get(name, 0)))
+            )
         self.head = self.embed
         self.register_buffer("mean", torch.randn((), generator=generator))
         self.register_buffer("count", torch.randint(2**40, (3,), generator=generator))
@@ -47,7 +49,9 @@ class Net(torch.nn.Module):
 
 
 def sharded(value: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> torch.Tensor:
-    return value if mesh is None else distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+    return (
+        value if mesh is None else distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+    )
 
 
 _meshes: dict[int, DeviceMesh] = {}
@@ -83,7 +87,9 @@ def build(seed: int, rows: int = 1) -> SimpleNamespace:
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
-        rng=Kept(torch.randint(256, (64,), generator=generator, dtype=torch.uint8) + rank, "rank_rng"),
+        rng=Kept(
+            torch.randint(256, (64,), generator=generator, dtype=torch.uint8) + rank, "rank_rng"
+        ),
         dataloader=Kept({"epoch": 0, "consumed_samples": seed}, "dp_rank"),
         scheduler=Kept({"step": seed}, "replicated"),
     )
@@ -106,7 +112,12 @@ def digest(made: SimpleNamespace, *, tensors_only: bool = False) -> str:
         hashed.update(f"{name} {local.dtype} {tuple(local.shape)}".encode())
         hashed.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     if not tensors_only:
-        others = (made.rng.value.tolist(), made.dataloader.value, made.scheduler.value, made.lr_scheduler.last_epoch)
+        others = (
+            made.rng.value.tolist(),
+            made.dataloader.value,
+            made.scheduler.value,
+            made.lr_scheduler.last_epoch,
+        )
         hashed.update(repr(others).encode())
     return hashed.hexdigest()
 

@@ -139,7 +139,10 @@ class OursSession:
             return None
         found = state.digest(self._made)
         seeds = [resumed.step + GENERATION * generation for generation in range(2)]
-        return Loaded(resumed.step, next((seed for seed in seeds if state.expected(seed, self._rows) == found), None))
+        return Loaded(
+            resumed.step,
+            next((seed for seed in seeds if state.expected(seed, self._rows) == found), None),
+        )
 
     def save(self, step: int) -> None:
         self._made = state.build(self._options.seed(step), self._rows)
@@ -192,7 +195,8 @@ class DcpSession:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overwriting is what is compared
             dcp_save(
-                state.tensors_of(state.build(step, self._rows)) | {"step": torch.tensor(step)}, checkpoint_id=self._path
+                state.tensors_of(state.build(step, self._rows)) | {"step": torch.tensor(step)},
+                checkpoint_id=self._path,
             )
 
     def close(self) -> None:
@@ -228,7 +232,8 @@ class SafetensorsSession:
         ranks, directory = ranks_here(), self._root / f"step_{step}"
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
-            name: _local(value).contiguous() for name, value in state.tensors_of(state.build(step, self._rows)).items()
+            name: _local(value).contiguous()
+            for name, value in state.tensors_of(state.build(step, self._rows)).items()
         }
         save_file(tensors, directory / f"rank_{ranks.rank}.safetensors")
         if dist.is_initialized():

@@ -17,18 +17,43 @@ from dataclasses import dataclass
 
 CLOSES, RENAMES = {"close"}, {"rename", "renameat", "renameat2"}
 _DESCRIPTOR = {
-    "write": (1, 0), "close": (3, 0), "pwrite64": (18, 0), "writev": (20, 0), "sendfile": (40, 0), "fsync": (74, 0),
-    "fdatasync": (75, 0), "ftruncate": (77, 0), "fchmod": (91, 0), "sync_file_range": (277, 0), "fallocate": (285, 0),
-    "pwritev": (296, 0), "syncfs": (306, 0), "copy_file_range": (326, 2), "pwritev2": (328, 0),
-}  # fmt: skip
+    "write": (1, 0),
+    "close": (3, 0),
+    "pwrite64": (18, 0),
+    "writev": (20, 0),
+    "sendfile": (40, 0),
+    "fsync": (74, 0),
+    "fdatasync": (75, 0),
+    "ftruncate": (77, 0),
+    "fchmod": (91, 0),
+    "sync_file_range": (277, 0),
+    "fallocate": (285, 0),
+    "pwritev": (296, 0),
+    "syncfs": (306, 0),
+    "copy_file_range": (326, 2),
+    "pwritev2": (328, 0),
+}
 """Calls on a descriptor: (number on x86-64, which argument it is)."""
 _PATH = {
-    "open": (2, None, 0), "truncate": (76, None, 0), "rename": (82, None, 1), "mkdir": (83, None, 0),
-    "rmdir": (84, None, 0), "creat": (85, None, 0), "link": (86, None, 1), "unlink": (87, None, 0),
-    "symlink": (88, None, 1), "chmod": (90, None, 0), "openat": (257, 0, 1), "mkdirat": (258, 0, 1),
-    "unlinkat": (263, 0, 1), "renameat": (264, 2, 3), "linkat": (265, 2, 3), "symlinkat": (266, 1, 2),
-    "fchmodat": (268, 0, 1), "renameat2": (316, 2, 3),
-}  # fmt: skip
+    "open": (2, None, 0),
+    "truncate": (76, None, 0),
+    "rename": (82, None, 1),
+    "mkdir": (83, None, 0),
+    "rmdir": (84, None, 0),
+    "creat": (85, None, 0),
+    "link": (86, None, 1),
+    "unlink": (87, None, 0),
+    "symlink": (88, None, 1),
+    "chmod": (90, None, 0),
+    "openat": (257, 0, 1),
+    "mkdirat": (258, 0, 1),
+    "unlinkat": (263, 0, 1),
+    "renameat": (264, 2, 3),
+    "linkat": (265, 2, 3),
+    "symlinkat": (266, 1, 2),
+    "fchmodat": (268, 0, 1),
+    "renameat2": (316, 2, 3),
+}
 """Calls on a path: (number, the argument with its directory's descriptor, the argument with the path). Of two paths the
 one that comes to be."""
 NAMES = {entry[0]: name for table in (_DESCRIPTOR, _PATH) for name, entry in table.items()}
@@ -90,7 +115,9 @@ class Stopped:
         buffer = bytearray(80)
         fcntl.ioctl(listener, _RECEIVE, buffer, True)
         self._listener = listener
-        self._id, self._thread, _, self._number, _, _, *self._arguments = struct.unpack("=QIIiIQ6Q", buffer)
+        self._id, self._thread, _, self._number, _, _, *self._arguments = struct.unpack(
+            "=QIIiIQ6Q", buffer
+        )
 
     def let_through(self) -> None:
         self._answer(0, _GO_ON)
@@ -121,11 +148,19 @@ class Stopped:
             return os.readlink(f"/proc/{self._thread}/fd/{self._arguments[_DESCRIPTOR[name][1]]}")
         _, directory, path = _PATH[name]
         given = os.fsdecode(self._text(self._arguments[path]))
-        return os.path.normpath(given if given.startswith("/") else os.path.join(self._directory(directory), given))
+        return os.path.normpath(
+            given if given.startswith("/") else os.path.join(self._directory(directory), given)
+        )
 
     def _directory(self, argument: int | None) -> str:
-        descriptor = _AT_FDCWD if argument is None else ctypes.c_int(self._arguments[argument] & 0xFFFFFFFF).value
-        return os.readlink(f"/proc/{self._thread}/" + ("cwd" if descriptor == _AT_FDCWD else f"fd/{descriptor}"))
+        descriptor = (
+            _AT_FDCWD
+            if argument is None
+            else ctypes.c_int(self._arguments[argument] & 0xFFFFFFFF).value
+        )
+        return os.readlink(
+            f"/proc/{self._thread}/" + ("cwd" if descriptor == _AT_FDCWD else f"fd/{descriptor}")
+        )
 
     def _text(self, address: int) -> bytes:
         memory = os.open(f"/proc/{self._thread}/mem", os.O_RDONLY)

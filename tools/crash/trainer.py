@@ -40,7 +40,9 @@ class Trainer:
     def __enter__(self) -> Trainer:
         (self.directory / "tmp").mkdir(parents=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a test runner's threads, which it never touches
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a test runner's threads, which it never touches
             self.pid = os.fork()
         if self.pid == 0:
             self._be_the_command()
@@ -58,7 +60,10 @@ class Trainer:
             for number in (1, 2):
                 os.dup2(output, number)
             os.environ.update(self.environment)
-            os.environ |= {"TMPDIR": str(self.directory / "tmp"), "CRASH_MARKS": str(self.directory)}
+            os.environ |= {
+                "TMPDIR": str(self.directory / "tmp"),
+                "CRASH_MARKS": str(self.directory),
+            }
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             tempfile.tempdir = None  # it was asked for before
             code = _command(self.words)
@@ -142,5 +147,7 @@ def _command(words: Sequence[str]) -> int:
 
     logging.getLogger("automodel_ckpt").setLevel(logging.NOTSET)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     return main(list(words))

@@ -53,9 +53,15 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"recording which tests reach which lines: {' '.join(options.tests)}", flush=True)
         reached = record(ROOT, [ROOT / directory for directory in PACKAGES.values()], options.tests)
         dump(reached, RECORDING)
-    trials = [one for paths in files.values() for one in _sample(paths, reached, options.sample, options.seed)]
+    trials = [
+        one
+        for paths in files.values()
+        for one in _sample(paths, reached, options.sample, options.seed)
+    ]
     if not _unchanged_code_passes(trials, options.timeout):
-        print("error: tests fail in a copy of the unchanged code, so a failing test would prove nothing")
+        print(
+            "error: tests fail in a copy of the unchanged code, so a failing test would prove nothing"
+        )
         return 1
     print(f"{len(trials)} mutations, {options.workers} at a time", flush=True)
     outcomes = _run_all(trials, options.workers, options.timeout)
@@ -64,13 +70,25 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Mutation testing of this repository.")
-    parser.add_argument("packages", nargs="*", choices=[[], *PACKAGES], help="the packages to change (all)")
-    parser.add_argument("--sample", type=int, default=40, help="mutations of each package (40); 0 for all")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.mutants", description="Mutation testing of this repository."
+    )
+    parser.add_argument(
+        "packages", nargs="*", choices=[[], *PACKAGES], help="the packages to change (all)"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=40, help="mutations of each package (40); 0 for all"
+    )
     parser.add_argument("--seed", type=int, default=1, help="which sample (1)")
     parser.add_argument("--workers", type=int, default=2, help="trials at a time (2)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the tests of a mutation may take")
-    parser.add_argument("--reuse", action="store_true", help="use the last recording of which tests reach which lines")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds that the tests of a mutation may take"
+    )
+    parser.add_argument(
+        "--reuse",
+        action="store_true",
+        help="use the last recording of which tests reach which lines",
+    )
     parser.add_argument("--only", help="change only the files whose path contains this text")
     parser.add_argument("--tests", nargs="+", default=[*TESTS], help="the tests to choose from")
     return parser
@@ -84,13 +102,19 @@ def _files(package: str, only: str | None) -> list[str]:
 
 def _sample(paths: Sequence[str], reached: Reached, size: int, seed: int) -> list[Trial]:
     """Return *size* mutations of the files, drawn uniformly over all places."""
-    lines_of_test = Counter(test for lines in reached.values() for tests in lines.values() for test in tests)
-    places = [(path, mutation) for path in paths for mutation in mutations((ROOT / path).read_bytes())]
+    lines_of_test = Counter(
+        test for lines in reached.values() for tests in lines.values() for test in tests
+    )
+    places = [
+        (path, mutation) for path in paths for mutation in mutations((ROOT / path).read_bytes())
+    ]
     if 0 < size < len(places):
         places = random.Random(seed).sample(places, size)
     trials = []
     for path, mutation in places:
-        tests = sorted(_tests_of(reached.get(path, {}), mutation.line), key=lambda test: lines_of_test[test])
+        tests = sorted(
+            _tests_of(reached.get(path, {}), mutation.line), key=lambda test: lines_of_test[test]
+        )
         trials.append(Trial(path, mutation, tests[:MOST_TESTS]))
     return trials
 
@@ -111,7 +135,8 @@ def _unchanged_code_passes(trials: Sequence[Trial], timeout_seconds: float) -> b
     """Run the tests of a few trials without their mutations: they have to pass in the copy too."""
     reached = [one for one in trials if one.tests][:5]
     unchanged = [
-        replace(one, mutation=replace(one.mutation, end=one.mutation.start, replacement="")) for one in reached
+        replace(one, mutation=replace(one.mutation, end=one.mutation.start, replacement=""))
+        for one in reached
     ]
     return all(trial.run(ROOT, one, timeout_seconds) == "survived" for one in unchanged)
 
@@ -126,7 +151,10 @@ def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> l
         done += 1
         seconds = time.monotonic() - started
         count = f"[{done}/{len(trials)}]"
-        print(f"{count} {outcome:11} {seconds:5.0f} s  {one.place}  {one.mutation.description}", flush=True)
+        print(
+            f"{count} {outcome:11} {seconds:5.0f} s  {one.place}  {one.mutation.description}",
+            flush=True,
+        )
         return outcome
 
     with ThreadPoolExecutor(workers) as pool:
@@ -134,20 +162,30 @@ def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> l
 
 
 def _report(
-    files: Mapping[str, Sequence[str]], trials: Sequence[Trial], outcomes: Sequence[Outcome], seed: int
+    files: Mapping[str, Sequence[str]],
+    trials: Sequence[Trial],
+    outcomes: Sequence[Outcome],
+    seed: int,
 ) -> None:
     results = []
     for package, paths in files.items():
-        mine = [(one, outcome) for one, outcome in zip(trials, outcomes, strict=True) if one.path in paths]
+        mine = [
+            (one, outcome)
+            for one, outcome in zip(trials, outcomes, strict=True)
+            if one.path in paths
+        ]
         alive = [(one, outcome) for one, outcome in mine if outcome != "killed"]
         share = len(alive) / len(mine) if mine else 0.0
         print(f"\n{package}: {len(alive)} of {len(mine)} mutations survived ({share:.0%})")
         for one, outcome in alive:
             print(f"  {outcome:11} {one.place}  {one.mutation.description}")
         survivors = [
-            {"place": one.place, "change": one.mutation.description, "outcome": outcome} for one, outcome in alive
+            {"place": one.place, "change": one.mutation.description, "outcome": outcome}
+            for one, outcome in alive
         ]
-        results.append({"package": package, "seed": seed, "mutations": len(mine), "survivors": survivors})
+        results.append(
+            {"package": package, "seed": seed, "mutations": len(mine), "survivors": survivors}
+        )
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -56,7 +56,9 @@ def mutations(source: bytes) -> list[Mutation]:
     tree = ast.parse(source)
     finder = _Finder(source)
     finder.visit(tree)
-    return sorted(finder.found, key=lambda mutation: (mutation.start, mutation.end, mutation.description))
+    return sorted(
+        finder.found, key=lambda mutation: (mutation.start, mutation.end, mutation.description)
+    )
 
 
 class _Finder(ast.NodeVisitor):
@@ -78,7 +80,11 @@ class _Finder(ast.NodeVisitor):
                 self.visit(statement)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        is_strict = node.arg == "strict" and isinstance(node.value, ast.Constant) and node.value.value is True
+        is_strict = (
+            node.arg == "strict"
+            and isinstance(node.value, ast.Constant)
+            and node.value.value is True
+        )
         # zip(..., strict=True) asserts that the program itself made both of the same length. It changes no result, and
         # unequal lengths in somebody's input are an error with a message before they get there.
         if node.arg not in _NO_RESULT and not is_strict:
@@ -120,12 +126,18 @@ class _Finder(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         if isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
-            self._replace(node.test, f"not ({ast.unparse(node.test)})", f"negate the condition {_short(node.test)}")
+            self._replace(
+                node.test,
+                f"not ({ast.unparse(node.test)})",
+                f"negate the condition {_short(node.test)}",
+            )
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, ast.Not):
-            self._replace(node, f"({ast.unparse(node.operand)})", f"remove 'not' from {_short(node)}")
+            self._replace(
+                node, f"({ast.unparse(node.operand)})", f"remove 'not' from {_short(node)}"
+            )
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
@@ -136,14 +148,18 @@ class _Finder(ast.NodeVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:
         if len(node.ops) == 1:
             swapped = ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])]()], node.comparators)
-            self._replace(node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}")
+            self._replace(
+                node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}"
+            )
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         swapped_type = _ARITHMETIC.get(type(node.op))
         if swapped_type is not None and not _is_text(node.left) and not _is_text(node.right):
             swapped = ast.BinOp(node.left, swapped_type(), node.right)
-            self._replace(node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}")
+            self._replace(
+                node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}"
+            )
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -168,7 +184,9 @@ def _root_name(function: ast.expr) -> str:
 
 
 def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def _short(node: ast.AST) -> str:

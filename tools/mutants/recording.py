@@ -99,7 +99,9 @@ def _read(root: Path, directory: Path, failed: frozenset[str]) -> Reached:
 
 def dump(reached: Reached, path: Path) -> None:
     """Write a recording as JSON, each test's id once."""
-    tests = sorted({test for lines in reached.values() for found in lines.values() for test in found})
+    tests = sorted(
+        {test for lines in reached.values() for found in lines.values() for test in found}
+    )
     number_of = {test: number for number, test in enumerate(tests)}
     files = {}
     for file, lines in reached.items():
@@ -114,5 +116,7 @@ def load(path: Path) -> Reached:
     tests = content["tests"]
     reached: dict[str, dict[int, Sequence[str]]] = {}
     for file, lines in content["files"].items():
-        reached[file] = {int(line): [tests[number] for number in found] for line, found in lines.items()}
+        reached[file] = {
+            int(line): [tests[number] for number in found] for line, found in lines.items()
+        }
     return reached

@@ -23,7 +23,17 @@ from tools.mutants.operators import Mutation
 Outcome = Literal["killed", "survived", "not reached"]
 
 _SLOW_LIBRARIES = ("torch", "transformers", "datasets", "peft", "numpy", "pytest")
-_NOT_COPIED = (".git", ".venv", ".venv-oldest", ".clients", ".mypy_cache", ".ruff_cache", "runs", "build", "dist")
+_NOT_COPIED = (
+    ".git",
+    ".venv",
+    ".venv-oldest",
+    ".clients",
+    ".mypy_cache",
+    ".ruff_cache",
+    "runs",
+    "build",
+    "dist",
+)
 _POLL_SECONDS = 0.1
 
 
@@ -52,7 +62,13 @@ def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
         return "not reached"
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         copy = Path(name) / "r"
-        shutil.copytree(root, copy, symlinks=True, copy_function=os.link, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        shutil.copytree(
+            root,
+            copy,
+            symlinks=True,
+            copy_function=os.link,
+            ignore=shutil.ignore_patterns(*_NOT_COPIED),
+        )
         target = copy / trial.path
         source = target.read_bytes()
         target.unlink()  # it is a hard link to the original
@@ -77,7 +93,9 @@ def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
         for module in [name for name in sys.modules if name.partition(".")[0] == "tools"]:
             del sys.modules[module]  # the copy's tools are imported where a test needs them
         tempfile.tempdir = None
-        os.environ.update(PYTHONPATH=str(copy), TMPDIR=str(scratch), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        os.environ.update(
+            PYTHONPATH=str(copy), TMPDIR=str(scratch), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
+        )
         import pytest
 
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))

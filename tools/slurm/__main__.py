@@ -27,9 +27,19 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
 RECIPE = ROOT / "examples" / "llm_finetune" / "tiny_llama_python_docs.yaml"
 STEPS = 150
-OVERRIDES = (f"--step_scheduler.max_steps={STEPS}", "--step_scheduler.num_epochs=100",
-             "--step_scheduler.ckpt_every_steps=25", "--validation_dataset=null")  # fmt: skip
-RESOURCES = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1", "--time=20")
+OVERRIDES = (
+    f"--step_scheduler.max_steps={STEPS}",
+    "--step_scheduler.num_epochs=100",
+    "--step_scheduler.ckpt_every_steps=25",
+    "--validation_dataset=null",
+)
+RESOURCES = (
+    "--nodes=1",
+    "--ntasks-per-node=2",
+    "--gpus-per-node=0",
+    "--cpus-per-task=1",
+    "--time=20",
+)
 JOB_SECONDS = 300.0
 NOT_INSTALLED = 3
 
@@ -60,12 +70,18 @@ class Job:
         return [line["step"] for line in lines if "event" not in line]
 
     def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: max(self.steps(), default=0) >= step, f"step {step} of job {self.number}", JOB_SECONDS)
+        wait_until(
+            lambda: max(self.steps(), default=0) >= step,
+            f"step {step} of job {self.number}",
+            JOB_SECONDS,
+        )
 
     def wait_for_end(self) -> None:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         wait_until(
-            lambda: self.cluster.job(self.number)["JobState"] in ended, f"the end of job {self.number}", JOB_SECONDS
+            lambda: self.cluster.job(self.number)["JobState"] in ended,
+            f"the end of job {self.number}",
+            JOB_SECONDS,
         )
 
     def check(self, *, restarts: int, texts: Iterable[str] = ()) -> None:
@@ -73,7 +89,9 @@ class Job:
         self.wait_for_end()
         fields, log = self.cluster.job(self.number), self.log
         state = {name: fields[name] for name in ("JobState", "ExitCode", "Restarts")}
-        assert state == {"JobState": "COMPLETED", "ExitCode": "0:0", "Restarts": str(restarts)}, f"{state}\n{log}"
+        assert state == {"JobState": "COMPLETED", "ExitCode": "0:0", "Restarts": str(restarts)}, (
+            f"{state}\n{log}"
+        )
         assert self.steps() == list(range(1, STEPS + 1)), f"{self.steps()}\n{log}"
         for text in texts:
             assert log.count(text) == 1, f"{text!r} is printed {log.count(text)} times\n{log}"
@@ -81,9 +99,20 @@ class Job:
         say(f"job {self.number}: completed, {STEPS} steps, each once; restarted {restarts} times")
 
 
-def submit(cluster: Cluster, directory: Path, *flags: str, run: str = "run", script: Path = SCRIPT) -> str:
+def submit(
+    cluster: Cluster, directory: Path, *flags: str, run: str = "run", script: Path = SCRIPT
+) -> str:
     """Submit the batch script for a recipe; returns the job's number."""
-    words = ["sbatch", "--parsable", f"--chdir={directory}", *RESOURCES, *flags, str(script), str(RECIPE), *OVERRIDES]
+    words = [
+        "sbatch",
+        "--parsable",
+        f"--chdir={directory}",
+        *RESOURCES,
+        *flags,
+        str(script),
+        str(RECIPE),
+        *OVERRIDES,
+    ]
     number = cluster.run(*words, f"--checkpoint.checkpoint_dir={run}").strip()
     say(f"job {number} is submitted")
     return number
@@ -95,14 +124,22 @@ def signaled(cluster: Cluster, directory: Path) -> None:
         place = directory / f"kill_on_bad_exit_{flag}"
         place.mkdir()
         script = place / "train.sbatch"
-        script.write_text(SCRIPT.read_text().replace("--kill-on-bad-exit=0", f"--kill-on-bad-exit={flag}"))
-        assert f"--kill-on-bad-exit={flag}" in script.read_text(), f"{SCRIPT} does not set --kill-on-bad-exit"
+        script.write_text(
+            SCRIPT.read_text().replace("--kill-on-bad-exit=0", f"--kill-on-bad-exit={flag}")
+        )
+        assert f"--kill-on-bad-exit={flag}" in script.read_text(), (
+            f"{SCRIPT} does not set --kill-on-bad-exit"
+        )
         job = Job(cluster, submit(cluster, place, script=script), place / "run")
         job.wait_for_step(30)
         say(f"job {job.number} is at step {max(job.steps())}: SIGUSR1 to its ranks")
         cluster.run("scancel", "--signal=USR1", job.number)
-        texts = ("SIGUSR1: stopping after step", "stopped by SIGUSR1 after step", "requeueing the job",
-                 "Loading checkpoint from run/epoch_0_step_")  # fmt: skip
+        texts = (
+            "SIGUSR1: stopping after step",
+            "stopped by SIGUSR1 after step",
+            "requeueing the job",
+            "Loading checkpoint from run/epoch_0_step_",
+        )
         job.check(restarts=1, texts=texts)
 
 
@@ -114,7 +151,9 @@ def failed(cluster: Cluster, directory: Path) -> None:
     job.wait_for_step(30)
     say(f"job {job.number} is at step {max(job.steps())}: its node fails")
     cluster.fail_node()
-    wait_until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "Slurm to requeue the job", 60)
+    wait_until(
+        lambda: cluster.job(job.number)["JobState"] == "PENDING", "Slurm to requeue the job", 60
+    )
     cluster.start_node()
     say("the node is back")
     job.check(restarts=1, texts=["Loading checkpoint from run/epoch_0_step_25"])
@@ -129,7 +168,10 @@ def array(cluster: Cluster, directory: Path) -> None:
     tasks[0].wait_for_step(30)
     say(f"task {tasks[0].number} is at step {max(tasks[0].steps())}: SIGUSR1 to its ranks")
     cluster.run("scancel", "--signal=USR1", tasks[0].number)
-    tasks[0].check(restarts=1, texts=["stopped by SIGUSR1 after step", "Loading checkpoint from run_0/epoch_0_step_"])
+    tasks[0].check(
+        restarts=1,
+        texts=["stopped by SIGUSR1 after step", "Loading checkpoint from run_0/epoch_0_step_"],
+    )
     tasks[1].check(restarts=0)
 
 
@@ -139,11 +181,15 @@ def main() -> int:
     keep = parser.parse_args().keep
     if absent := missing_programs():
         print(
-            f"Slurm is not installed: {', '.join(absent)} not found; apt-get install slurm-wlm munge", file=sys.stderr
+            f"Slurm is not installed: {', '.join(absent)} not found; apt-get install slurm-wlm munge",
+            file=sys.stderr,
         )
         return NOT_INSTALLED
     if os.geteuid() != 0:
-        print("a Slurm cluster has to be started by root: slurmd starts jobs of any user", file=sys.stderr)
+        print(
+            "a Slurm cluster has to be started by root: slurmd starts jobs of any user",
+            file=sys.stderr,
+        )
         return NOT_INSTALLED
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))
     (directory / "cluster").mkdir()

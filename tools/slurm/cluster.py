@@ -114,7 +114,9 @@ class Cluster:
 
     def run(self, *command: str) -> str:
         """Run a Slurm command and return what it prints. Raises CalledProcessError with its error text."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=90, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=90, check=False
+        )
         if done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
         return done.stdout
@@ -135,7 +137,9 @@ class Cluster:
 
     def start_node(self) -> None:
         """Start slurmd and wait until jobs can run on the node."""
-        self._start("slurmd", "-D", "-N", NODE) if self._has_multiple_nodes() else self._start("slurmd", "-D")
+        self._start("slurmd", "-D", "-N", NODE) if self._has_multiple_nodes() else self._start(
+            "slurmd", "-D"
+        )
         wait_until(self._node_is_up, "the node", 60)
 
     def _node_is_up(self) -> bool:
@@ -150,7 +154,9 @@ class Cluster:
 
     def _has_multiple_nodes(self) -> bool:
         """Whether slurmd takes the name of its node: a build option, which Debian sets."""
-        done = subprocess.run(["slurmd", "-h"], env=self.environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["slurmd", "-h"], env=self.environment, capture_output=True, text=True, check=False
+        )
         return "-N" in done.stdout + done.stderr
 
     def _configure(self) -> None:
@@ -172,7 +178,13 @@ class Cluster:
         (self.directory / "slurm.conf").write_text(text)
 
     def _munge_arguments(self) -> list[str]:
-        names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        names = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         files = [f"--{option}={self.directory}/munge.{suffix}" for option, suffix in names.items()]
         # --force: munged refuses a socket below a directory that others may write to, such as /tmp.
         return ["--foreground", "--force", *files]
@@ -181,7 +193,11 @@ class Cluster:
         output = (self.directory / f"{program}.out").open("ab")
         with output:
             self._daemons[program] = subprocess.Popen(
-                [program, *arguments], env=self.environment, stdout=output, stderr=output, start_new_session=True
+                [program, *arguments],
+                env=self.environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def _step_daemons(self) -> list[int]:

@@ -30,7 +30,9 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
             continue
         except (OSError, ValueError, RecursionError) as error:
             _invalid_record(checkpoint / place, repr(error)[:200])
-        if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("base", "adapter")):
+        if not isinstance(record, dict) or not all(
+            isinstance(record.get(k), dict) for k in ("base", "adapter")
+        ):
             _invalid_record(checkpoint / place, "it lacks base or adapter")
         if fault := _fault(record):
             _invalid_record(checkpoint / place, fault)
@@ -47,7 +49,9 @@ def _fault(record: Mapping[str, Any]) -> str | None:
     version, base = record.get("format_version", 0), record["base"]
     if not isinstance(version, int) or version > FORMAT_VERSION:
         return f"format_version {str(version)[:50]} is later than {FORMAT_VERSION}"
-    if not _is_path(base.get("name")) or not (base.get("relative_to_run") is None or _is_path(base["relative_to_run"])):
+    if not _is_path(base.get("name")) or not (
+        base.get("relative_to_run") is None or _is_path(base["relative_to_run"])
+    ):
         return "it does not say where the base is"
     return None
 
@@ -61,9 +65,11 @@ def _is_path(value: object) -> bool:
 
 def _invalid_record(path: Path, value: str) -> NoReturn:
     raise CheckpointUnusable(
-        "the description of the adapters cannot be read", where=str(path), value=value,
+        "the description of the adapters cannot be read",
+        where=str(path),
+        value=value,
         remedy="restore the file from another copy, or use another checkpoint",
-    )  # fmt: skip
+    )
 
 
 def find_base(record: Mapping[str, Any], run: Path) -> str:

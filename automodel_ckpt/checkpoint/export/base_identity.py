@@ -48,8 +48,16 @@ class BaseIdentity:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        files = {name: {"size": record.size, "digest": record.digest} for name, record in self.files.items()}
-        return {"name": self.name, "relative_to_run": self.relative, "digest": self.digest, "files": files}
+        files = {
+            name: {"size": record.size, "digest": record.digest}
+            for name, record in self.files.items()
+        }
+        return {
+            "name": self.name,
+            "relative_to_run": self.relative,
+            "digest": self.digest,
+            "files": files,
+        }
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
@@ -58,7 +66,9 @@ def combined_digest(digests: Mapping[str, str]) -> str:
     return digest_of(lines.encode())
 
 
-def identify_base(name: str, directory: Path, *, run: Path, cache: Path | None = None) -> BaseIdentity:
+def identify_base(
+    name: str, directory: Path, *, run: Path, cache: Path | None = None
+) -> BaseIdentity:
     """The identity of the base called *name* whose files lie in *directory*; digests are kept below *cache*.
 
     Raises :class:`RecipeError` where there are no weight files, or they cannot be read.
@@ -73,15 +83,21 @@ def identify_base(name: str, directory: Path, *, run: Path, cache: Path | None =
         kept = _read_kept(_kept_file(cache, directory), stamps)
         new = [file for file in names if file not in kept]
         with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
-            made = executor.map(lambda file: file_record(Path(os.path.realpath(directory / file))), new)
+            made = executor.map(
+                lambda file: file_record(Path(os.path.realpath(directory / file))), new
+            )
             records = kept | dict(zip(new, made, strict=True))
         if new:
             _keep(_kept_file(cache, directory), stamps, records)
     except OSError as error:
-        problem = os_problem(error, "a file of the base model cannot be read", remedy="download the base model again")
+        problem = os_problem(
+            error, "a file of the base model cannot be read", remedy="download the base model again"
+        )
         raise RecipeError.all_of([problem]) from error
     files = {file: records[file] for file in names}
-    return BaseIdentity(shown, relative, files, time.monotonic() - started, sum(files[file].size for file in new))
+    return BaseIdentity(
+        shown, relative, files, time.monotonic() - started, sum(files[file].size for file in new)
+    )
 
 
 def _weight_files(directory: Path) -> list[str]:
@@ -110,9 +126,11 @@ def files_of_index(index: Path) -> list[str]:
     if wrong := {name: fault for name, fault in faults.items() if fault}:
         name, fault = next(iter(wrong.items()))
         raise RecipeError(
-            "the index of the base model is none", where=str(index), value=f"{name[:200]}: {fault}",
+            "the index of the base model is none",
+            where=str(index),
+            value=f"{name[:200]}: {fault}",
             remedy="download the base model again",
-        )  # fmt: skip
+        )
     return sorted(names)
 
 
@@ -139,7 +157,9 @@ def _read_kept(file: Path | None, stamps: Mapping[str, Sequence[int]]) -> dict[s
     return {}
 
 
-def _keep(file: Path | None, stamps: Mapping[str, Sequence[int]], records: Mapping[str, FileRecord]) -> None:
+def _keep(
+    file: Path | None, stamps: Mapping[str, Sequence[int]], records: Mapping[str, FileRecord]
+) -> None:
     """Best effort: without a place to write to, the next start reads the base again."""
     if file is None:
         return

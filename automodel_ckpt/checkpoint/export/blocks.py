@@ -87,14 +87,20 @@ def shares(files: Sequence[OutputFile], count: int) -> list[list[ByteRange]]:
             share = found[min(count - 1, (done + tensor.nbytes // 2) * count // total)]
             share.setdefault(file.name, []).append((tensor, start))
             done += tensor.nbytes
-    return [[ByteRange(name, tuple(placed)) for name, placed in share.items()] for share in found if share]
+    return [
+        [ByteRange(name, tuple(placed)) for name, placed in share.items()]
+        for share in found
+        if share
+    ]
 
 
 def blocks(byte_ranges: Iterable[ByteRange]) -> Iterator[Block]:
     """The blocks of a process in the order of their bytes, each with what it is read from."""
     number = 0
     for byte_range in byte_ranges:
-        tensors = iter([_Elements(tensor, start) for tensor, start in byte_range.tensors if tensor.nbytes])
+        tensors = iter(
+            [_Elements(tensor, start) for tensor, start in byte_range.tensors if tensor.nbytes]
+        )
         current = next(tensors, None)
         start = byte_range.start
         while start < byte_range.stop:
@@ -126,7 +132,9 @@ class _Elements:
     def segment(self, start: int, stop: int) -> Segment:
         itemsize = nbytes_of(self.tensor.dtype, ())
         first, last = (start - self.start) // itemsize, (stop - self.start) // itemsize
-        return Segment(self.tensor, start, stop, first, last, tuple(self._reads(first, last)), self.as_is)
+        return Segment(
+            self.tensor, start, stop, first, last, tuple(self._reads(first, last)), self.as_is
+        )
 
     def _reads(self, first: int, last: int) -> Iterator[Read]:
         itemsize, shape = nbytes_of(self.tensor.stored.dtype, ()), self.tensor.stored.shape
@@ -144,7 +152,9 @@ def _first_of(item: tuple[int, int, Slice, Box]) -> int:
 
 
 def _last(box: Box, shape: Sequence[int]) -> int:
-    return flat_index([offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True)], shape)
+    return flat_index(
+        [offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True)], shape
+    )
 
 
 def elements_before(box: Box, shape: Sequence[int], flat: int) -> int:

@@ -24,7 +24,12 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export.blocks import shares
 from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
-from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
+from automodel_ckpt.checkpoint.export.files import (
+    cast_lines,
+    side_files,
+    write_manifest,
+    write_side_files,
+)
 from automodel_ckpt.checkpoint.export.output import create_output
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
@@ -86,11 +91,17 @@ def consolidate(
     opened = open_source(Path(source))
     if opened.finished and output is None and cast_code is None:
         return _no_need(opened, workers, log)
-    target = Path(os.path.realpath(output if output is not None else opened.model_directory / layout.CONSOLIDATED))
+    target = Path(
+        os.path.realpath(
+            output if output is not None else opened.model_directory / layout.CONSOLIDATED
+        )
+    )
     check_target(target)
     _check_source(opened, workers)
     maps = maps_of(opened)
-    plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory))
+    plan = make_plan(
+        opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory)
+    )
     beside, its_warnings = side_files(opened, plan, maps)
     warnings = (*opened.notes, *plan.warnings, *its_warnings)
     for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan)]:
@@ -100,15 +111,26 @@ def consolidate(
         write_side_files(beside, staging)
         write_manifest(plan, opened, staging, parts)
     return ConsolidationReport(
-        target, len(plan.files), sum(len(file.tensors) for file in plan.files), plan.nbytes,
-        time.monotonic() - started, opened.manifest is not None, plan.casts, warnings,
-    )  # fmt: skip
+        target,
+        len(plan.files),
+        sum(len(file.tensors) for file in plan.files),
+        plan.nbytes,
+        time.monotonic() - started,
+        opened.manifest is not None,
+        plan.casts,
+        warnings,
+    )
 
 
 def _workers(num_procs: int, num_threads: int) -> Workers:
-    for name, value in (("--nproc (NPROC_PER_NODE)", num_procs), ("--num-threads (NUM_THREADS)", num_threads)):
+    for name, value in (
+        ("--nproc (NPROC_PER_NODE)", num_procs),
+        ("--num-threads (NUM_THREADS)", num_threads),
+    ):
         if value < 1:
-            raise RecipeError("not a number of workers", where=name, value=value, remedy="give 1 or more")
+            raise RecipeError(
+                "not a number of workers", where=name, value=value, remedy="give 1 or more"
+            )
     return Workers(num_procs, num_threads)
 
 
@@ -121,7 +143,14 @@ def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
     files = {tensor.slices[0].file for tensor in source.tensors.values()}
     nbytes = sum(tensor.nbytes for tensor in source.tensors.values())
     return ConsolidationReport(
-        source.model_directory, len(files), len(source.tensors), nbytes, time.monotonic() - started, True, {}, ()
+        source.model_directory,
+        len(files),
+        len(source.tensors),
+        nbytes,
+        time.monotonic() - started,
+        True,
+        {},
+        (),
     )
 
 
@@ -136,7 +165,9 @@ def _check_source(source: Source, workers: Workers) -> None:
         raise CheckpointUnusable.all_of(_problems(source, workers, "digest"))
 
 
-def _problems(source: Source, workers: Workers, level: Level, without: Set[str] = frozenset()) -> list[Problem]:
+def _problems(
+    source: Source, workers: Workers, level: Level, without: Set[str] = frozenset()
+) -> list[Problem]:
     assert source.manifest is not None
     files = {path: record for path, record in source.manifest.files.items() if path not in without}
     manifest = dataclasses.replace(source.manifest, files=files)
@@ -153,13 +184,17 @@ def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[
             )
             stack.callback(os.close, descriptor)
             descriptors.append(descriptor)
-        written = workers.run(partial(copy, source.root, staging, clones), shares(plan.files, workers.num_procs))
+        written = workers.run(
+            partial(copy, source.root, staging, clones), shares(plan.files, workers.num_procs)
+        )
         if damaged := [piece for part in written for piece in part.damaged]:
             raise _damaged(source, damaged, workers)
         # Through descriptors open since before the first write: a failed write-back is reported here in any case.
         for descriptor in descriptors:
             os.fsync(descriptor)
-    headers = [Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files]
+    headers = [
+        Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files
+    ]
     return [*headers, *(part for result in written for part in result.parts)]
 
 

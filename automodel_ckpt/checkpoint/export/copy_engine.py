@@ -21,7 +21,14 @@ import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.blocks import BLOCK_BYTES, Block, ByteRange, Read, Segment, blocks
+from automodel_ckpt.checkpoint.export.blocks import (
+    BLOCK_BYTES,
+    Block,
+    ByteRange,
+    Read,
+    Segment,
+    blocks,
+)
 from automodel_ckpt.checkpoint.export.input import Inputs
 from automodel_ckpt.checkpoint.export.output import Clonable, Output
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
@@ -40,7 +47,9 @@ class Workers:
     num_threads: int = 5
 
     def run(
-        self, function: Callable[[Sequence[ByteRange], int], Written], shares: Sequence[Sequence[ByteRange]]
+        self,
+        function: Callable[[Sequence[ByteRange], int], Written],
+        shares: Sequence[Sequence[ByteRange]],
     ) -> list[Written]:
         """Call *function* on every share, each in a process of its own; the first exception is raised.
 
@@ -54,12 +63,16 @@ class Workers:
         context = multiprocessing.get_context("fork")
         try:
             with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
-                return _results([executor.submit(function, share, self.num_threads) for share in shares])
+                return _results(
+                    [executor.submit(function, share, self.num_threads) for share in shares]
+                )
         except BrokenExecutor as error:
             raise SaveFailed(
-                "a worker process was killed", where="consolidation", value=f"one of {len(shares)}",
+                "a worker process was killed",
+                where="consolidation",
+                value=f"one of {len(shares)}",
                 remedy="look for a memory limit in the system's log; use fewer processes",
-            ) from error  # fmt: skip
+            ) from error
 
 
 def _results(futures: Sequence[Future[Written]]) -> list[Written]:
@@ -94,7 +107,11 @@ class Written:
 
 
 def copy(
-    root: Path, staging: Path, clones: Mapping[str, bool], share: Sequence[ByteRange], num_threads: int
+    root: Path,
+    staging: Path,
+    clones: Mapping[str, bool],
+    share: Sequence[ByteRange],
+    num_threads: int,
 ) -> Written:
     """Fill a process's share of the output files under *staging* from the slices under *root*.
 
@@ -104,7 +121,9 @@ def copy(
     with contextlib.ExitStack() as stack:
         outputs = {}
         for byte_range in share:
-            outputs[byte_range.file] = output = Output(staging / byte_range.file, clones=clones[byte_range.file])
+            outputs[byte_range.file] = output = Output(
+                staging / byte_range.file, clones=clones[byte_range.file]
+            )
             stack.callback(output.close)
         run = _Run(root, outputs, blocks(share))
         total = sum(byte_range.stop - byte_range.start for byte_range in share)
@@ -152,7 +171,9 @@ class _Run:
 
     def by_threads(self, count: int) -> None:
         """Returns when all blocks are written. Raises what went wrong first."""
-        others = [threading.Thread(target=self._work, name=f"consolidate-{n}") for n in range(1, count)]
+        others = [
+            threading.Thread(target=self._work, name=f"consolidate-{n}") for n in range(1, count)
+        ]
         for thread in others:
             thread.start()
         self._work()
@@ -193,7 +214,9 @@ class _Run:
                     self._digest(block, segment, data)
         self._outputs[block.file].write(data, block.start, sources.clonable(block))
 
-    def _check(self, file: str, segment: Segment, pieces: Sequence[tuple[Read, memoryview]]) -> None:
+    def _check(
+        self, file: str, segment: Segment, pieces: Sequence[tuple[Read, memoryview]]
+    ) -> None:
         """Digest what was read; a slice that is complete must be the one that was saved."""
         at = segment.start
         for read, data in pieces:
@@ -209,7 +232,9 @@ class _Run:
                     self._stop()
                     raise _Stopped
                 if segment.as_is:
-                    self.written.parts.append(Digested(file, at - read.piece.nbytes, read.piece.nbytes, found))
+                    self.written.parts.append(
+                        Digested(file, at - read.piece.nbytes, read.piece.nbytes, found)
+                    )
 
     def _digest(self, block: Block, segment: Segment, data: memoryview) -> None:
         """Digest what a tensor that is not copied as it is became."""
@@ -224,11 +249,15 @@ class _Run:
 
     @staticmethod
     def _convert(
-        block: Block, data: memoryview, parts: Sequence[tuple[Segment, Sequence[tuple[Read, memoryview]]]]
+        block: Block,
+        data: memoryview,
+        parts: Sequence[tuple[Segment, Sequence[tuple[Read, memoryview]]]],
     ) -> None:
         for segment, pieces in parts:
             if not segment.as_is:
-                place(segment, pieces, data[segment.start - block.start : segment.stop - block.start])
+                place(
+                    segment, pieces, data[segment.start - block.start : segment.stop - block.start]
+                )
 
 
 class _Sources:
@@ -244,7 +273,9 @@ class _Sources:
     def __exit__(self, *_: object) -> None:
         self._inputs.close()
 
-    def read(self, block: Block) -> tuple[memoryview, list[tuple[Segment, list[tuple[Read, memoryview]]]]]:
+    def read(
+        self, block: Block
+    ) -> tuple[memoryview, list[tuple[Segment, list[tuple[Read, memoryview]]]]]:
         """The block's bytes, in memory as in the file (counted in sectors), and of each segment what was read: in its
         place there, or beside it where it has to be put in place or cast."""
         skip = block.start % SECTOR_BYTES
@@ -267,7 +298,12 @@ class _Sources:
         for segment in block.segments:
             at = segment.start
             for read in segment.reads if segment.as_is else ():
-                yield Clonable(self._inputs.descriptor(read.piece.file), read.piece.start + read.at, at, read.nbytes)
+                yield Clonable(
+                    self._inputs.descriptor(read.piece.file),
+                    read.piece.start + read.at,
+                    at,
+                    read.nbytes,
+                )
                 at += read.nbytes
 
 

@@ -43,14 +43,26 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         names = _side_names(source, directory)
         files = {name: read_safely(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
     except OSError as error:
-        problem = os_problem(error, "a side file cannot be read", remedy="restore it from another copy")
+        problem = os_problem(
+            error, "a side file cannot be read", remedy="restore it from another copy"
+        )
         raise CheckpointUnusable.all_of([problem]) from None
     warnings = []
-    if clash := sorted(name for name in files if name == layout.HF_INDEX or name.endswith(".safetensors")):
-        warnings.append(f"left out, since the export writes such files itself: {', '.join(map(repr, clash))}")
-    kept = {name: data for name, data in files.items() if name not in clash and name != layout.EXPORT_MANIFEST}
+    if clash := sorted(
+        name for name in files if name == layout.HF_INDEX or name.endswith(".safetensors")
+    ):
+        warnings.append(
+            f"left out, since the export writes such files itself: {', '.join(map(repr, clash))}"
+        )
+    kept = {
+        name: data
+        for name, data in files.items()
+        if name not in clash and name != layout.EXPORT_MANIFEST
+    }
     if "config.json" in kept:
-        kept["config.json"], more = agreeing_config(kept["config.json"], plan, maps, directory / "config.json")
+        kept["config.json"], more = agreeing_config(
+            kept["config.json"], plan, maps, directory / "config.json"
+        )
         warnings += more
     return kept if maps.is_adapter else {**kept, layout.HF_INDEX: plan.index()}, warnings
 
@@ -61,7 +73,11 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
         return [name for name in _regular_files(directory) if name not in MAPS]
     names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
     made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT}
-    return [name for name in names if name not in made_anew and not name.endswith((".safetensors", ".bin"))]
+    return [
+        name
+        for name in names
+        if name not in made_anew and not name.endswith((".safetensors", ".bin"))
+    ]
 
 
 def _regular_files(directory: Path) -> Iterable[str]:
@@ -84,9 +100,11 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
         config = None
     if not isinstance(config, dict):
         raise CheckpointUnusable(
-            "config.json is not a JSON mapping", where=str(path), value=repr(raw[:40]),
+            "config.json is not a JSON mapping",
+            where=str(path),
+            value=repr(raw[:40]),
             remedy="restore the file from another copy",
-        )  # fmt: skip
+        )
     before = json.dumps(config)
     tensors = [tensor for file in plan.files for tensor in file.tensors]
     if (code := main_dtype((tensor.dtype, tensor.nbytes) for tensor in tensors)) is not None:
@@ -106,14 +124,22 @@ def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
             _set_dtype(value, name, top=False)
 
 
-def _drop_quantization(config: dict[str, Any], tensors: list[ExportTensor], maps: BaseMaps) -> list[str]:
+def _drop_quantization(
+    config: dict[str, Any], tensors: list[ExportTensor], maps: BaseMaps
+) -> list[str]:
     floated = {tensor.fqn for tensor in quantized_in_base(tensors, maps)}
     if "quantization_config" not in config or not floated:
         return []
     originals = maps.dtype or {}
-    still = [t.fqn for t in tensors if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS and t.fqn not in floated]
+    still = [
+        t.fqn
+        for t in tensors
+        if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS and t.fqn not in floated
+    ]
     if still:
-        return [f"config.json keeps its quantization_config: {len(still)} tensors are still quantized, some are float"]
+        return [
+            f"config.json keeps its quantization_config: {len(still)} tensors are still quantized, some are float"
+        ]
     del config["quantization_config"]
     return ["config.json loses its quantization_config: the weights are float now"]
 
@@ -152,7 +178,10 @@ def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, d
     for name in sorted(_regular_files(staging)):
         if name in found:
             ends = sorted(found[name])
-            listed[name] = {"size": sum(nbytes for _, nbytes, _ in ends), "parts": [[n, d] for _, n, d in ends]}
+            listed[name] = {
+                "size": sum(nbytes for _, nbytes, _ in ends),
+                "parts": [[n, d] for _, n, d in ends],
+            }
         else:
             record = file_record(staging / name)
             listed[name] = {"size": record.size, "digest": record.digest}

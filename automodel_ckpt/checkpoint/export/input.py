@@ -13,7 +13,12 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, begins_at_a_sector, block_of, bypass_page_cache
+from automodel_ckpt.checkpoint.files.direct import (
+    SECTOR_BYTES,
+    begins_at_a_sector,
+    block_of,
+    bypass_page_cache,
+)
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -87,7 +92,11 @@ class _Input:
 
     def read_past_cache(self, start: int, memory: memoryview, bounce: memoryview) -> int:
         """How many bytes were read; the rest has to come through the page cache."""
-        if start % SECTOR_BYTES == 0 and len(memory) % SECTOR_BYTES == 0 and begins_at_a_sector(memory):
+        if (
+            start % SECTOR_BYTES == 0
+            and len(memory) % SECTOR_BYTES == 0
+            and begins_at_a_sector(memory)
+        ):
             return self._read_direct(start, memory)
         done, step = 0, len(bounce) - 2 * SECTOR_BYTES
         while done < len(memory):
@@ -140,7 +149,12 @@ class _Map:
         self._library = ctypes.CDLL(None)
         self._library.mmap.restype = ctypes.c_void_p
         address = self._library.mmap(
-            None, ctypes.c_size_t(self.nbytes), mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, ctypes.c_int64(0)
+            None,
+            ctypes.c_size_t(self.nbytes),
+            mmap.PROT_READ,
+            mmap.MAP_PRIVATE,
+            descriptor,
+            ctypes.c_int64(0),
         )
         self._address = None if address == _MAP_FAILED else address
         self._mincore = self._library.mincore
@@ -151,7 +165,9 @@ class _Map:
         """Whether the page with byte *at* is in memory; True where that is not known."""
         if self._address is None:
             return True
-        failed = self._mincore(self._address + at // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE, self._state)
+        failed = self._mincore(
+            self._address + at // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE, self._state
+        )
         return bool(failed) or bool(self._state[0] & 1)
 
     def close(self) -> None:
@@ -161,6 +177,8 @@ class _Map:
 
 def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
     return CheckpointUnusable(
-        "a slice cannot be read", where=str(path), value=f"at byte {start}: {why}",
+        "a slice cannot be read",
+        where=str(path),
+        value=f"at byte {start}: {why}",
         remedy="restore the file from another copy, or use another checkpoint",
-    )  # fmt: skip
+    )

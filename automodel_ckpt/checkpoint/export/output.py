@@ -11,14 +11,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.direct import DIRECT_FROM_BYTES, SECTOR_BYTES, bypass_page_cache
+from automodel_ckpt.checkpoint.files.direct import (
+    DIRECT_FROM_BYTES,
+    SECTOR_BYTES,
+    bypass_page_cache,
+)
 from automodel_ckpt.checkpoint.files.durable_file import preallocate
 from automodel_ckpt.durable_io import naming, write_all
 
 # FICLONERANGE of linux/fs.h: descriptor and start of the source, length, start in the target.
 _CLONE = 0x4020940D
 # What says "not this way, for these two files"; anything else (EIO, ENOSPC) is a failure.
-_NOT_THIS_WAY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM, errno.ETXTBSY}
+_NOT_THIS_WAY = {
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTTY,
+    errno.EPERM,
+    errno.ETXTBSY,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,9 @@ class Output:
 
 def _clone(part: Clonable, target: int) -> bool:
     try:
-        fcntl.ioctl(target, _CLONE, struct.pack("qQQQ", part.source, part.start, part.nbytes, part.target))
+        fcntl.ioctl(
+            target, _CLONE, struct.pack("qQQQ", part.source, part.start, part.nbytes, part.target)
+        )
     except OSError as error:
         if error.errno not in _NOT_THIS_WAY:
             raise

@@ -21,9 +21,18 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 MAX_FILE_BYTES = 5_000_000_000
 _CAST_NAMES = {
-    "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "half": "F16",
-    "fp32": "F32", "float32": "F32", "float": "F32", "fp64": "F64", "float64": "F64", "double": "F64",
-}  # fmt: skip
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+    "fp16": "F16",
+    "float16": "F16",
+    "half": "F16",
+    "fp32": "F32",
+    "float32": "F32",
+    "float": "F32",
+    "fp64": "F64",
+    "float64": "F64",
+    "double": "F64",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,10 @@ class Plan:
         """The content of ``model.safetensors.index.json``."""
         weight_map = {tensor.fqn: file.name for file in self.files for tensor in file.tensors}
         total = sum(tensor.nbytes for file in self.files for tensor in file.tensors)
-        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        document = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         return json.dumps(document, indent=2).encode() + b"\n"
 
 
@@ -110,7 +122,9 @@ def make_plan(
 
     Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
     """
-    files, warnings = plan_files(tensors, tied, maps, cast_dtype=cast_dtype, max_file_bytes=max_file_bytes, where=where)
+    files, warnings = plan_files(
+        tensors, tied, maps, cast_dtype=cast_dtype, max_file_bytes=max_file_bytes, where=where
+    )
     return Plan(files, counted_casts(files), warnings)
 
 
@@ -130,10 +144,15 @@ def plan_files(
     """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
-    exported = [ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype)) for fqn, tensor in stored.items()]
+    exported = [
+        ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype))
+        for fqn, tensor in stored.items()
+    ]
     warnings += _quantized_warnings(exported, maps)
     if maps.is_adapter:
-        return tuple(_output_files([exported], lambda _number, _count: layout.ADAPTER_MODEL)), tuple(warnings)
+        return tuple(
+            _output_files([exported], lambda _number, _count: layout.ADAPTER_MODEL)
+        ), tuple(warnings)
     return tuple(_output_files(_group(exported, maps, max_file_bytes), file_name)), tuple(warnings)
 
 
@@ -144,7 +163,11 @@ def counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
 
 
 def export_names(
-    tensors: Mapping[str, Tensor], tied: Mapping[str, str], maps: BaseMaps, where: str, warnings: list[str]
+    tensors: Mapping[str, Tensor],
+    tied: Mapping[str, str],
+    maps: BaseMaps,
+    where: str,
+    warnings: list[str],
 ) -> dict[str, Tensor]:
     """The stored tensor of each name that the export holds: those of the base where it is known, tied as it is."""
     if maps.names is None:
@@ -156,7 +179,9 @@ def export_names(
         if holder is not None:
             result[fqn] = tensors[holder]
         elif maps.shape is None and maps.tie_word_embeddings and fqn.endswith("lm_head.weight"):
-            warnings.append(f"{fqn} is left out: the shards lack it, and config.json ties it to the embedding")
+            warnings.append(
+                f"{fqn} is left out: the shards lack it, and config.json ties it to the embedding"
+            )
         else:
             missing.append(fqn)
     extra = [fqn for fqn in tensors if not maps.names & {fqn, *groups.get(fqn, ())}]
@@ -164,7 +189,11 @@ def export_names(
         _check_tensor_names(missing, extra, where)
     for fqn, shape in (maps.shape or {}).items():
         if result[fqn].shape != shape:
-            _refuse(f"the tensor {fqn!r} has another shape than it should", where, f"{result[fqn].shape}, not {shape}")
+            _refuse(
+                f"the tensor {fqn!r} has another shape than it should",
+                where,
+                f"{result[fqn].shape}, not {shape}",
+            )
     return result
 
 
@@ -177,7 +206,11 @@ def _tie_groups(tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def _check_tensor_names(missing: Sequence[str], extra: Sequence[str], where: str) -> NoReturn:
-    parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("not in the base", extra)) if names]
+    parts = [
+        f"{label}: {_some(names)}"
+        for label, names in (("missing", missing), ("not in the base", extra))
+        if names
+    ]
     _refuse("the tensors are not those that the base model has", where, "; ".join(parts))
 
 
@@ -211,7 +244,8 @@ def quantized_in_base(exported: Iterable[ExportTensor], maps: BaseMaps) -> list[
     return [
         tensor
         for tensor in exported
-        if tensor.dtype in ORDINARY_FLOATS and originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
+        if tensor.dtype in ORDINARY_FLOATS
+        and originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
     ]
 
 
@@ -220,10 +254,14 @@ def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> lis
     if not found:
         return []
     names = _some([tensor.fqn for tensor in found], 3)
-    return [f"{len(found)} tensors are quantized in the base and float here; they stay float: {names}"]
+    return [
+        f"{len(found)} tensors are quantized in the base and float here; they stay float: {names}"
+    ]
 
 
-def _group(exported: Sequence[ExportTensor], maps: BaseMaps, limit: int) -> list[list[ExportTensor]]:
+def _group(
+    exported: Sequence[ExportTensor], maps: BaseMaps, limit: int
+) -> list[list[ExportTensor]]:
     """The tensors of each output file: as in the base's index where it is known, else at most *limit* bytes."""
     if maps.file_index is not None:
         last = max(maps.file_index.values(), default=1)
@@ -248,6 +286,8 @@ def _output_files(
     for number, group in enumerate(groups, start=1):
         # Wide elements first: then every tensor is aligned to its own element, as readers that map the file want it.
         ordered = tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
-        header, _ = build_header([(t.fqn, t.dtype, t.stored.shape) for t in ordered], {"format": "pt"})
+        header, _ = build_header(
+            [(t.fqn, t.dtype, t.stored.shape) for t in ordered], {"format": "pt"}
+        )
         nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
         yield OutputFile(file_name(number, len(groups)), header, nbytes, ordered)

@@ -78,7 +78,9 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
-        raise SaveFailed.all_of([os_problem(error, "the export could not be written", remedy=_REMEDY)]) from error
+        raise SaveFailed.all_of(
+            [os_problem(error, "the export could not be written", remedy=_REMEDY)]
+        ) from error
     finally:
         # After a swap the staging name holds the export that was replaced.
         if staging is not None:

@@ -128,7 +128,9 @@ class DirectStream:
 
     def _submit(self, block: memoryview) -> None:
         if self._high > self._low:
-            self._pending[self._current] = self._disk.submit(self._to_disk, block, self._base, self._low, self._high)
+            self._pending[self._current] = self._disk.submit(
+                self._to_disk, block, self._base, self._low, self._high
+            )
             self._current = 1 - self._current
             self._wait(self._current)
         self._base, self._low, self._high = self._base + self._high, 0, 0

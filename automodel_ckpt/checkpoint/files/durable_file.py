@@ -107,7 +107,9 @@ class DurableFile:
     def __enter__(self) -> DurableFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self.close()

@@ -77,9 +77,11 @@ def load(data: bytes, where: str) -> Any:
     except Exception as error:
         said = str(error).split("\n")[0] if isinstance(error, Fault) else repr(error)
         raise CheckpointUnusable(
-            "stored state is not plain data", where=where, value=said[:300],
+            "stored state is not plain data",
+            where=where,
+            value=said[:300],
             remedy="use another checkpoint of this run (`ckpt ls`)",
-        ) from error  # fmt: skip
+        ) from error
 
 
 # ---------------------------------------------------------------- the pickle
@@ -113,17 +115,24 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         if kind != "storage":
             raise Fault(f"it refers to a {kind!r:.40}")
         name = getattr(storage_type, "__name__", "")
-        dtype = torch.uint8 if name == "UntypedStorage" else _get_dtype_from_pickle_storage_type(name)
+        dtype = (
+            torch.uint8 if name == "UntypedStorage" else _get_dtype_from_pickle_storage_type(name)
+        )
         if key not in self._storages:
             self._storages[key] = _storage(self._records[f"data/{key}"])
         if numel * dtype.itemsize != self._storages[key].nbytes():
-            raise Fault(f"a tensor's storage of {numel} elements has {self._storages[key].nbytes()} bytes")
+            raise Fault(
+                f"a tensor's storage of {numel} elements has {self._storages[key].nbytes()} bytes"
+            )
         return TypedStorage(wrap_storage=self._storages[key], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     def note_tuple(self) -> None:
         """Tuples are hashed as keys, which takes stack for each level of them."""
         made = self.stack[-1]
-        depth = 1 + max((self._depths.get(id(item), (1,))[0] for item in made if isinstance(item, tuple)), default=0)
+        depth = 1 + max(
+            (self._depths.get(id(item), (1,))[0] for item in made if isinstance(item, tuple)),
+            default=0,
+        )
         if depth > MAX_TUPLES:
             raise Fault(f"its tuples are nested more than {MAX_TUPLES} levels deep")
         self._depths[id(made)] = (depth, made)
@@ -208,7 +217,11 @@ def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> Any:
     """A tensor with attributes of its own (torch.save writes them since 1.9)."""
-    if not any(function is allowed for allowed in _CALLABLE) or kind is not torch.Tensor or type(state) is not dict:
+    if (
+        not any(function is allowed for allowed in _CALLABLE)
+        or kind is not torch.Tensor
+        or type(state) is not dict
+    ):
         raise Fault("it builds a tensor in an unknown way")
     tensor = _instance(function(*arguments), torch.Tensor)
     if NUMPY_MARK in state:
@@ -217,9 +230,13 @@ def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> A
     return tensor
 
 
-def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any, state: Any = None) -> torch.Tensor:
+def _parameter(
+    data: torch.Tensor, requires_grad: bool, hooks: Any, state: Any = None
+) -> torch.Tensor:
     """A parameter, with attributes of its own or without."""
-    parameter = rebuilders._rebuild_parameter(data, requires_grad, _instance(hooks, collections.OrderedDict))  # type: ignore[no-untyped-call]
+    parameter = rebuilders._rebuild_parameter(
+        data, requires_grad, _instance(hooks, collections.OrderedDict)
+    )  # type: ignore[no-untyped-call]
     parameter.__dict__.update(_instance({} if state is None else state, dict))
     return parameter  # type: ignore[no-any-return]
 
@@ -239,9 +256,18 @@ _FUNCTIONS: dict[str, Any] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
 }
-for _name, _function in {"set": _set, "complex": complex, "bytearray": _bytearray, "bytes": _bytes}.items():
+for _name, _function in {
+    "set": _set,
+    "complex": complex,
+    "bytearray": _bytearray,
+    "bytes": _bytes,
+}.items():
     _FUNCTIONS[f"__builtin__.{_name}"] = _FUNCTIONS[f"builtins.{_name}"] = _function
-_CALLABLE = [f for name, f in _FUNCTIONS.items() if name not in ("torch.Tensor", "torch.storage.UntypedStorage")]
+_CALLABLE = [
+    f
+    for name, f in _FUNCTIONS.items()
+    if name not in ("torch.Tensor", "torch.storage.UntypedStorage")
+]
 _Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
     getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
 }

@@ -20,11 +20,38 @@ Names = Mapping[str, Any]
 RECORD = object()
 
 _OPCODES = (
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1",
-    "TUPLE2", "TUPLE3", "EMPTY_DICT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL",
-    "STACK_GLOBAL", "BINPERSID",
-)  # fmt: skip
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "EMPTY_LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "EMPTY_DICT",
+    "BINPUT",
+    "LONG_BINPUT",
+    "MEMOIZE",
+    "BINGET",
+    "LONG_BINGET",
+    "GLOBAL",
+    "STACK_GLOBAL",
+    "BINPERSID",
+)
 # The one that is written in Python: its opcodes can be taken away.
 _Unpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009
 
@@ -122,6 +149,9 @@ _Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
     getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
 }
 _Reader.dispatch |= {
-    pickle.NEWOBJ[0]: _new, pickle.REDUCE[0]: _reduce, pickle.BUILD[0]: _build, pickle.SETITEM[0]: _set_item,
+    pickle.NEWOBJ[0]: _new,
+    pickle.REDUCE[0]: _reduce,
+    pickle.BUILD[0]: _build,
+    pickle.SETITEM[0]: _set_item,
     pickle.SETITEMS[0]: _set_items,
-}  # fmt: skip
+}

@@ -49,7 +49,9 @@ def read_safely(root: Path, path: str, *, limit: int | None = None) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         if limit is not None and size > limit:
-            raise OSError(errno.EFBIG, f"{size} bytes exceed the limit of such a file", str(root / path))
+            raise OSError(
+                errno.EFBIG, f"{size} bytes exceed the limit of such a file", str(root / path)
+            )
         return file.read()
 
 
@@ -62,13 +64,22 @@ def link_on_the_way(root: Path, path: str) -> str | None:
 
 def is_sparse(status: os.stat_result) -> bool:
     """Whether a file is large and almost entirely unallocated (less than one byte on disk for 64 of its size)."""
-    return status.st_size > SPARSE_FROM_BYTES and status.st_blocks * 512 < status.st_size // _SPARSE_RATIO
+    return (
+        status.st_size > SPARSE_FROM_BYTES
+        and status.st_blocks * 512 < status.st_size // _SPARSE_RATIO
+    )
 
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, f"not a regular file ({stat.filemode(status.st_mode)})", str(path))
+        raise OSError(
+            errno.EINVAL, f"not a regular file ({stat.filemode(status.st_mode)})", str(path)
+        )
     if is_sparse(status):
-        raise OSError(errno.EFBIG, f"{status.st_size} bytes, nearly all of them unallocated (a sparse file)", str(path))
+        raise OSError(
+            errno.EFBIG,
+            f"{status.st_size} bytes, nearly all of them unallocated (a sparse file)",
+            str(path),
+        )

@@ -77,7 +77,10 @@ def read_header_safely(directory: Path, name: str) -> Header:
 
 
 def build_header(
-    entries: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], *, align: int = 4096
+    entries: Sequence[tuple[str, str, Sequence[int]]],
+    metadata: Mapping[str, str],
+    *,
+    align: int = 4096,
 ) -> tuple[bytes, dict[str, int]]:
     """Header bytes for tensors ``(fqn, dtype, shape)`` stored in that order, and each one's absolute start.
 
@@ -131,7 +134,9 @@ def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
 
 def _json_object(text: bytes) -> dict[str, object]:
     try:
-        document = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
+        document = json.loads(
+            text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
+        )
     except (ValueError, RecursionError) as error:
         raise _Fault(f"its header is not JSON ({error})") from None
     if not isinstance(document, dict):
@@ -175,17 +180,23 @@ def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
     if fault := shape_fault(shape):
         raise _Fault(f"{fqn!r}: {fault}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):
-        raise _Fault(f"{fqn!r} of dtype {dtype} and shape {list(shape)} does not take the bytes {list(offsets)}")
+        raise _Fault(
+            f"{fqn!r} of dtype {dtype} and shape {list(shape)} does not take the bytes {list(offsets)}"
+        )
     return TensorEntry(dtype, shape, data_start + offsets[0], data_start + offsets[1])
 
 
 def _numbers(value: object, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= MAX_EXTENT for item in value):
+    if not isinstance(value, list) or not all(
+        type(item) is int and 0 <= item <= MAX_EXTENT for item in value
+    ):
         raise _Fault(f"{name} is not a list of non-negative integers")
     return tuple(value)
 
 
-def _check_data_section(tensors: Mapping[str, TensorEntry], data_start: int, file_bytes: int) -> None:
+def _check_data_section(
+    tensors: Mapping[str, TensorEntry], data_start: int, file_bytes: int
+) -> None:
     at, before = data_start, "the header"
     for fqn, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:

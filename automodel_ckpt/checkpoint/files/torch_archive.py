@@ -87,7 +87,9 @@ class _Zip:
         self._begun[name] = at
         unpadded = at + 30 + len(path) + 4
         padding = -unpadded % _ALIGN
-        self.written += struct.pack("<4s5H3I2H", b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), padding + 4)
+        self.written += struct.pack(
+            "<4s5H3I2H", b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), padding + 4
+        )
         self.written += path + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
     def end(self, name: str, nbytes: int, crc: int) -> None:
@@ -103,7 +105,9 @@ class _Zip:
             extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large)
         short_nbytes = min(nbytes, _MAX_32)
         short_at = min(at, _MAX_32)
-        entry = struct.pack("<4s6H3I", b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc, short_nbytes, short_nbytes)
+        entry = struct.pack(
+            "<4s6H3I", b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc, short_nbytes, short_nbytes
+        )
         entry += struct.pack("<5H2I", len(path), len(extra), 0, 0, 0, 0, short_at)
         self._entries[name] = entry + path + extra
 
@@ -120,9 +124,13 @@ class _Zip:
         start = self.position
         end = start + size
         self.written += directory
-        self.written += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
+        self.written += struct.pack(
+            "<4sQ2H2I4Q", b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start
+        )
         self.written += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
-        self.written += struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, min(start, _MAX_32), 0)
+        self.written += struct.pack(
+            "<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, min(start, _MAX_32), 0
+        )
 
 
 class _Described:
@@ -147,7 +155,13 @@ class _Storage(NamedTuple):
     def identifier(self) -> tuple[Any, ...]:
         name = _dtype_to_storage_type_map().get(self.dtype)
         kind = getattr(torch, name) if name is not None else UntypedStorage
-        return ("storage", kind, "0", "cpu", self.nbytes // (self.dtype.itemsize if name is not None else 1))
+        return (
+            "storage",
+            kind,
+            "0",
+            "cpu",
+            self.nbytes // (self.dtype.itemsize if name is not None else 1),
+        )
 
 
 class _Pickler(pickle.Pickler):

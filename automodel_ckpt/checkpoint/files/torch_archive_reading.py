@@ -28,8 +28,8 @@ def archive_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
     records: dict[str, tuple[int, int]] = {}
     at, total = start, 0
     for _ in range(count):
-        signature, method, stored, length, name_bytes, extra_bytes, comment_bytes, offset = struct.unpack_from(
-            "<4s6xH8xIIHHH8xI", data, at
+        signature, method, stored, length, name_bytes, extra_bytes, comment_bytes, offset = (
+            struct.unpack_from("<4s6xH8xIIHHH8xI", data, at)
         )
         if signature != b"PK\x01\x02" or method != _STORE:
             raise Fault("the archive's records are compressed, or its directory is damaged")

@@ -45,7 +45,10 @@ def all_tensors(plan: TreePlan) -> dict[str, Tensor]:
         if isinstance(stored, TensorStorageMetadata):
             dtype = DTYPE_CODES[stored.properties.dtype]
             boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
-            slices = (Slice(fqn, dtype, b.offsets, b.sizes, "", 0, nbytes_of(dtype, b.sizes)) for b in boxes)
+            slices = (
+                Slice(fqn, dtype, b.offsets, b.sizes, "", 0, nbytes_of(dtype, b.sizes))
+                for b in boxes
+            )
             tensors[fqn] = Tensor(fqn, dtype, tuple(stored.size), tuple(slices))
     return tensors
 
@@ -54,7 +57,12 @@ def placement_of(plan: TreePlan, directory: str, naming: Naming) -> Placement:
     """The files of a global plan in *directory*. Raises :class:`SaveFailed` where they do not match the base."""
     try:
         return place(
-            all_tensors(plan), directory, tied=naming.tied, maps=naming.maps, keys=naming.keys, one_file=naming.one_file
+            all_tensors(plan),
+            directory,
+            tied=naming.tied,
+            maps=naming.maps,
+            keys=naming.keys,
+            one_file=naming.one_file,
         )
     except CheckpointUnusable as error:
         raise SaveFailed.all_of(error.problems) from error
@@ -68,7 +76,9 @@ def plan_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Job]:
 
 def shared_file_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[SharedFileJob]:
     """The jobs of *rank* for the tensors of a tree. A tensor's data is fetched once, however many positions it has."""
-    pieces: dict[str, list[SharedFileChunk]] = {f"{placement.directory}/{file.name}": [] for file in placement.files}
+    pieces: dict[str, list[SharedFileChunk]] = {
+        f"{placement.directory}/{file.name}": [] for file in placement.files
+    }
     for share in plan.tensors():
         tensor = Tensor(share.fqn, share.dtype, share.shape, ())
         box = Box(share.offsets, share.sizes)

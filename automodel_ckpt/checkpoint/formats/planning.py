@@ -74,7 +74,9 @@ class TreePlan:
 
     def local(self) -> SavePlan:
         """This rank's plan. *nested* state dicts (of optimizers) are flattened into one level."""
-        self.planner = DefaultSavePlanner(flatten_state_dict=self.nested, flatten_sharded_tensors=False)
+        self.planner = DefaultSavePlanner(
+            flatten_state_dict=self.nested, flatten_sharded_tensors=False
+        )
         self.planner.set_up_planner(self.state_dict)
         return self.planner.create_local_plan()
 

@@ -37,7 +37,9 @@ class _Planner(DefaultLoadPlanner):
     """DCP's planner, except that values which are no tensors are unpickled by a reader that runs no code."""
 
     def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True
+        )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
@@ -64,7 +66,10 @@ def metadata_of(tree: Tree) -> Metadata:
         fqn: TensorStorageMetadata(
             properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
             size=torch.Size(tensor.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in in_one_piece(tensor)],
+            chunks=[
+                ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes))
+                for p in in_one_piece(tensor)
+            ],
         )
         for fqn, tensor in tree.tensors.items()
     }
@@ -81,11 +86,17 @@ def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any]) -> None:
     planner = _Planner()
     planner.set_up_planner(state_dict, metadata_of(tree))
     plan = planner.create_local_plan()
-    pieces = {(piece.fqn, piece.offsets): piece for tensor in tree.tensors.values() for piece in in_one_piece(tensor)}
+    pieces = {
+        (piece.fqn, piece.offsets): piece
+        for tensor in tree.tensors.values()
+        for piece in in_one_piece(tensor)
+    }
     with _Files(checkpoint) as files:
         for item in sorted(plan.items, key=lambda item: _position(item, pieces, tree)):
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(files.read_blob(tree.objects[item.storage_index.fqn])))
+                planner.load_bytes(
+                    item, io.BytesIO(files.read_blob(tree.objects[item.storage_index.fqn]))
+                )
             else:
                 files.read_into(pieces[_index(item)], item, planner.resolve_tensor(item))
 
@@ -94,9 +105,15 @@ def _index(item: ReadItem) -> tuple[str, tuple[int, ...]]:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
-def _position(item: ReadItem, pieces: Mapping[tuple[str, tuple[int, ...]], Slice], tree: Tree) -> tuple[str, int]:
+def _position(
+    item: ReadItem, pieces: Mapping[tuple[str, tuple[int, ...]], Slice], tree: Tree
+) -> tuple[str, int]:
     """(file, byte) of an item, to read in the order of the disk."""
-    place = tree.objects[item.storage_index.fqn] if item.type == LoadItemType.BYTE_IO else pieces[_index(item)]
+    place = (
+        tree.objects[item.storage_index.fqn]
+        if item.type == LoadItemType.BYTE_IO
+        else pieces[_index(item)]
+    )
     return place.file, place.start
 
 
@@ -133,7 +150,9 @@ class _Files:
         buffer = target if in_place else torch.empty(wanted.sizes, dtype=DTYPES[piece.dtype])
         memory = buffer.reshape(-1).view(torch.uint8).numpy().data
         for run in overlap(stored, wanted, nbytes_of(piece.dtype, ())):
-            self._read(piece.file, memory[run.target : run.target + run.nbytes], piece.start + run.source)
+            self._read(
+                piece.file, memory[run.target : run.target + run.nbytes], piece.start + run.source
+            )
         if not in_place:
             target.copy_(buffer)
 
@@ -142,9 +161,11 @@ class _Files:
             count = os.preadv(self._descriptor(file), [memory], start)
             if count == 0:
                 raise CheckpointUnusable(
-                    "a file is shorter than the manifest says", where=str(self._checkpoint / file), value=start,
+                    "a file is shorter than the manifest says",
+                    where=str(self._checkpoint / file),
+                    value=start,
                     remedy=_REMEDY,
-                )  # fmt: skip
+                )
             memory, start = memory[count:], start + count
 
     def _descriptor(self, file: str) -> int:
@@ -157,7 +178,11 @@ def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
     """The differences between a tree and a flat state dict, one line each; empty where it can be loaded."""
     here = dict(state_dict)
     lines = [f"- {fqn}: saved, but not here" for fqn in _names(tree) if fqn not in here]
-    lines += [f"+ {fqn}: here, but not saved" for fqn in here if fqn not in tree.tensors and fqn not in tree.objects]
+    lines += [
+        f"+ {fqn}: here, but not saved"
+        for fqn in here
+        if fqn not in tree.tensors and fqn not in tree.objects
+    ]
     for fqn, tensor in tree.tensors.items():
         if fqn in here and (now := _described(here[fqn])) != (saved := _stored(tensor)):
             lines.append(f"~ {fqn}: saved as {saved}, here {now}")

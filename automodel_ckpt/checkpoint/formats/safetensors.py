@@ -19,7 +19,9 @@ from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 NAME = "safetensors"
 
 
-def plan_jobs(plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None = None) -> Iterator[FileJob]:
+def plan_jobs(
+    plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None = None
+) -> Iterator[FileJob]:
     """The jobs of *rank* for a tree.
 
     *file_mapping* has the number (from 1) of the base model's file for each tensor; this rank's tensors are then split

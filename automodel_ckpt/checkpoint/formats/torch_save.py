@@ -54,7 +54,9 @@ def metadata_of(plan: TreePlan, parts: Sequence[Part]) -> bytes:
     """A tree's ``.metadata`` for torch's reader, from the rank manifests; unchanged while the plan is reused."""
     metadata: Metadata = plan.metadata
     metadata.storage_data = {
-        MetadataIndex(item.fqn, item.offsets): _StorageInfo(Path(item.file).name, item.start, item.nbytes)
+        MetadataIndex(item.fqn, item.offsets): _StorageInfo(
+            Path(item.file).name, item.start, item.nbytes
+        )
         for part in parts
         if plan.name in part.trees
         for item in part.trees[plan.name].dcp_items

@@ -117,7 +117,9 @@ class RunDirectory:
         """The name of the checkpoint that LOWEST_VAL points to."""
         return commit.pointed(self.root, layout.LOWEST_VAL)
 
-    def publish(self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]) -> None:
+    def publish(
+        self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]
+    ) -> None:
         """Rename a finalized checkpoint to its final name and update the pointers.
 
         *losses* are those of the checkpoint's own step, if it was validated. After a resume from an earlier step, the
@@ -132,11 +134,16 @@ class RunDirectory:
         if os.path.lexists(self.root / str(name)):
             # A file or a link that is no checkpoint: the save must not fail here at every start.
             aside = links.set_aside(self.root, str(name))
-            log.warning("%s has the name of a new checkpoint; renamed to %s", self.path / str(name), aside)
+            log.warning(
+                "%s has the name of a new checkpoint; renamed to %s", self.path / str(name), aside
+            )
         path = commit.publish(staging, str(name))
         with contextlib.suppress(OSError):  # then it is read when it is asked for
             metric = policy.metric_of(losses, self._metric_key)
-            self._known[str(name)] = resume.stamp(path), policy.Record(str(name), name.step, name.epoch, metric)
+            self._known[str(name)] = (
+                resume.stamp(path),
+                policy.Record(str(name), name.step, name.epoch, metric),
+            )
         self._point(str(name))
 
     def _point(self, newest: str) -> None:
@@ -152,7 +159,9 @@ class RunDirectory:
             self._pointers_are_behind = False
         except OSError as error:
             # The checkpoint itself is safe, and the next start mends the pointers.
-            log.warning("%s", os_problem(error, "could not update LATEST and LOWEST_VAL", remedy=RETRY))
+            log.warning(
+                "%s", os_problem(error, "could not update LATEST and LOWEST_VAL", remedy=RETRY)
+            )
 
     def _repair_pointers(self) -> None:
         """Update the pointers of a run that was killed between publishing a checkpoint and updating them."""
@@ -186,7 +195,10 @@ class RunDirectory:
             self._point_to_best(None if self._pointers_are_behind else name)
         except OSError as error:
             self._pointers_are_behind = True
-            log.warning("%s", os_problem(error, f"could not record the validation of {name}", remedy=_NOT_RANKED))
+            log.warning(
+                "%s",
+                os_problem(error, f"could not record the validation of {name}", remedy=_NOT_RANKED),
+            )
 
     def _point_to_best(self, changed: str | None) -> None:
         """Update LOWEST_VAL.
@@ -244,7 +256,9 @@ class RunDirectory:
                 protected.add(best.name)  # LOWEST_VAL is yet to name it
             removable = self._keep.removable(records, protected)
         except OSError as error:
-            log.warning("%s", os_problem(error, "could not list the checkpoints to remove", remedy=RETRY))
+            log.warning(
+                "%s", os_problem(error, "could not list the checkpoints to remove", remedy=RETRY)
+            )
             return ()
         withdrawn = {}
         for record in removable:
@@ -252,7 +266,9 @@ class RunDirectory:
             if trash is not None:
                 withdrawn[record.name] = trash
         if withdrawn:
-            thread = threading.Thread(target=_discard, args=(withdrawn.values(),), name="prune", daemon=True)
+            thread = threading.Thread(
+                target=_discard, args=(withdrawn.values(),), name="prune", daemon=True
+            )
             thread.start()
             self._removals = [t for t in self._removals if t.is_alive()] + [thread]
         return tuple(withdrawn)
@@ -265,7 +281,12 @@ class RunDirectory:
             self.check_lease()
             return links.withdraw_unprotected(self.root, name)
         except OSError as error:
-            log.warning("%s", os_problem(error, f"could not remove {name}", remedy="it is retried after the next save"))
+            log.warning(
+                "%s",
+                os_problem(
+                    error, f"could not remove {name}", remedy="it is retried after the next save"
+                ),
+            )
             return None
 
     def wait(self) -> None:

@@ -34,15 +34,25 @@ def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
 def recall(checkpoint: Path, digest: str) -> dict[str, Any]:
     """The stored losses of a checkpoint whose manifest has *digest*; empty where there are none."""
     entry = _read(checkpoint.parent).get(checkpoint.name)
-    losses = entry.get("losses") if isinstance(entry, dict) and entry.get("manifest") == digest else None
-    return {key: value for key, value in losses.items() if _is_loss(value)} if isinstance(losses, dict) else {}
+    losses = (
+        entry.get("losses") if isinstance(entry, dict) and entry.get("manifest") == digest else None
+    )
+    return (
+        {key: value for key, value in losses.items() if _is_loss(value)}
+        if isinstance(losses, dict)
+        else {}
+    )
 
 
 def _is_loss(value: object) -> bool:
     """Whether a value can be a loss that a run wrote: null, a 64-bit number, or text for a value that is not finite."""
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 63
-    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _MAX_TEXT)
+    return (
+        value is None
+        or isinstance(value, float)
+        or (isinstance(value, str) and len(value) <= _MAX_TEXT)
+    )
 
 
 def _read(run: Path) -> dict[str, Any]:

@@ -103,7 +103,11 @@ class Holder:
         False where that cannot be determined: on another node, in another container, or when another process has got
         the number since.
         """
-        if self.boot_id != kernel_boot_id() or not self.pid_namespace or self.pid_namespace != pid_namespace():
+        if (
+            self.boot_id != kernel_boot_id()
+            or not self.pid_namespace
+            or self.pid_namespace != pid_namespace()
+        ):
             return False
         return is_gone(self.pid)
 
@@ -116,7 +120,9 @@ class Lease:
     run has the directory; OSError where the directory cannot be written.
     """
 
-    def __init__(self, root: Path, *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float | None = None) -> None:
+    def __init__(
+        self, root: Path, *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float | None = None
+    ) -> None:
         self._path = root / LOCK_FILE
         self._process = os.getpid()
         self._token = uuid.uuid4().hex
@@ -134,7 +140,9 @@ class Lease:
         except (OSError, RecipeError):
             self._forget()
             raise
-        self._thread = threading.Thread(target=self._keep_beating, args=(beat_seconds,), daemon=True, name="lease")
+        self._thread = threading.Thread(
+            target=self._keep_beating, args=(beat_seconds,), daemon=True, name="lease"
+        )
         self._thread.start()
         # A forked data-loader worker must not keep the lock of a trainer that was killed.
         os.register_at_fork(after_in_child=self._forget)

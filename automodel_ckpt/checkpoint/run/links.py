@@ -35,12 +35,16 @@ def protected_names(root: Path) -> set[str]:
         if os.path.dirname(link) == str(root) and layout.is_checkpoint(os.path.basename(link)):
             names.add(os.path.basename(link))
     for entry in os.scandir(root):
-        if entry.name.endswith(".txt") and (name := commit.pointer_text(root, entry.name.removesuffix(".txt"))):
+        if entry.name.endswith(".txt") and (
+            name := commit.pointer_text(root, entry.name.removesuffix(".txt"))
+        ):
             names.add(name)
     for name in [*names]:
         before = layout.name_before(name)
         if before is not None and not os.path.lexists(root / name):
-            names.add(before)  # a killed run had changed the link, and not yet the checkpoint's name
+            names.add(
+                before
+            )  # a killed run had changed the link, and not yet the checkpoint's name
     return names
 
 
@@ -82,7 +86,11 @@ def repair_links(root: Path) -> None:
             os.unlink(link)
     for aside in _announced_names(root):
         before = layout.name_before(aside)
-        if before is not None and not os.path.lexists(root / aside) and os.path.lexists(root / before):
+        if (
+            before is not None
+            and not os.path.lexists(root / aside)
+            and os.path.lexists(root / before)
+        ):
             _follow(root, aside, before)
 
 
@@ -100,7 +108,9 @@ def _follow(root: Path, old: str, new: str) -> None:
         commit.unpoint(root, layout.PIN + old)
     for link in _links(root):
         name = os.path.basename(link)
-        is_own = os.path.dirname(link) == str(root) and (name in layout.POINTERS or layout.is_pin(name))
+        is_own = os.path.dirname(link) == str(root) and (
+            name in layout.POINTERS or layout.is_pin(name)
+        )
         text = None if is_own else _text_after_renaming(root, link, old, new)
         if text is None:
             continue

@@ -49,7 +49,9 @@ def superseded_names(root: Path) -> list[str]:
     return sorted(name for name in found if layout.is_superseded(name) and name not in protected)
 
 
-def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False) -> list[Removal]:
+def removable(
+    root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False
+) -> list[Removal]:
     """The checkpoints that :func:`remove` should remove, oldest first; with *superseded* also those set aside.
 
     Never included: the newest complete checkpoint (files missing or truncated count as incomplete), targets of links,
@@ -58,7 +60,9 @@ def removable(root: Path, keep: policy.KeepPolicy, *, metric_key: str, supersede
     records = [*resume.records(root, metric_key)]
     protected = links.protected_names(root)
     # The records are newest first: the newest checkpoint that can be resumed from is never removed.
-    newest_complete = next((record.name for record in records if _is_whole(root / record.name)), None)
+    newest_complete = next(
+        (record.name for record in records if _is_whole(root / record.name)), None
+    )
     if newest_complete is not None:
         protected.add(newest_complete)
     names = [record.name for record in keep.removable(records, protected)]
@@ -140,7 +144,9 @@ def without_optimizer(manifest: Manifest) -> Manifest:
             dropped[name] = record.path
     directories = tuple(dropped.values())
     trees = {name: tree for name, tree in manifest.trees.items() if name not in dropped}
-    files = {path: record for path, record in manifest.files.items() if not path.startswith(directories)}
+    files = {
+        path: record for path, record in manifest.files.items() if not path.startswith(directories)
+    }
     return replace(manifest, state=state, trees=trees, files=files)
 
 
@@ -162,7 +168,9 @@ def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
 def size_on_disk(directory: Path) -> int:
     """Bytes of all files below a directory."""
     return sum(
-        os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(directory) for name in names
+        os.lstat(os.path.join(parent, name)).st_size
+        for parent, _, names in os.walk(directory)
+        for name in names
     )
 
 
@@ -170,7 +178,9 @@ def run_of(checkpoint: Path) -> tuple[Path, str]:
     """(run directory, name) of a checkpoint's path. Raises :class:`CheckpointUnusable` for any other directory."""
     if not layout.is_checkpoint(checkpoint.name):
         raise CheckpointUnusable(
-            "not a checkpoint of a run", where=str(checkpoint), value=checkpoint.name,
+            "not a checkpoint of a run",
+            where=str(checkpoint),
+            value=checkpoint.name,
             remedy="use a path like checkpoints/epoch_0_step_20, or a pointer to it",
-        )  # fmt: skip
+        )
     return checkpoint.parent, checkpoint.name

@@ -130,7 +130,11 @@ def request_text(root: Path, restore_from: str | None) -> str | None:
     A pointer or a checkpoint of this run is recorded by name, because the run directory may be moved or mounted
     elsewhere. Any other path is recorded as an absolute path.
     """
-    if restore_from is None or restore_from in layout.POINTERS or layout.parse_checkpoint_name(restore_from):
+    if (
+        restore_from is None
+        or restore_from in layout.POINTERS
+        or layout.parse_checkpoint_name(restore_from)
+    ):
         return restore_from
     path = Path(os.path.abspath(restore_from))
     if layout.parse_checkpoint_name(path.name) and path.parent.resolve() == root.resolve():
@@ -215,7 +219,9 @@ def rejection_table(refused: list[Rejected]) -> str:
     rows = [("path", "step", "complete", "compatible", "reason")]
     for each in refused:
         step = "?" if each.step is None else str(each.step)
-        rows.append((str(each.path), step, _yes(each.complete), _yes(each.compatible), each.reason()))
+        rows.append(
+            (str(each.path), step, _yes(each.complete), _yes(each.compatible), each.reason())
+        )
     # All columns but the last, whose texts are long, have the width of their longest cell.
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []

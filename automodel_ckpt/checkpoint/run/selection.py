@@ -33,7 +33,9 @@ class Chooser:
         :class:`CheckpointUnusable` on all ranks where none can be used.
         """
         leads, request = self._ranks.rank == 0, None
-        with raise_on_all_ranks(self._group, "looking for a checkpoint", run.path, CheckpointUnusable):
+        with raise_on_all_ranks(
+            self._group, "looking for a checkpoint", run.path, CheckpointUnusable
+        ):
             request = run.candidates(restore_from) if leads else None
         request = agree.broadcast_object(self._group, request)
         assert request is not None
@@ -42,7 +44,9 @@ class Chooser:
             log.info("%s", request.note)
         return chosen
 
-    def _first_usable(self, run: RunDirectory, request: resume.Request) -> tuple[Path, Manifest] | None:
+    def _first_usable(
+        self, run: RunDirectory, request: resume.Request
+    ) -> tuple[Path, Manifest] | None:
         skipped: list[resume.Rejected] = []
         for path in request.candidates:
             manifest, problems = self._examine(path)
@@ -50,16 +54,22 @@ class Chooser:
                 return path, manifest
             name = layout.parse_checkpoint_name(path.name)
             skipped.append(
-                resume.Rejected(path, name.step if name else None, manifest is not None, True, tuple(problems))
+                resume.Rejected(
+                    path, name.step if name else None, manifest is not None, True, tuple(problems)
+                )
             )
             if self._ranks.rank == 0:
-                log.warning("Skipping checkpoint %s: %s", run.display_path(path), skipped[-1].reason())
+                log.warning(
+                    "Skipping checkpoint %s: %s", run.display_path(path), skipped[-1].reason()
+                )
                 if manifest is not None and path.parent == run.root:
                     verification_results.remember(run.root, {path.name: False})
         if not skipped:
             return None
         raise CheckpointUnusable(
-            "the checkpoint to restore from cannot be used" if request.by_name else "no checkpoint can be used",
+            "the checkpoint to restore from cannot be used"
+            if request.by_name
+            else "no checkpoint can be used",
             where=str(run.path),
             value="\n" + resume.rejection_table(skipped),
             remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
@@ -71,8 +81,12 @@ class Chooser:
         manifest, problems = None, []
         try:
             manifest = Manifest.read(path)
-            problems = verify(path, manifest, self._level, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
+            problems = verify(
+                path, manifest, self._level, rank=self._ranks.rank, num_ranks=self._ranks.world_size
+            )
         except CheckpointUnusable as error:
             problems = list(error.problems)
-        found = [problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs]
+        found = [
+            problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs
+        ]
         return manifest, list(dict.fromkeys(found))

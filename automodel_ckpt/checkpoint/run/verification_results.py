@@ -62,7 +62,8 @@ def _directories(run: Path) -> list[str]:
 def remember(run: Path, results: Mapping[str, bool]) -> None:
     """Store whether each checkpoint was intact; does nothing where the directory cannot be written."""
     notes: dict[str, dict[str, Any]] = {
-        name: {"time": note.time, "ok": note.ok, "stamp": stamp} for name, (note, stamp) in _current(run).items()
+        name: {"time": note.time, "ok": note.ok, "stamp": stamp}
+        for name, (note, stamp) in _current(run).items()
     }
     for name, ok in results.items():
         with contextlib.suppress(OSError):
@@ -76,4 +77,8 @@ def _read(run: Path) -> dict[str, Any]:
         notes = json.loads(read_safely(run, layout.VERIFIED, limit=_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {name: note for name, note in notes.items() if isinstance(note, dict)} if isinstance(notes, dict) else {}
+    return (
+        {name: note for name, note in notes.items() if isinstance(note, dict)}
+        if isinstance(notes, dict)
+        else {}
+    )

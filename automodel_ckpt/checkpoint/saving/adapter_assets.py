@@ -43,7 +43,9 @@ class AdapterAssets:
     ) -> None:
         self._peft_config, self._description = dict(peft_config), dict(description)
         self._tensors, self._base = dict(tensors), base
-        self._tokenizer_files = HFAssets(None, tokenizer=tokenizer, base_dir=base_dir).tokenizer_files()
+        self._tokenizer_files = HFAssets(
+            None, tokenizer=tokenizer, base_dir=base_dir
+        ).tokenizer_files()
 
     @property
     def file_index_mapping(self) -> Mapping[str, int]:
@@ -53,7 +55,9 @@ class AdapterAssets:
     @property
     def maps(self) -> BaseMaps:
         """The tensors of the adapter, in the format that an export reads."""
-        return BaseMaps(shape={key: spec.shape for key, spec in self._tensors.items()}, is_adapter=True)
+        return BaseMaps(
+            shape={key: spec.shape for key, spec in self._tensors.items()}, is_adapter=True
+        )
 
     @functools.cached_property
     def files(self) -> Mapping[str, bytes]:
@@ -94,7 +98,11 @@ class AdapterAssets:
         if base.get("digest") != self._base.digest:
             _raise_other_base(base, self._base, where)
         saved, here = recorded["adapter"], json.loads(_json(self._description))
-        lines = [f"{key}: saved {saved.get(key)}, here {here[key]}" for key in _BINDING if saved.get(key) != here[key]]
+        lines = [
+            f"{key}: saved {saved.get(key)}, here {here[key]}"
+            for key in _BINDING
+            if saved.get(key) != here[key]
+        ]
         if lines:
             raise CheckpointUnusable(
                 "the checkpoint's adapters do not match this recipe",
@@ -107,9 +115,15 @@ class AdapterAssets:
 
 def _raise_other_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> NoReturn:
     files = saved.get("files", {})
-    differ = [n for n, record in here.files.items() if files.get(n, {}).get("digest") != record.digest]
+    differ = [
+        n for n, record in here.files.items() if files.get(n, {}).get("digest") != record.digest
+    ]
     differ += [name for name in files if name not in here.files]
-    moved = f" (relative to the run it was {saved.get('relative_to_run')})" if saved.get("relative_to_run") else ""
+    moved = (
+        f" (relative to the run it was {saved.get('relative_to_run')})"
+        if saved.get("relative_to_run")
+        else ""
+    )
     raise CheckpointUnusable(
         "the adapters of this checkpoint were trained on another base model",
         where=where,

@@ -79,7 +79,14 @@ class AsyncSaves:
     :class:`OSError` or :class:`AttributeError` where this system does not support asynchronous saves.
     """
 
-    def __init__(self, planner: Planner, group: ProcessGroup | None, *, patience_seconds: float, on_cuda: bool) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        group: ProcessGroup | None,
+        *,
+        patience_seconds: float,
+        on_cuda: bool,
+    ) -> None:
         self._planner, self._group = planner, group
         self._patience_seconds = patience_seconds
         self._background = Background(on_cuda=on_cuda)
@@ -112,7 +119,9 @@ class AsyncSaves:
             raise
         if all(agree.gather_objects(self._group, live is not None)) and live is not None:
             dp_ranks = [proposal.dp_rank for proposal in proposals]
-            self._kept = _Kept(live.outline, save.snapshot, dp_ranks, trees, part, self._planner.expected_bytes)
+            self._kept = _Kept(
+                live.outline, save.snapshot, dp_ranks, trees, part, self._planner.expected_bytes
+            )
         return self._under_way(save)
 
     def _under_way(self, save: Save) -> SaveReport:
@@ -131,11 +140,15 @@ class AsyncSaves:
         )
         # From here on the state may change.
         then = partial(self._complete, save) if self._is_rank0 else None
-        self._background.start(save.staging.path, part, staged, then=then, doing=f"saving {save.name}")
+        self._background.start(
+            save.staging.path, part, staged, then=then, doing=f"saving {save.name}"
+        )
 
     def _live(self, snapshot: Snapshot) -> LiveState | None:
         """The live state that a later save can compare; None where it differs from what was planned."""
-        with contextlib.suppress(Exception):  # a custom state_dict may do anything: it has succeeded otherwise
+        with contextlib.suppress(
+            Exception
+        ):  # a custom state_dict may do anything: it has succeeded otherwise
             live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
             if live.is_what({name: tree.flat() for name, tree in snapshot.trees.items()}):
                 return live
@@ -143,7 +156,9 @@ class AsyncSaves:
 
     # ---------------------------------------------------------------- the plan of the save before
 
-    def save_again(self, state: Mapping[str, Any], make: Callable[..., Save], staging: Staging) -> SaveReport | None:
+    def save_again(
+        self, state: Mapping[str, Any], make: Callable[..., Save], staging: Staging
+    ) -> SaveReport | None:
         """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
 
         Collective. *make* creates a save from its *staging* directory and snapshot. Raises on all ranks what prevented
@@ -153,9 +168,13 @@ class AsyncSaves:
         if kept is None:
             return None
         before = kept.snapshot
-        snapshot = Snapshot(classify(state), before.trees, before.tied, before.placements, before.metadata)
+        snapshot = Snapshot(
+            classify(state), before.trees, before.tied, before.placements, before.metadata
+        )
         save, live = make(staging=staging, snapshot=snapshot), LiveState()
-        with contextlib.suppress(Exception):  # the new plan, made instead, meets the same and reports it
+        with contextlib.suppress(
+            Exception
+        ):  # the new plan, made instead, meets the same and reports it
             live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
         answer, failure = self._again(kept, live, save)
         answers = agree.gather_objects(self._group, answer)
@@ -177,7 +196,9 @@ class AsyncSaves:
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
         return self._under_way(save)
 
-    def _again(self, kept: _Kept, live: LiveState, save: Save) -> tuple[_Again, AutomodelError | None]:
+    def _again(
+        self, kept: _Kept, live: LiveState, save: Save
+    ) -> tuple[_Again, AutomodelError | None]:
         """Check whether the plan matches the state of this rank; if so, rank 0 creates the staging directory.
 
         Returns this rank's answer, and the failure on rank 0 or None.
@@ -189,14 +210,20 @@ class AsyncSaves:
             forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
             staging = self._planner.reserve(save.snapshot, save.name, forecast, save.staging)
         except Exception as error:
-            return _Again(digests, failed=True), as_failure(error, f"saving {save.name}", self._planner.run.path)
+            return _Again(digests, failed=True), as_failure(
+                error, f"saving {save.name}", self._planner.run.path
+            )
         return _Again(digests, staging), None
 
     def _fitting(self, kept: _Kept, live: LiveState, snapshot: Snapshot) -> dict[str, str] | None:
         """The digests of this rank's small state, which is stored in *snapshot*; None where the plan does not match."""
-        with contextlib.suppress(Exception):  # the new plan, made instead, meets the same and reports it
+        with contextlib.suppress(
+            Exception
+        ):  # the new plan, made instead, meets the same and reports it
             if live.outline == kept.outline and self._refreshed(kept, live):
-                snapshot.objects = {i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"}
+                snapshot.objects = {
+                    i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"
+                }
                 return {key: check_safe(key, value) for key, value in snapshot.objects.items()}
         return None
 
@@ -225,7 +252,9 @@ class AsyncSaves:
         planner.write_common(save, common)
         self._await_parts(save.staging.path)
         num_ranks = planner.ranks.world_size
-        common.files.update(planner.write_metadata(save, lambda: parts_in(save.staging.path, num_ranks)))
+        common.files.update(
+            planner.write_metadata(save, lambda: parts_in(save.staging.path, num_ranks))
+        )
         if save.before_publishing is not None:
             save.before_publishing()
         nbytes = self._background.seal(save.staging.path, planner.partial_manifest(save), common)
@@ -254,7 +283,9 @@ class AsyncSaves:
         except LeaseLost:
             raise
         except Exception as error:
-            failure = as_failure(error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed)
+            failure = as_failure(
+                error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed
+            )
             raise ExportFailed.all_of(failure.problems) from error
         for line in log_lines:
             log.info("%s", line)
@@ -333,4 +364,9 @@ def on_cuda(state: Mapping[str, Any]) -> bool:
 
 def _buffers(items: Iterable[Item]) -> set[int]:
     """The data pointers of module buffers, which a forward pass may change."""
-    return {buffer.data_ptr() for item in items if item.kind == "module" for buffer in item.value.buffers()}
+    return {
+        buffer.data_ptr()
+        for item in items
+        if item.kind == "module"
+        for buffer in item.value.buffers()
+    }

@@ -67,7 +67,9 @@ class Background:
 
     # ---------------------------------------------------------------- copy
 
-    def stage(self, layouts: Sequence[MemoryLayout], *, at_once: Collection[int] = ()) -> list[bytes]:
+    def stage(
+        self, layouts: Sequence[MemoryLayout], *, at_once: Collection[int] = ()
+    ) -> list[bytes]:
         """Copy the state that *layouts* describe; return their pickled jobs for :meth:`start`.
 
         On CUDA the copies may still be in progress on return: the state may change only after :meth:`await_copies`.
@@ -83,7 +85,9 @@ class Background:
             self._copy_from_device(pairs, at_once)
         return [layout.packed() for layout in layouts]
 
-    def _copy_from_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], at_once: Collection[int]) -> None:
+    def _copy_from_device(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], at_once: Collection[int]
+    ) -> None:
         """Copy on a separate CUDA stream, concurrently with the next forward and backward pass.
 
         Tensors that those passes change (their data pointers are in *at_once*) are copied on the current stream.
@@ -92,7 +96,9 @@ class Background:
         _copy([pair for pair in pairs if not pair[1].is_cuda or pair[1].data_ptr() in at_once])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            later = [pair for pair in pairs if pair[1].is_cuda and pair[1].data_ptr() not in at_once]
+            later = [
+                pair for pair in pairs if pair[1].is_cuda and pair[1].data_ptr() not in at_once
+            ]
             _copy(later)
             for _, source in later:
                 source.record_stream(self._stream)
@@ -111,7 +117,13 @@ class Background:
         self._failure = failure
 
     def start(
-        self, staging: Path, part: Part, jobs: Sequence[bytes], *, then: Callable[[], None] | None, doing: str
+        self,
+        staging: Path,
+        part: Part,
+        jobs: Sequence[bytes],
+        *,
+        then: Callable[[], None] | None,
+        doing: str,
     ) -> None:
         """Write the staged copy in the background, then call *then* in the upload thread.
 
@@ -153,7 +165,9 @@ class Background:
         nbytes: int = self._do(Seal(str(staging), partial_manifest, common), staging)
         return nbytes
 
-    def export(self, sources: Sequence[Path], lease: tuple[Path, str] | None) -> tuple[str, list[str]]:
+    def export(
+        self, sources: Sequence[Path], lease: tuple[Path, str] | None
+    ) -> tuple[str, list[str]]:
         """Export the model directories *sources* in the writer process; return (last output directory, log lines).
 
         Called during an upload. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
@@ -196,12 +210,17 @@ class Background:
         """
         if self.is_at_work or (anyhow and self.state == "busy"):
             kind = ExportFailed if self._exporting.locked() else SaveFailed
-            who = "the process that writes this rank's checkpoints" if self.is_at_work else "publishing"
+            who = (
+                "the process that writes this rank's checkpoints"
+                if self.is_at_work
+                else "publishing"
+            )
             self._failure = kind(
-                f"{who} made no progress", where=str(self._where),
+                f"{who} made no progress",
+                where=str(self._where),
                 value=f"process {self.writer_pid}: none for {self.still_seconds():.0f} s (distributed.timeout_minutes)",
                 remedy="check for a disk that does not respond or a stopped process, then run the same command",
-            )  # fmt: skip
+            )
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the upload has ended, or after so many seconds."""
@@ -213,7 +232,9 @@ class Background:
         if not self._uploads.idle.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
-            if not self._uploads.idle.is_set():  # in a call that cannot be interrupted: it ends when that returns
+            if (
+                not self._uploads.idle.is_set()
+            ):  # in a call that cannot be interrupted: it ends when that returns
                 self._uploads.end()
                 self._writer, self._uploads = Writer(self._memory.descriptor), _Uploads()
         failure, self._failure = self._failure, None
@@ -257,4 +278,6 @@ class Cancelled(Exception):
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
+        torch._foreach_copy_(
+            [target for target, _ in pairs], [source for _, source in pairs], non_blocking=True
+        )

@@ -77,9 +77,12 @@ def check_manifest_size(num_bytes: int) -> None:
 
 
 def forecast_manifest_bytes(
-    items: Iterable[Item], *, save_optimizer: bool,
-    states: Mapping[str, Mapping[str, Any]] | None = None, num_shards: int | None = None,
-) -> int:  # fmt: skip
+    items: Iterable[Item],
+    *,
+    save_optimizer: bool,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+    num_shards: int | None = None,
+) -> int:
     """Expected bytes of the manifest of one checkpoint of these items; the arguments are those of
     :func:`forecast_bytes`."""
     items = list(items)
@@ -89,7 +92,9 @@ def forecast_manifest_bytes(
             continue
         names |= {id(parameter): name for name, parameter in item.value.named_parameters()}
         for name, value in _module_tensors(item, states).items():
-            total += _entry_text_bytes("module", name, tuple(value.shape), _slices(value, num_shards))
+            total += _entry_text_bytes(
+                "module", name, tuple(value.shape), _slices(value, num_shards)
+            )
     for item in items:
         if item.kind == "optimizer" and save_optimizer:
             entries = _optimizer_text_bytes(item.value, names, num_shards)
@@ -97,7 +102,9 @@ def forecast_manifest_bytes(
     return total
 
 
-def _module_tensors(item: Item, states: Mapping[str, Mapping[str, Any]] | None) -> dict[str, torch.Tensor]:
+def _module_tensors(
+    item: Item, states: Mapping[str, Mapping[str, Any]] | None
+) -> dict[str, torch.Tensor]:
     """The tensors of a module's state by name; where this rank has a stage of it, those of the whole module."""
     whole = whole_of(item.value)
     mine = (states or {}).get(item.name) or module_state(item.value)[0]
@@ -105,7 +112,9 @@ def _module_tensors(item: Item, states: Mapping[str, Mapping[str, Any]] | None) 
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _optimizer_text_bytes(optimizer: Optimizer, names: Mapping[int, str], num_shards: int | None) -> Iterator[int]:
+def _optimizer_text_bytes(
+    optimizer: Optimizer, names: Mapping[int, str], num_shards: int | None
+) -> Iterator[int]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"state.{names.get(id(parameter), '')}"
@@ -123,9 +132,15 @@ def _entry_text_bytes(kind: str, name: str, shape: tuple[int, ...], num_slices: 
 
 
 def forecast_bytes(
-    items: Iterable[Item], *, world_size: int, save_optimizer: bool, num_exports: int = 0,
-    states: Mapping[str, Mapping[str, Any]] | None = None, side_bytes: int = 0, num_shards: int | None = None,
-) -> int:  # fmt: skip
+    items: Iterable[Item],
+    *,
+    world_size: int,
+    save_optimizer: bool,
+    num_exports: int = 0,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+    side_bytes: int = 0,
+    num_shards: int | None = None,
+) -> int:
     """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
     *states* are the modules' state dicts by attribute, where available. *side_bytes* is the size of the files beside
@@ -189,7 +204,9 @@ def _times(optimizer: Optimizer) -> float:
     whole = trained_by_all(optimizer)
     if whole is None:
         return 1.0
-    mine = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    mine = sum(
+        parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
+    )
     together = sum(tensor.numel() for group in whole for tensor in group.values())
     return float(together / max(mine, 1))
 
@@ -210,17 +227,28 @@ def _state_entries(
     state, tried = optimizer.state.get(parameter), list(parameter.shape)
     if not state:
         # No two extents are alike, so that those of what an optimizer keeps per row or column tell which it is.
-        tried = [few if extent > 1 else extent for extent, few in zip(parameter.shape, _FEW, strict=False)]
-        state = _state_after_a_step(optimizer, group, nn.Parameter(torch.zeros(tried, dtype=parameter.dtype)))
+        tried = [
+            few if extent > 1 else extent
+            for extent, few in zip(parameter.shape, _FEW, strict=False)
+        ]
+        state = _state_after_a_step(
+            optimizer, group, nn.Parameter(torch.zeros(tried, dtype=parameter.dtype))
+        )
     grown = dict(zip(tried, parameter.shape, strict=False))
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             alike = value.numel() == math.prod(tried)
-            numel = parameter.numel() if alike else math.prod(grown.get(extent, extent) for extent in value.shape)
+            numel = (
+                parameter.numel()
+                if alike
+                else math.prod(grown.get(extent, extent) for extent in value.shape)
+            )
             yield name, (None if value.dim() == 0 else numel), value.element_size()
 
 
-def _state_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def _state_after_a_step(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
     options = {name: value for name, value in group.items() if name in optimizer.defaults}
     try:
         trial = type(optimizer)([parameter], **options)

@@ -44,13 +44,18 @@ class HostMemory:
             return
         free = available_bytes()
         if free is not None and wanted - self.tensor.nbytes + _ROOM_BYTES > free:
-            raise OSError(12, f"a copy of this rank's state needs {wanted} bytes of host memory, {free} are available")
+            raise OSError(
+                12,
+                f"a copy of this rank's state needs {wanted} bytes of host memory, {free} are available",
+            )
         self._release()
         os.ftruncate(self.descriptor, wanted)
         self._view = memoryview(_faulted_in(mmap.mmap(self.descriptor, wanted)))
         self.tensor = torch.frombuffer(self._view, dtype=torch.uint8)
         if self._pinned:
-            torch.cuda.check_error(int(_cudart().cudaHostRegister(self.tensor.data_ptr(), wanted, 0)))
+            torch.cuda.check_error(
+                int(_cudart().cudaHostRegister(self.tensor.data_ptr(), wanted, 0))
+            )
 
     @torch.no_grad()
     def filled(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -69,7 +74,9 @@ class HostMemory:
         """The memory from byte *start* as a tensor with the shape and dtype of *source*."""
         if source.numel() == 0:
             return torch.empty_like(source, device="cpu")
-        return torch.frombuffer(self._view, dtype=source.dtype, count=source.numel(), offset=start).view(source.shape)
+        return torch.frombuffer(
+            self._view, dtype=source.dtype, count=source.numel(), offset=start
+        ).view(source.shape)
 
     def _release(self) -> None:
         if self._pinned and self.tensor.nbytes:
@@ -99,7 +106,9 @@ def available_bytes() -> int | None:
     limits = []
     try:
         with open("/proc/meminfo") as file:
-            limits += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+            limits += [
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")
+            ]
     except OSError:
         pass
     group = Path("/sys/fs/cgroup")

@@ -16,7 +16,12 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
-from automodel_ckpt.checkpoint.export.files import cast_lines, side_files, write_manifest, write_side_files
+from automodel_ckpt.checkpoint.export.files import (
+    cast_lines,
+    side_files,
+    write_manifest,
+    write_side_files,
+)
 from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
@@ -61,7 +66,9 @@ def export_from_memory(
         with together():
             if rank == 0:
                 check_target(target)
-                staging = stack.enter_context(staged(target, log, before_publishing=before_publishing))
+                staging = stack.enter_context(
+                    staged(target, log, before_publishing=before_publishing)
+                )
                 name, naming = staging.name, hf.Naming(assets.maps, tied)
         name, naming = agree.broadcast_object(group, (name, naming))
         part = Part(rank)
@@ -74,7 +81,9 @@ def export_from_memory(
 
         def finish() -> None:
             if rank == 0:
-                _complete(directory, placement, merge_tree(plan.name, hf.NAME, parts, {}), parts, log)
+                _complete(
+                    directory, placement, merge_tree(plan.name, hf.NAME, parts, {}), parts, log
+                )
                 stack.close()
 
         with together():
@@ -82,16 +91,23 @@ def export_from_memory(
     return target
 
 
-def _complete(directory: Path, placement: Placement, tree: Tree, parts: list[Part], log: Log) -> None:
+def _complete(
+    directory: Path, placement: Placement, tree: Tree, parts: list[Part], log: Log
+) -> None:
     """Write the side files and the manifest of an export, on rank 0, after all weights are written."""
     source = open_source(directory)
     plan = Plan(placement.files, counted_casts(placement.files), placement.warnings)
     files, more = side_files(source, plan, maps_of(source))
-    for text in [*(f"warning: {text}" for text in (*source.notes, *plan.warnings, *more)), *cast_lines(plan)]:
+    for text in [
+        *(f"warning: {text}" for text in (*source.notes, *plan.warnings, *more)),
+        *cast_lines(plan),
+    ]:
         log(text)
     staging = directory / placement.directory
     write_side_files(files, staging)
-    write_manifest(plan, source, staging, [*_heads(placement, parts), *_byte_ranges(directory, tree.stored)])
+    write_manifest(
+        plan, source, staging, [*_heads(placement, parts), *_byte_ranges(directory, tree.stored)]
+    )
 
 
 def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:

@@ -157,7 +157,9 @@ class Planner:
 
     # ---------------------------------------------------------------- before
 
-    def forecast(self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None) -> Forecast:
+    def forecast(
+        self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Forecast:
         """The expected bytes of one save of *items*, and the free bytes."""
         items = list(items)
         side_bytes = sum(assets.nbytes for assets in self.assets.values())
@@ -169,7 +171,9 @@ class Planner:
             states=states,
             side_bytes=side_bytes,
         )
-        return Forecast(expected, free_bytes(self.run.path), self._export_bytes(items, states, side_bytes))
+        return Forecast(
+            expected, free_bytes(self.run.path), self._export_bytes(items, states, side_bytes)
+        )
 
     def _export_bytes(
         self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None, side_bytes: int
@@ -178,7 +182,9 @@ class Planner:
         if not self.assets or self.export_when == "never":
             return 0
         modules = [item for item in items if item.name in self.assets]
-        return forecast_bytes(modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes)
+        return forecast_bytes(
+            modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes
+        )
 
     def forecast_manifest_bytes(self, items: Iterable[Item]) -> int:
         """Expected bytes of the manifest of one save of *items*."""
@@ -205,15 +211,21 @@ class Planner:
             if item.kind == "module":
                 (tree, tied), whole = module_state(item.value), whole_of(item.value)
                 snapshot.tied[item.name] = tied if whole is None else dict(whole.tied)
-                snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=False)
+                snapshot.trees[item.name] = TreePlan(
+                    item.name, layout.state_directory(item.name), tree, nested=False
+                )
             elif item.kind == "optimizer" and self.save_optimizer:
                 tree = optimizer_tree(item, snapshot.items, owners)
-                snapshot.trees[item.name] = TreePlan(item.name, layout.state_directory(item.name), tree, nested=True)
+                snapshot.trees[item.name] = TreePlan(
+                    item.name, layout.state_directory(item.name), tree, nested=True
+                )
             elif item.kind == "object":
                 snapshot.objects[item.name] = item.value.state_dict()
         return snapshot
 
-    def propose(self, snapshot: Snapshot, name: layout.CheckpointName, staging: Staging) -> Proposal:
+    def propose(
+        self, snapshot: Snapshot, name: layout.CheckpointName, staging: Staging
+    ) -> Proposal:
         """Plan what this rank saves; rank 0 also creates the *staging* directory, which the caller removes on failure.
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
@@ -222,7 +234,11 @@ class Planner:
             check_safe_values(tree.name, tree.flat())
         digests = {key: check_safe(key, value) for key, value in snapshot.objects.items()}
         for item in snapshot.items:
-            if item.kind == "optimizer" and self.save_optimizer and trained_by_all(item.value) is None:
+            if (
+                item.kind == "optimizer"
+                and self.save_optimizer
+                and trained_by_all(item.value) is None
+            ):
                 digests |= digests_of_own(item.name, item.value)
         reserved = None
         if self.ranks.rank == 0:
@@ -232,7 +248,9 @@ class Planner:
             reserved = self.reserve(snapshot, name, forecast, staging)
         return Proposal(plans, digests, self.ranks.dp_rank, reserved, self._naming(snapshot))
 
-    def reserve(self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast, staging: Staging) -> str:
+    def reserve(
+        self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast, staging: Staging
+    ) -> str:
         """Create the *staging* directory for a checkpoint; only rank 0 calls this. Returns its path.
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
@@ -248,8 +266,13 @@ class Planner:
         if self._layout == "shards":
             return {}
         maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
-        naming = {name: hf.Naming(maps.get(name, BaseMaps()), tied) for name, tied in snapshot.tied.items()}
-        return {name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter}
+        naming = {
+            name: hf.Naming(maps.get(name, BaseMaps()), tied)
+            for name, tied in snapshot.tied.items()
+        }
+        return {
+            name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter
+        }
 
     def plan(self, save: Save, proposals: list[Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
         """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
@@ -262,31 +285,43 @@ class Planner:
         for tree in snapshot.trees.values():
             tree.settle([proposal.plans[tree.name] for proposal in proposals], self.ranks.rank)
             if (naming := proposals[0].naming.get(tree.name)) is not None:
-                placement = snapshot.placements[tree.name] = hf.placement_of(tree, tree.directory, naming)
+                placement = snapshot.placements[tree.name] = hf.placement_of(
+                    tree, tree.directory, naming
+                )
                 part.trees[tree.name] = TreePart()
                 jobs += hf.plan_jobs(tree, part.rank, placement)
             elif kinds[tree.name] == "module" and self._format == "safetensors":
                 assets = self.assets.get(tree.name)
                 part.trees[tree.name] = TreePart()
-                jobs += safetensors.plan_jobs(tree, part.rank, assets.file_index_mapping if assets else None)
+                jobs += safetensors.plan_jobs(
+                    tree, part.rank, assets.file_index_mapping if assets else None
+                )
             else:
                 job, items = torch_save.plan_jobs(tree, part.rank)
                 part.trees[tree.name] = TreePart(dcp_items=items)
                 jobs.append(job)
-        objects = self.object_plans(save, [p.digests for p in proposals], [p.dp_rank for p in proposals])
+        objects = self.object_plans(
+            save, [p.digests for p in proposals], [p.dp_rank for p in proposals]
+        )
         return part, jobs, objects
 
-    def object_plans(self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]) -> list[FileJob]:
+    def object_plans(
+        self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]
+    ) -> list[FileJob]:
         """The jobs of objects, which are planned anew at each save; also sets the records of *save*."""
         objects = ObjectPlanner(self.ranks, digests, dp_ranks)
-        save.records = {item.name: self._record(item, save.snapshot, objects) for item in save.snapshot.items}
+        save.records = {
+            item.name: self._record(item, save.snapshot, objects) for item in save.snapshot.items
+        }
         return objects.jobs
 
     def _record(self, item: Item, snapshot: Snapshot, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":
             return objects.plan(item, snapshot.objects[item.name])
         saved = item.kind == "module" or self.save_optimizer
-        return StateRecord(item.kind, item.scope if saved else NOT_SAVED, item.path, aliases=item.aliases)
+        return StateRecord(
+            item.kind, item.scope if saved else NOT_SAVED, item.path, aliases=item.aliases
+        )
 
     # ---------------------------------------------------------------- what rank 0 adds
 
@@ -302,9 +337,13 @@ class Planner:
             write_finished(self.assets.get(name), placement, save.staging.path, part)
         for name, assets in self.assets.items():
             if name not in placements:
-                write_for_export(assets, save.staging.path, part, save.snapshot.trees[name].directory)
+                write_for_export(
+                    assets, save.staging.path, part, save.snapshot.trees[name].directory
+                )
 
-    def write_metadata(self, save: Save, parts: Callable[[], Sequence[Part]]) -> dict[str, FileRecord]:
+    def write_metadata(
+        self, save: Save, parts: Callable[[], Sequence[Part]]
+    ) -> dict[str, FileRecord]:
         """Write DCP's ``.metadata`` of each tree in the format torch_save; *parts* is called only where it is new."""
         written = {}
         known, formats = save.snapshot.metadata, self._formats(save)
@@ -318,17 +357,28 @@ class Planner:
     def partial_manifest(self, save: Save) -> PartialManifest:
         """The manifest without what the ranks wrote."""
         manifest = Manifest(
-            step=save.name.step, epoch=save.name.epoch, created=0.0,
-            world_size=self.ranks.world_size, dp_size=self.ranks.dp_size,
-            progress=save.progress, losses=plain(save.losses), validated=save.validated,
-            environment=environment(), lineage=self._lineage(), state=save.records, trees={}, files={},
-        )  # fmt: skip
+            step=save.name.step,
+            epoch=save.name.epoch,
+            created=0.0,
+            world_size=self.ranks.world_size,
+            dp_size=self.ranks.dp_size,
+            progress=save.progress,
+            losses=plain(save.losses),
+            validated=save.validated,
+            environment=environment(),
+            lineage=self._lineage(),
+            state=save.records,
+            trees={},
+            files={},
+        )
         return PartialManifest(manifest, self._formats(save), save.snapshot.tied)
 
     def _formats(self, save: Save) -> dict[str, str]:
         """The format of each tree, by its name."""
         own = {"module": self._format}
-        formats = {name: own.get(save.records[name].kind, torch_save.NAME) for name in save.snapshot.trees}
+        formats = {
+            name: own.get(save.records[name].kind, torch_save.NAME) for name in save.snapshot.trees
+        }
         return formats | dict.fromkeys(save.snapshot.placements, hf.NAME)
 
     def _lineage(self) -> dict[str, Any]:
@@ -350,12 +400,19 @@ class Planner:
         """The report of a completed save on any rank, without its bytes and removed checkpoints."""
         seconds = time.monotonic() - save.started
         free = None
-        with contextlib.suppress(OSError):  # the ranks have parted: nothing may fail on one of them now
+        with contextlib.suppress(
+            OSError
+        ):  # the ranks have parted: nothing may fail on one of them now
             free = free_bytes(self.run.path)
         stall = seconds if save.stall_seconds is None else save.stall_seconds
         path = self.run.path / str(save.name)
         return SaveReport(
-            path, save.name.step, stall, seconds, free_bytes=free, export_command=self.export_command(path)
+            path,
+            save.name.step,
+            stall,
+            seconds,
+            free_bytes=free,
+            export_command=self.export_command(path),
         )
 
     def export_command(self, path: Path) -> str | None:
@@ -371,7 +428,9 @@ class Planner:
 
     def exports(self, last: bool) -> bool:
         """Whether a save, the *last* of a run or not, is exported too."""
-        return bool(self.assets) and (self.export_when == "every" or (self.export_when == "final" and last))
+        return bool(self.assets) and (
+            self.export_when == "every" or (self.export_when == "final" and last)
+        )
 
 
 def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:
@@ -386,4 +445,6 @@ def _export_when(save_consolidated: bool | str | None, model_format: str, model_
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert *values* for JSON: NaN and infinities become text."""
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }

@@ -33,7 +33,12 @@ class Assets(Protocol):
 
 def write_for_export(assets: Assets, staging: Path, part: Part, directory: str) -> None:
     """Write ``.hf_metadata/`` and ``consolidate.sh`` beside shards in *directory*. Raises OSError."""
-    _write(staging, part, f"{directory}/{layout.CONSOLIDATE_SCRIPT}", consolidate_script(sys.executable).encode())
+    _write(
+        staging,
+        part,
+        f"{directory}/{layout.CONSOLIDATE_SCRIPT}",
+        consolidate_script(sys.executable).encode(),
+    )
     for name, data in assets.files.items():
         _write(staging, part, f"{directory}/{layout.HF_METADATA}/{name}", data)
 

@@ -54,7 +54,10 @@ def read_maps(directory: Path | None) -> BaseMaps:
     if directory is None:
         return BaseMaps()
     index, dtype = _read_map(directory, FILE_INDEX_MAP), _read_map(directory, DTYPE_MAP)
-    expected, config = _read_map(directory, EXPECTED_TENSORS), _read_map(directory, "config.json") or {}
+    expected, config = (
+        _read_map(directory, EXPECTED_TENSORS),
+        _read_map(directory, "config.json") or {},
+    )
     return BaseMaps(
         None if index is None else _file_numbers(index, directory / FILE_INDEX_MAP),
         None if dtype is None else {fqn: dtype_code(str(name)) for fqn, name in dtype.items()},
@@ -67,7 +70,9 @@ def read_maps(directory: Path | None) -> BaseMaps:
 def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     path = directory / name
     try:
-        value = json.loads(read_safely(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES))
+        value = json.loads(
+            read_safely(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES)
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -88,7 +93,10 @@ def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 
 def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    shapes = {fqn: counts(entry.get("shape") if isinstance(entry, dict) else None) for fqn, entry in raw.items()}
+    shapes = {
+        fqn: counts(entry.get("shape") if isinstance(entry, dict) else None)
+        for fqn, entry in raw.items()
+    }
     for fqn, shape in shapes.items():
         if shape is None:
             raise unusable(f"this map gives no shape for {fqn!r}", path, repr(raw[fqn])[:200])

@@ -22,18 +22,22 @@ def open_dcp(directory: Path) -> Source:
     for name in (layout.DCP_METADATA, layout.HF_METADATA):
         if (directory / name).is_symlink():
             raise CheckpointUnusable(
-                "a checkpoint contains a symbolic link", where=str(directory / name),
-                value=os.readlink(directory / name), remedy="put the file itself in its place",
-            )  # fmt: skip
+                "a checkpoint contains a symbolic link",
+                where=str(directory / name),
+                value=os.readlink(directory / name),
+                remedy="put the file itself in its place",
+            )
     content = read_content(directory)
     names = model_names(content)
     wanted = DcpContent({fqn: content.tensors[fqn] for fqn in names}, ())
     tensors = {names[t.fqn]: replace(t, fqn=names[t.fqn]) for t in read_tensors(directory, wanted)}
     if not tensors:
         raise CheckpointUnusable(
-            "there are no tensors here", where=str(directory), value=f"{len(content.values)} other values",
+            "there are no tensors here",
+            where=str(directory),
+            value=f"{len(content.values)} other values",
             remedy="name the directory that the model was saved to",
-        )  # fmt: skip
+        )
     return Source(directory, directory, tensors, notes=tuple(_notes(content, names)))
 
 
@@ -44,7 +48,11 @@ def model_names(content: DcpContent) -> Mapping[str, str]:
     """
     paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
     for key in _MODEL_KEYS:
-        found = {fqn: ".".join(map(str, path[1:])) for fqn, path in paths.items() if path[0] == key and len(path) > 1}
+        found = {
+            fqn: ".".join(map(str, path[1:]))
+            for fqn, path in paths.items()
+            if path[0] == key and len(path) > 1
+        }
         if found and len(set(found.values())) == len(found):
             return found
     return {fqn: fqn for fqn in content.tensors}

@@ -36,10 +36,19 @@ _MAX_PATH = 64
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
 _STORAGES = {
-    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
-    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128",
-}  # fmt: skip
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+    "ComplexFloatStorage": "C64",
+    "ComplexDoubleStorage": "C128",
+}
 
 
 def _nothing(*_: Any) -> None:
@@ -54,19 +63,37 @@ _METADATA_NAMES: Names = {
     **{
         f"{_META}.{name}": RECORD
         for name in (
-            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-            "MetadataIndex", "StorageMeta",
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
         )
     },
     "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
     **{f"torch.{name}": code for name, code in CODES.items()},
-    "torch.Size": _pair, "collections.OrderedDict": dict,
-    "torch.serialization._get_layout": _nothing, f"{_META}._MEM_FORMAT_ENCODING": _nothing,
+    "torch.Size": _pair,
+    "collections.OrderedDict": dict,
+    "torch.serialization._get_layout": _nothing,
+    f"{_META}._MEM_FORMAT_ENCODING": _nothing,
     # How some versions of Python pickle the member of an enumeration (the memory format).
-    "builtins.getattr": _nothing, "__builtin__.getattr": _nothing,
-    **{f"{module}.{name}": _nothing for module in ("pathlib", "pathlib._local")
-       for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")},
-}  # fmt: skip
+    "builtins.getattr": _nothing,
+    "__builtin__.getattr": _nothing,
+    **{
+        f"{module}.{name}": _nothing
+        for module in ("pathlib", "pathlib._local")
+        for name in (
+            "Path",
+            "PosixPath",
+            "PurePath",
+            "PurePosixPath",
+            "WindowsPath",
+            "PureWindowsPath",
+        )
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +109,13 @@ class _Stored:
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Stored:
     # _rebuild_tensor_v3: requires_grad, hooks, dtype; v2 ends before the last.
-    return _Stored(storage, offset, shape, strides, rest[2] if len(rest) > 2 and isinstance(rest[2], str) else None)
+    return _Stored(
+        storage,
+        offset,
+        shape,
+        strides,
+        rest[2] if len(rest) > 2 and isinstance(rest[2], str) else None,
+    )
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -90,11 +123,15 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 _ARCHIVE_NAMES: Names = {
-    "torch._utils._rebuild_tensor_v2": _tensor, "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _parameter, "collections.OrderedDict": dict, "torch.Size": _pair,
-    "torch.storage.UntypedStorage": "U8", "torch.serialization._get_layout": _nothing,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "collections.OrderedDict": dict,
+    "torch.Size": _pair,
+    "torch.storage.UntypedStorage": "U8",
+    "torch.serialization._get_layout": _nothing,
     **{f"torch.{name}": code for name, code in (_STORAGES | CODES).items()},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +171,9 @@ def read_content(directory: Path) -> DcpContent:
         value = read_records(program, _METADATA_NAMES)
         return _content(value, len(program))
     except FileNotFoundError as error:
-        raise _unusable("these .distcp files have no .metadata beside them", path, "no such file") from error
+        raise _unusable(
+            "these .distcp files have no .metadata beside them", path, "no such file"
+        ) from error
     except Exception as error:
         said = str(error) if isinstance(error, Fault) else repr(error)
         raise _unusable("this .metadata cannot be read", path, said.split("\n")[0][:300]) from error
@@ -148,9 +187,15 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
     """
     with _Mapped(directory) as files:
         for fqn, described in content.tensors.items():
-            pieces = tuple(_piece(fqn, described, box, place, files) for box, place in described.chunks)
+            pieces = tuple(
+                _piece(fqn, described, box, place, files) for box, place in described.chunks
+            )
             if fault := tiling_fault([piece.box for piece in pieces], described.shape):
-                raise _unusable(f"the chunks of {fqn!r} do not make it up", directory / layout.DCP_METADATA, fault)
+                raise _unusable(
+                    f"the chunks of {fqn!r} do not make it up",
+                    directory / layout.DCP_METADATA,
+                    fault,
+                )
             yield Tensor(fqn, described.dtype, described.shape, pieces)
 
 
@@ -158,7 +203,9 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
 
 
 def _most_bytes(directory: Path) -> int:
-    on_disk = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
+    on_disk = sum(
+        entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory)
+    )
     return min(_MAX_BYTES, max(_FREE_BYTES, on_disk // _DATA_RATIO))
 
 
@@ -187,7 +234,11 @@ def _content(value: Any, budget: int) -> DcpContent:
 
 def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
     for index, info in stored.items():
-        if type(index) is not Record or type(info) is not Record or type(index.get("fqn")) is not str:
+        if (
+            type(index) is not Record
+            or type(info) is not Record
+            or type(index.get("fqn")) is not str
+        ):
             raise Fault("its storage_data is of another form")
         if info.get("transform_descriptors"):
             raise Fault("its items are compressed or otherwise transformed")
@@ -197,13 +248,24 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...]
             raise Fault("its storage_data is of another form")
         if reason := layout.unsafe_path(file):
             raise Fault(f"it names the file {file[:200]!r}: {reason}")
-        yield (index.get("fqn"), None if offset is None else _extents(offset)), Place(file, start, length)
+        yield (
+            (index.get("fqn"), None if offset is None else _extents(offset)),
+            Place(file, start, length),
+        )
 
 
-def _described(fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Place]) -> Described:
+def _described(
+    fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+) -> Described:
     properties, chunks = entry.get("properties"), entry.get("chunks")
     state = properties.state if type(properties) is Record else None
-    dtype = state[0] if type(state) is tuple and state else properties.get("dtype") if properties else None
+    dtype = (
+        state[0]
+        if type(state) is tuple and state
+        else properties.get("dtype")
+        if properties
+        else None
+    )
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS or type(chunks) is not list:
         raise Fault(f"the tensor {fqn[:200]!r} is not described in full")
     found = []
@@ -213,7 +275,9 @@ def _described(fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ..
         box = Box(_extents(chunk.get("offsets")), _extents(chunk.get("sizes")))
         place = places.get((fqn, box.offsets))
         if place is None:
-            raise Fault(f"it does not say where the chunk at {list(box.offsets)} of {fqn[:200]!r} is stored")
+            raise Fault(
+                f"it does not say where the chunk at {list(box.offsets)} of {fqn[:200]!r} is stored"
+            )
         found.append((box, place))
     return Described(dtype, _extents(entry.get("size")), tuple(found))
 
@@ -265,7 +329,9 @@ class _Mapped:
 
 def _piece(fqn: str, described: Described, box: Box, place: Place, files: _Mapped) -> Slice:
     try:
-        start = place.start + _raw_start(files.content(place.file), place, described.dtype, box.sizes)
+        start = place.start + _raw_start(
+            files.content(place.file), place, described.dtype, box.sizes
+        )
     except Exception as error:
         said = str(error) if isinstance(error, (Fault, OSError)) else repr(error)
         what = f"the stored chunk at {list(box.offsets)} of {fqn!r} is not what .metadata says"
@@ -277,12 +343,16 @@ def _piece(fqn: str, described: Described, box: Box, place: Place, files: _Mappe
 def _raw_start(content: mmap.mmap, place: Place, dtype: str, sizes: tuple[int, ...]) -> int:
     """Where in an item the tensor's row-major bytes begin."""
     if place.start + place.nbytes > len(content):
-        raise Fault(f"the file has {len(content)} bytes, the item ends at {place.start + place.nbytes}")
+        raise Fault(
+            f"the file has {len(content)} bytes, the item ends at {place.start + place.nbytes}"
+        )
     with memoryview(content) as whole, whole[place.start : place.start + place.nbytes] as item:
         ranges = archive_ranges(item)
         if bytes(_record(item, ranges, "byteorder")) not in (b"", b"little"):
             raise Fault("it was written on a machine of the other byte order")
-        key = _checked_key(read_records(_record(item, ranges, "data.pkl"), _ARCHIVE_NAMES), dtype, sizes)
+        key = _checked_key(
+            read_records(_record(item, ranges, "data.pkl"), _ARCHIVE_NAMES), dtype, sizes
+        )
         begin, end = ranges.get(f"data/{key}", (0, 0))
     if end - begin != nbytes_of(dtype, sizes):
         raise Fault(f"its record has {end - begin} bytes, not {nbytes_of(dtype, sizes)}")
@@ -306,14 +376,21 @@ def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
     if stored.shape != sizes or stored.offset != 0:
         raise Fault("it is a tensor of another shape, or a view into a larger one")
     strides, expected = stored.strides, 1
-    for size, stride in zip(reversed(sizes), reversed(strides) if type(strides) is tuple else (), strict=True):
+    for size, stride in zip(
+        reversed(sizes), reversed(strides) if type(strides) is tuple else (), strict=True
+    ):
         if size > 1 and stride != expected:
-            raise Fault("its elements are not in row-major order (it was saved transposed, or as channels_last)")
+            raise Fault(
+                "its elements are not in row-major order (it was saved transposed, or as channels_last)"
+            )
         expected *= max(size, 1)
     return key
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
     return CheckpointUnusable(
-        what, where=str(where), value=value, remedy="take the files from another copy, or export them with PyTorch"
+        what,
+        where=str(where),
+        value=value,
+        remedy="take the files from another copy, or export them with PyTorch",
     )

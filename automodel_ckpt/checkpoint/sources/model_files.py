@@ -7,9 +7,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 TOKENIZER_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
-    "chat_template*", "additional_chat_templates/*", "*processor_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+)
 MODEL_FILES = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
 GENERATION_CONFIG = "generation_config.json"
 
@@ -36,5 +44,13 @@ def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
     """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
     wanted = tuple(patterns)
     candidates = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
-    names = {path.relative_to(directory).as_posix(): path for path in sorted(candidates) if path.is_file()}
-    return {name: path.read_bytes() for name, path in names.items() if any(fnmatch(name, p) for p in wanted)}
+    names = {
+        path.relative_to(directory).as_posix(): path
+        for path in sorted(candidates)
+        if path.is_file()
+    }
+    return {
+        name: path.read_bytes()
+        for name, path in names.items()
+        if any(fnmatch(name, p) for p in wanted)
+    }

@@ -17,7 +17,11 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse
-from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header, read_header_safely
+from automodel_ckpt.checkpoint.files.safetensors_header import (
+    Header,
+    read_header,
+    read_header_safely,
+)
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault, whole_tensor
 from automodel_ckpt.checkpoint.sources.dcp import open_dcp
@@ -54,10 +58,16 @@ def open_source(path: Path) -> Source:
 
 def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     manifest = Manifest.read(checkpoint)
-    modules = {layout.state_directory(name): name for name, r in manifest.state.items() if r.kind == "module"}
+    modules = {
+        layout.state_directory(name): name
+        for name, r in manifest.state.items()
+        if r.kind == "module"
+    }
     name = modules.get(directory.name)
     if name is None or name not in manifest.trees:
-        raise unusable("this checkpoint holds no such model", directory, f"it holds {sorted(modules)}")
+        raise unusable(
+            "this checkpoint holds no such model", directory, f"it holds {sorted(modules)}"
+        )
     tree, prefix = manifest.trees[name], f"{directory.name}/"
     if f"{prefix}{layout.ADAPTER_CONFIG}" in manifest.files:
         raise CheckpointUnusable(
@@ -72,21 +82,33 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
         return _finished(checkpoint, directory, manifest, tree)
     used = {piece.file for tensor in tree.tensors.values() for piece in tensor.slices}
     side = f"{prefix}{layout.HF_METADATA}/"
-    read = {path: record for path, record in manifest.files.items() if path in used or path.startswith(side)}
+    read = {
+        path: record
+        for path, record in manifest.files.items()
+        if path in used or path.startswith(side)
+    }
     notes = [left_out(values_text(n), n)] if (n := len(tree.objects)) else []
     restricted = dataclasses.replace(manifest, files=read, trees={name: tree})
     return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, tuple(notes))
 
 
 def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree) -> Source:
-    files = {path: record for path, record in manifest.files.items() if path.startswith(f"{directory.name}/")}
+    files = {
+        path: record
+        for path, record in manifest.files.items()
+        if path.startswith(f"{directory.name}/")
+    }
     tensors: dict[str, Tensor] = {}
     for path in sorted({piece.file for tensor in tree.stored for piece in tensor.slices}):
         try:
             entries = read_header_safely(checkpoint, path).tensors
         except OSError as error:
-            raise unusable("a file of the model cannot be read", checkpoint / path, error.strerror) from error
-        tensors |= {key: whole_tensor(key, e.dtype, e.shape, path, e.start) for key, e in entries.items()}
+            raise unusable(
+                "a file of the model cannot be read", checkpoint / path, error.strerror
+            ) from error
+        tensors |= {
+            key: whole_tensor(key, e.dtype, e.shape, path, e.start) for key, e in entries.items()
+        }
     restricted = dataclasses.replace(manifest, files=files, trees={directory.name: tree})
     return Source(checkpoint, directory, tensors, {}, restricted, finished=True)
 
@@ -94,24 +116,34 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
 def _check_no_links(root: Path, paths: Iterable[str]) -> None:
     for path in paths:
         if (root / path).is_symlink():
-            raise unusable("a checkpoint contains a symbolic link", root / path, os.readlink(root / path))
+            raise unusable(
+                "a checkpoint contains a symbolic link", root / path, os.readlink(root / path)
+            )
 
 
 def _check_no_unlisted_files(directory: Path, known: set[str]) -> None:
     """What the manifest does not name must not get into an export: shards, and side files."""
     side = directory / layout.HF_METADATA
     names = _shards(directory)
-    names += [os.path.relpath(os.path.join(parent, name), directory) for parent, _, ns in os.walk(side) for name in ns]
+    names += [
+        os.path.relpath(os.path.join(parent, name), directory)
+        for parent, _, ns in os.walk(side)
+        for name in ns
+    ]
     for name in names:
         if name not in known:
-            raise unusable("a file stands here that the manifest does not know", directory / name, name)
+            raise unusable(
+                "a file stands here that the manifest does not know", directory / name, name
+            )
 
 
 def _shards(directory: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(directory) if name.endswith(_SHARD_SUFFIXES))
     except OSError as error:
-        raise unusable("the directory of the shards cannot be read", directory, error.strerror) from error
+        raise unusable(
+            "the directory of the shards cannot be read", directory, error.strerror
+        ) from error
 
 
 def _from_headers(directory: Path) -> Source:
@@ -131,11 +163,15 @@ def _from_headers(directory: Path) -> Source:
             piece, shape = _slice(fqn, header, info, directory / name)
             pieces.setdefault(fqn, []).append(piece)
             if shape is not None and shapes.setdefault(fqn, shape) != shape:
-                raise unusable(f"shards disagree on the shape of {fqn!r}", directory / name, list(shape))
+                raise unusable(
+                    f"shards disagree on the shape of {fqn!r}", directory / name, list(shape)
+                )
     tensors = {fqn: _whole(fqn, found, shapes.get(fqn), directory) for fqn, found in pieces.items()}
     notes = ["the shards are unchecked: there is no manifest with their digests"]
     if len(shapes) < len(pieces):
-        notes.append("the headers do not state global shapes: they are taken from the shards that are here")
+        notes.append(
+            "the headers do not state global shapes: they are taken from the shards that are here"
+        )
     return Source(directory, directory, tensors, notes=tuple(notes))
 
 
@@ -149,9 +185,13 @@ def _check_regular_files(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         status = os.lstat(directory / name)
         if not stat.S_ISREG(status.st_mode):
-            raise unusable("this shard is not a regular file", directory / name, stat.filemode(status.st_mode))
+            raise unusable(
+                "this shard is not a regular file", directory / name, stat.filemode(status.st_mode)
+            )
         if is_sparse(status):
-            raise unusable("this shard is nearly all hole", directory / name, f"{status.st_size} bytes")
+            raise unusable(
+                "this shard is nearly all hole", directory / name, f"{status.st_size} bytes"
+            )
 
 
 def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
@@ -172,13 +212,23 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
     return info
 
 
-def _slice(fqn: str, header: Header, info: Mapping[str, Any], path: Path) -> tuple[Slice, tuple[int, ...] | None]:
+def _slice(
+    fqn: str, header: Header, info: Mapping[str, Any], path: Path
+) -> tuple[Slice, tuple[int, ...] | None]:
     entry, stated = header.tensors[fqn], info.get(fqn)
     offsets = counts(stated.get("saved_offsets") if isinstance(stated, dict) else None)
-    shape = counts(stated.get("global_shape")) if isinstance(stated, dict) and "global_shape" in stated else None
+    shape = (
+        counts(stated.get("global_shape"))
+        if isinstance(stated, dict) and "global_shape" in stated
+        else None
+    )
     if offsets is None or len(offsets) != len(entry.shape):
-        raise unusable(f"the header does not say where its slice of {fqn!r} belongs", path, repr(stated)[:200])
-    piece = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, entry.end - entry.start)
+        raise unusable(
+            f"the header does not say where its slice of {fqn!r} belongs", path, repr(stated)[:200]
+        )
+    piece = Slice(
+        fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, entry.end - entry.start
+    )
     return piece, shape
 
 
@@ -188,9 +238,13 @@ def _whole(fqn: str, pieces: list[Slice], shape: tuple[int, ...] | None, directo
     if len(dtypes) > 1 or len(ranks) > 1:
         raise unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
     if shape is None:
-        ends = [[o + n for o, n in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
+        ends = [
+            [o + n for o, n in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces
+        ]
         shape = tuple(map(max, zip(*ends, strict=True)))
     if fault := tiling_fault([piece.box for piece in pieces], shape):
         files = ", ".join(sorted({piece.file for piece in pieces}))
-        raise unusable(f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}")
+        raise unusable(
+            f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}"
+        )
     return Tensor(fqn, pieces[0].dtype, shape, tuple(pieces))

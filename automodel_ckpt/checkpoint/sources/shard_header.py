@@ -20,11 +20,14 @@ Entry = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def shard_header(entries: Sequence[Entry]) -> tuple[bytes, dict[str, int]]:
     """The header of a shard that holds these slices in this order, and the byte where each begins."""
     sharding = {
-        fqn: {"saved_offsets": list(offsets), "global_shape": list(shape)} for fqn, _, offsets, _, shape in entries
+        fqn: {"saved_offsets": list(offsets), "global_shape": list(shape)}
+        for fqn, _, offsets, _, shape in entries
     }
     info = json.dumps(sharding, separators=(",", ":"))
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
-    return build_header([(fqn, dtype, sizes) for fqn, dtype, _, sizes, _ in entries], metadata, align=ALIGN)
+    return build_header(
+        [(fqn, dtype, sizes) for fqn, dtype, _, sizes, _ in entries], metadata, align=ALIGN
+    )
 
 
 def sealed_by_slices(root: Path, manifest: Manifest) -> set[str]:
@@ -39,7 +42,11 @@ def sealed_by_slices(root: Path, manifest: Manifest) -> set[str]:
             for piece in tensor.slices:
                 entry = (piece.fqn, piece.dtype, piece.offsets, piece.sizes, tensor.shape)
                 found.setdefault(piece.file, []).append((piece, entry))
-    return {path for path, held in found.items() if _is_sealed(root, path, held, manifest.files[path].size)}
+    return {
+        path
+        for path, held in found.items()
+        if _is_sealed(root, path, held, manifest.files[path].size)
+    }
 
 
 def _is_sealed(root: Path, path: str, held: Iterable[tuple[Slice, Entry]], file_bytes: int) -> bool:

@@ -57,5 +57,8 @@ class Source:
 def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
     """What is wrong with the file or directory *where*, and the *value* that shows it."""
     return CheckpointUnusable(
-        what, where=str(where), value=value, remedy="take the files from another copy, or use another checkpoint"
+        what,
+        where=str(where),
+        value=value,
+        remedy="take the files from another copy, or use another checkpoint",
     )

@@ -24,9 +24,15 @@ def plain_state(checkpoint: Path, file: str) -> dict[str, Any]:
     """The mapping of text to plain values in a state file; empty where it has none or cannot be read."""
     try:
         state = _value(read_safely(checkpoint, file, limit=_MAX_FILE_BYTES))
-    except Exception:  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
+    except (
+        Exception
+    ):  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
         return {}
-    return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
+    return (
+        {key: value for key, value in state.items() if isinstance(key, str)}
+        if isinstance(state, dict)
+        else {}
+    )
 
 
 def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:

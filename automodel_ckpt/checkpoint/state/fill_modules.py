@@ -34,13 +34,17 @@ class Filling:
 def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(global shapes of this rank's stored tensors of *module* by FQN, {tied name: stored name})."""
     state, tied = module_state(module)
-    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, tied
+    return {
+        fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)
+    }, tied
 
 
 def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
     state, tied = whole_state(module)
-    return {fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)}, dict(tied)
+    return {
+        fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)
+    }, dict(tied)
 
 
 def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: NewRows) -> None:
@@ -100,11 +104,15 @@ def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
     """This rank's shard of a tensor, and its box in the whole tensor."""
     if not isinstance(target, DTensor):
         return target.detach(), Box((0,) * target.dim(), tuple(target.shape))
-    sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        target.shape, target.device_mesh, target.placements
+    )
     return target.to_local().detach(), Box(tuple(offsets), tuple(sizes))
 
 
-def _blocks(source: Tensors, stored: Tensor, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _blocks(
+    source: Tensors, stored: Tensor, first: int, stop: int
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Read rows ``first .. stop`` of a stored tensor in blocks: (number of the first row, rows in host memory)."""
     step = max(1, _BLOCK_BYTES // max(1, nbytes_of(stored.dtype, stored.shape[1:])))
     for start in range(first, stop, step):
@@ -131,5 +139,10 @@ def _cut(piece: Slice, wanted: Box) -> Slice | None:
     start = piece.start + (common.offsets[0] - piece.offsets[0]) * row_bytes
     offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
     return replace(
-        piece, offsets=offsets, sizes=common.sizes, start=start, nbytes=common.sizes[0] * row_bytes, digest=None
+        piece,
+        offsets=offsets,
+        sizes=common.sizes,
+        start=start,
+        nbytes=common.sizes[0] * row_bytes,
+        digest=None,
     )

@@ -36,7 +36,8 @@ class LiveState:
             return False
         pairs = [(self.trees[name], tree) for name, tree in trees.items()]
         return all(
-            mine.keys() == theirs.keys() and all(_is_same(mine[name], theirs[name]) for name in mine)
+            mine.keys() == theirs.keys()
+            and all(_is_same(mine[name], theirs[name]) for name in mine)
             for mine, theirs in pairs
         )
 
@@ -63,7 +64,9 @@ def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
         if item.kind == "optimizer" and save_optimizer:
             tree = dict(_optimizer_tree(item, names)) | dict(_schedules(item, items))
             found.trees[item.name] = tree
-            found.outline.append([(name, _spec(value, nested=True)) for name, value in tree.items()])
+            found.outline.append(
+                [(name, _spec(value, nested=True)) for name, value in tree.items()]
+            )
     return found
 
 
@@ -81,14 +84,23 @@ def _optimizer_tree(item: Item, names: Mapping[int, str]) -> Iterator[tuple[str,
 
 
 def _schedules(item: Item, items: Iterable[Item]) -> Iterator[tuple[str, Any]]:
-    return ((other.name, (other.value.state_dict(),)) for other in items if other.owner == item.name)
+    return (
+        (other.name, (other.value.state_dict(),)) for other in items if other.owner == item.name
+    )
 
 
 def _spec(value: Any, *, nested: bool = False) -> Any:
     """What a plan depends on; of a value that DCP would look into (*nested*), something that equals nothing."""
     if isinstance(value, DTensor):
         local = value.to_local()
-        return type(value), value.dtype, value.shape, local.shape, value.placements, value.device_mesh
+        return (
+            type(value),
+            value.dtype,
+            value.shape,
+            local.shape,
+            value.placements,
+            value.device_mesh,
+        )
     if isinstance(value, torch.Tensor):
         return type(value), value.dtype, value.shape
     if nested and isinstance(value, list) and all(isinstance(element, str) for element in value):
@@ -99,8 +111,12 @@ def _spec(value: Any, *, nested: bool = False) -> Any:
 def _is_same(mine: Any, theirs: Any) -> bool:
     if not isinstance(mine, torch.Tensor):
         return bool(mine == theirs)
-    if not isinstance(theirs, torch.Tensor) or isinstance(mine, DTensor) != isinstance(theirs, DTensor):
+    if not isinstance(theirs, torch.Tensor) or isinstance(mine, DTensor) != isinstance(
+        theirs, DTensor
+    ):
         return False
-    one, other = (value.to_local() if isinstance(value, DTensor) else value for value in (mine, theirs))
+    one, other = (
+        value.to_local() if isinstance(value, DTensor) else value for value in (mine, theirs)
+    )
     same_memory = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return same_memory and one.dtype == other.dtype and one.shape == other.shape

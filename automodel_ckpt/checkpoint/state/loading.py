@@ -12,7 +12,12 @@ from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.formats.reading import differences, read_object, read_tree, read_value
+from automodel_ckpt.checkpoint.formats.reading import (
+    differences,
+    read_object,
+    read_tree,
+    read_value,
+)
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.module_tensors import module_state, set_module_state, whole_state
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
@@ -41,8 +46,19 @@ def first_lines(lines: list[str]) -> str:
 class Loader:
     """Loads one verified checkpoint into a recipe's state. Needs no other rank."""
 
-    def __init__(self, path: Path, manifest: Manifest, ranks: layout.RankLayout, allow_missing: frozenset[str]) -> None:
-        self._path, self._manifest, self._ranks, self._allow_missing = path, manifest, ranks, allow_missing
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        ranks: layout.RankLayout,
+        allow_missing: frozenset[str],
+    ) -> None:
+        self._path, self._manifest, self._ranks, self._allow_missing = (
+            path,
+            manifest,
+            ranks,
+            allow_missing,
+        )
         self._absent: dict[str, str] = {}
 
     def load(self, items: list[Item]) -> None:
@@ -52,12 +68,18 @@ class Loader:
         """
         records, owners = self._match(items), Owners(items)
         matched = [item for item in items if item.name in records and item.kind != "lr_scheduler"]
-        trees = {i.name: self._manifest.trees[records[i.name][0]] for i in matched if i.kind != "object"}
+        trees = {
+            i.name: self._manifest.trees[records[i.name][0]] for i in matched if i.kind != "object"
+        }
         for item in matched:
             if item.kind == "module":
                 self._check_differences(item, trees[item.name], whole_state(item.value)[0])
         # Before modules are read: an optimizer's state is made by a step of it, which may change weights.
-        made = {i.name: optimizer_tree(i, items, owners, create=True) for i in matched if i.kind == "optimizer"}
+        made = {
+            i.name: optimizer_tree(i, items, owners, create=True)
+            for i in matched
+            if i.kind == "optimizer"
+        }
         order = {"module": 0, "optimizer": 1, "object": 2}
         for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", order[item.kind])):
             if item.kind == "module":
@@ -108,21 +130,29 @@ class Loader:
             if found is not None and found[1].kind == item.kind:
                 matched[item.name] = found
             elif item.name not in self._allow_missing:
-                other = "here, but not saved" if found is None else f"saved as {found[1].kind}, here {item.kind}"
+                other = (
+                    "here, but not saved"
+                    if found is None
+                    else f"saved as {found[1].kind}, here {item.kind}"
+                )
                 lines.append(f"{'+' if found is None else '~'} {item.name}: {other}")
         unexpected = sorted(saved.keys() - taken)
         lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
         return matched, lines
 
     def _raise_unusable(self, what: str, lines: list[str], remedy: str) -> NoReturn:
-        raise CheckpointUnusable(what, where=str(self._path), value=first_lines(lines), remedy=remedy)
+        raise CheckpointUnusable(
+            what, where=str(self._path), value=first_lines(lines), remedy=remedy
+        )
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
         read_tree(self._path, tree, state)
         set_module_state(item.value, state, tied, strict=True)
 
-    def _load_optimizer(self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]) -> None:
+    def _load_optimizer(
+        self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]
+    ) -> None:
         """Load an optimizer and its LR schedulers; the saved values are read into *state*."""
         groups, mine = self._groups(item.name, tree), state[item.name]
         absent = {name: kind for name, kind in self._absent.items() if name in self._allow_missing}
@@ -139,7 +169,9 @@ class Loader:
         tree = _only(tree, lambda name: leave.takes(name, both=name in flat))
         StateAllocator(item.name, tree, forms, parameters).allocate_in(mine)
         flat = self._flat(item.name, state)
-        values = {n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)}
+        values = {
+            n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)
+        }
         self._check_differences(item, _without_others(item, tree, owners), values, match.mismatched)
         read_tree(self._path, tree, values)
         for name in tree.objects.keys() & values.keys():
@@ -156,9 +188,15 @@ class Loader:
         """The position of each value of an optimizer's state by flat name, without the parameter lists of groups."""
         start = f"{name}.param_groups."
         found = places(state)
-        return {key: place for key, place in found.items() if not (key.startswith(start) and key.endswith(".params"))}
+        return {
+            key: place
+            for key, place in found.items()
+            if not (key.startswith(start) and key.endswith(".params"))
+        }
 
-    def _check_differences(self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()) -> None:
+    def _check_differences(
+        self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
+    ) -> None:
         if lines := [*differences(tree, state), *further]:
             self._raise_unusable(
                 f"the checkpoint's {item.name!r} does not match this recipe",
@@ -173,19 +211,34 @@ class Loader:
         forms = f"{name}.{FORMS}"
         if forms not in tree.objects:
             return {}, tree
-        return forms_in(read_object(self._path, tree, forms)), _only(tree, lambda entry: entry != forms)
+        return forms_in(read_object(self._path, tree, forms)), _only(
+            tree, lambda entry: entry != forms
+        )
 
     def _groups(self, name: str, tree: Tree) -> list[list[str]]:
         """The parameters of each group that the optimizer *name* had, by FQN."""
-        keys = [key for key in tree.objects if key.startswith(f"{name}.param_groups.") and key.endswith(".params")]
-        return [read_object(self._path, tree, key) for key in sorted(keys, key=lambda key: int(key.split(".")[-2]))]
+        keys = [
+            key
+            for key in tree.objects
+            if key.startswith(f"{name}.param_groups.") and key.endswith(".params")
+        ]
+        return [
+            read_object(self._path, tree, key)
+            for key in sorted(keys, key=lambda key: int(key.split(".")[-2]))
+        ]
 
     def _without_state(self, name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
         """What the optimizer *name* was to train and never had updated: parameters that took no part, or not yet."""
         trained = {fqn for group in groups for fqn in group}
         prefix = f"{name}.state."
-        entries = [key.removeprefix(prefix) for key in (*tree.tensors, *tree.objects) if key.startswith(prefix)]
-        return trained - {entry[:end] for entry in entries for end, letter in enumerate(entry) if letter == "."}
+        entries = [
+            key.removeprefix(prefix)
+            for key in (*tree.tensors, *tree.objects)
+            if key.startswith(prefix)
+        ]
+        return trained - {
+            entry[:end] for entry in entries for end, letter in enumerate(entry) if letter == "."
+        }
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(item, record)
@@ -205,7 +258,10 @@ class Loader:
             log.debug("unexpected", exc_info=True)
             self._raise_unusable(
                 f"{item.name!r} could not load the state that was saved",
-                [repr(error), *([f"in {place}"] if (place := location_in_user_code(error)) else [])],
+                [
+                    repr(error),
+                    *([f"in {place}"] if (place := location_in_user_code(error)) else []),
+                ],
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
             )
 
@@ -255,7 +311,10 @@ class _Leave:
 
     def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
         modules = _module_prefixes(absent)
-        self._dropped = (*(f"{name}.state.{module}" for module in modules), *(match.new_groups if absent else ()))
+        self._dropped = (
+            *(f"{name}.state.{module}" for module in modules),
+            *(match.new_groups if absent else ()),
+        )
         self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
         self._options = (f"{name}.param_groups.",) if self._schedules else ()
 
@@ -265,13 +324,19 @@ class _Leave:
 
     def takes(self, name: str, *, both: bool) -> bool:
         """Whether a name is compared and read: it is on *both* sides, or must be."""
-        return not self.drops(name) and (both or not (name in self._schedules or name.startswith(self._options)))
+        return not self.drops(name) and (
+            both or not (name in self._schedules or name.startswith(self._options))
+        )
 
 
 def _only(tree: Tree, holds: Callable[[str], bool]) -> Tree:
     """The entries of *tree* for whose names *holds* is true."""
     tensors = {name: tensor for name, tensor in tree.tensors.items() if holds(name)}
-    return replace(tree, tensors=tensors, objects={name: blob for name, blob in tree.objects.items() if holds(name)})
+    return replace(
+        tree,
+        tensors=tensors,
+        objects={name: blob for name, blob in tree.objects.items() if holds(name)},
+    )
 
 
 def _without_others(item: Item, tree: Tree, owners: Owners) -> Tree:
@@ -279,11 +344,16 @@ def _without_others(item: Item, tree: Tree, owners: Owners) -> Tree:
     trained = trained_by_all(item.value)
     if trained is None:
         return tree
-    others = {fqn for group in trained for fqn in group} - {fqn for group in owners.groups(item) for fqn in group}
+    others = {fqn for group in trained for fqn in group} - {
+        fqn for group in owners.groups(item) for fqn in group
+    }
     prefix = f"{item.name}.state."
 
     def is_here(name: str) -> bool:
-        return not name.startswith(prefix) or name.removeprefix(prefix).rpartition(".")[0] not in others
+        return (
+            not name.startswith(prefix)
+            or name.removeprefix(prefix).rpartition(".")[0] not in others
+        )
 
     return _only(tree, is_here)
 

@@ -24,18 +24,49 @@ _SHOWN_LETTERS = 100
 _MOST_LINES = 20
 
 # These say where a model comes from, how it is called or stored, and how text is generated with it.
-_COSMETIC = frozenset({
-    "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map", "return_dict",
-    "output_attentions", "output_hidden_states", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
-    "torchscript", "tokenizer_class", "task_specific_params", "pretraining_tp", "quantization_config",
-    "gradient_checkpointing", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id",
-    "forced_bos_token_id", "forced_eos_token_id",
-})  # fmt: skip
+_COSMETIC = frozenset(
+    {
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "architectures",
+        "auto_map",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "chunk_size_feed_forward",
+        "torchscript",
+        "tokenizer_class",
+        "task_specific_params",
+        "pretraining_tp",
+        "quantization_config",
+        "gradient_checkpointing",
+        "bos_token_id",
+        "eos_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+    }
+)
 # These change how a model is trained, and not what its weights compute.
-_OF_TRAINING = frozenset({
-    "output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
-    "input_jitter_noise", "init_std", "pad_token_id", "max_position_embeddings",
-})  # fmt: skip
+_OF_TRAINING = frozenset(
+    {
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "aux_loss_coef",
+        "router_z_loss_coef",
+        "router_jitter_noise",
+        "input_jitter_noise",
+        "init_std",
+        "pad_token_id",
+        "max_position_embeddings",
+    }
+)
 _OF_TRAINING_PARTS = ("dropout", "pdrop", "layerdrop", "drop_path", "drop_rate", "initializer_")
 
 
@@ -120,7 +151,9 @@ def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
         )
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    config: Mapping[str, Any], prefix: str = "", depth: int = 0
+) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of each value that is no mapping; a list is one value."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value and depth < _MAX_DEPTH and name not in _COSMETIC:

@@ -18,7 +18,12 @@ from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 class ObjectPlanner:
     """Plans how objects are stored, once or per rank; :attr:`jobs` are the files that this rank writes."""
 
-    def __init__(self, ranks: layout.RankLayout, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        ranks: layout.RankLayout,
+        digests: Sequence[Mapping[str, str]],
+        dp_ranks: Sequence[int],
+    ) -> None:
         """*digests* (of each object's state, by name) and *dp_ranks* are those of every rank, in order."""
         self._ranks, self._digests, self._dp_ranks = ranks, digests, dp_ranks
         self.jobs: list[FileJob] = []
@@ -35,12 +40,17 @@ class ObjectPlanner:
             mine = files[0] if self._ranks.rank == 0 else None
         else:
             writers = sorted(self._dp_writers.items()) if scope == "dp_rank" else self._all_ranks()
-            files = [layout.rank_file(item.name, scope, _At(rank, dp_rank, self._ranks)) for dp_rank, rank in writers]
+            files = [
+                layout.rank_file(item.name, scope, _At(rank, dp_rank, self._ranks))
+                for dp_rank, rank in writers
+            ]
             ranks = [rank for _, rank in writers]
             mine = files[ranks.index(self._ranks.rank)] if self._ranks.rank in ranks else None
         if mine is not None:
             self.jobs.append(FileJob(mine, [Chunk(0, partial(saved, state))]))
-        return StateRecord(item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases)
+        return StateRecord(
+            item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases
+        )
 
     def _all_ranks(self) -> list[tuple[int, int]]:
         return [(dp_rank, rank) for rank, dp_rank in enumerate(self._dp_ranks)]

@@ -53,20 +53,28 @@ class Owners:
         """
         self.check_parameters(item)
         state: dict[str, Any] = dict(get_optimizer_state_dict(self.roof, item.value))
-        for group, names in zip(state["param_groups"], trained_by_all(item.value) or (), strict=False):
+        for group, names in zip(
+            state["param_groups"], trained_by_all(item.value) or (), strict=False
+        ):
             group["params"] = list(names)
         return state
 
     def groups(self, item: Item) -> Groups:
         """What each parameter group of this rank's optimizer trains."""
         fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
-        return [{fqns[id(p)]: outline(p) for p in group["params"]} for group in item.value.param_groups]
+        return [
+            {fqns[id(p)]: outline(p) for p in group["params"]} for group in item.value.param_groups
+        ]
 
     def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The parameters of this rank's optimizer by FQN; *state* is the result of :meth:`optimizer_state`."""
         named = self._names_here(item, state)
         trained = [group["params"] for group in item.value.param_groups]
-        return {fqn: p for names, ps in zip(named, trained, strict=True) for fqn, p in zip(names, ps, strict=True)}
+        return {
+            fqn: p
+            for names, ps in zip(named, trained, strict=True)
+            for fqn, p in zip(names, ps, strict=True)
+        }
 
     def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
         """Give the optimizer a *state* of the form that :meth:`optimizer_state` returns. A parameter without an entry
@@ -77,7 +85,9 @@ class Owners:
         """
         groups = [
             {**options, "params": list(names)}
-            for options, names in zip(state["param_groups"], self._names_here(item, state), strict=True)
+            for options, names in zip(
+                state["param_groups"], self._names_here(item, state), strict=True
+            )
         ]
         mine = {fqn for group in groups for fqn in group["params"]}
         entries = {fqn: entry for fqn, entry in state["state"].items() if fqn in mine}
@@ -103,7 +113,9 @@ class Owners:
             )
 
 
-def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create: bool = False) -> dict[str, Any]:
+def optimizer_tree(
+    item: Item, items: Iterable[Item], owners: Owners, *, create: bool = False
+) -> dict[str, Any]:
     """The state of an optimizer and of its LR schedulers, by attribute name.
 
     That of a scheduler is in a tuple, which DCP stores whole (it would turn the integer keys of a MultiStepLR into
@@ -120,7 +132,9 @@ def optimizer_tree(item: Item, items: Iterable[Item], owners: Owners, *, create:
 @contextmanager
 def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
     """Prevent PyTorch from creating missing optimizer state: it would do so by a step, which counts."""
-    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    first = next(
+        (parameter for group in optimizer.param_groups for parameter in group["params"]), None
+    )
     if optimizer.state or first is None:
         yield
         return

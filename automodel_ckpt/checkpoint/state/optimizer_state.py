@@ -56,7 +56,9 @@ def places(root: Any, prefix: str = "") -> dict[str, Place]:
 
 
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    items: Iterable[tuple[Any, Any]] = container.items() if isinstance(container, Mapping) else enumerate(container)
+    items: Iterable[tuple[Any, Any]] = (
+        container.items() if isinstance(container, Mapping) else enumerate(container)
+    )
     return items
 
 
@@ -64,7 +66,9 @@ def _is_container(value: Any) -> bool:
     """Whether DCP looks into a value; any other stays whole."""
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list) and any(isinstance(e, torch.Tensor) or _is_container(e) for e in value)
+    return isinstance(value, list) and any(
+        isinstance(e, torch.Tensor) or _is_container(e) for e in value
+    )
 
 
 # ---------------------------------------------------------------- save
@@ -76,7 +80,9 @@ def forms_of(state: Mapping[str, Any]) -> dict[tuple[str, Any], Any]:
     Raises :class:`RecipeError` where two values have the same flat name.
     """
     entries = [(("state", fqn), entry) for fqn, entry in state["state"].items()]
-    entries += [(("param_groups", index), group) for index, group in enumerate(state["param_groups"])]
+    entries += [
+        (("param_groups", index), group) for index, group in enumerate(state["param_groups"])
+    ]
     odd = [(place, entry) for place, entry in entries if _is_odd(entry)]
     for place, entry in odd:
         places(entry, ".".join(map(str, place)))
@@ -106,7 +112,9 @@ def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
         if isinstance(parameter, DTensor):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if key != "step" and not isinstance(value, DTensor):
-                    hashed.setdefault(f"{name}{_OF_ALL}{key}", xxhash.xxh3_128()).update(_digest(name, value))
+                    hashed.setdefault(f"{name}{_OF_ALL}{key}", xxhash.xxh3_128()).update(
+                        _digest(name, value)
+                    )
     return {key: digest.hexdigest() for key, digest in hashed.items()}
 
 
@@ -139,7 +147,11 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
 def forms_in(value: Any) -> Forms:
     """The forms from the value saved under :data:`FORMS`; empty for any other value."""
     forms = value[0] if type(value) is tuple and len(value) == 1 else None
-    return forms if isinstance(forms, dict) and all(isinstance(form, dict) for form in forms.values()) else {}
+    return (
+        forms
+        if isinstance(forms, dict) and all(isinstance(form, dict) for form in forms.values())
+        else {}
+    )
 
 
 class StateAllocator:
@@ -149,7 +161,9 @@ class StateAllocator:
     check.
     """
 
-    def __init__(self, name: str, tree: Tree, forms: Forms, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, name: str, tree: Tree, forms: Forms, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         self._name, self._tree, self._forms, self._parameters = name, tree, forms, parameters
 
     def allocate_in(self, state: dict[str, Any]) -> None:
@@ -170,22 +184,33 @@ class StateAllocator:
 
     def _names(self) -> dict[str, list[str]]:
         """The names of the tree's values in the state of each parameter, by FQN."""
-        found: dict[str, list[str]] = {fqn: [] for fqn in self._parameters if ("state", fqn) in self._forms}
+        found: dict[str, list[str]] = {
+            fqn: [] for fqn in self._parameters if ("state", fqn) in self._forms
+        }
         start = f"{self._name}.state."
         for name in (*self._tree.tensors, *self._tree.objects):
             rest = name.removeprefix(start) if name.startswith(start) else ""
-            ends = (end for end, letter in enumerate(rest) if letter == "." and rest[:end] in self._parameters)
+            ends = (
+                end
+                for end, letter in enumerate(rest)
+                if letter == "." and rest[:end] in self._parameters
+            )
             if (end := next(ends, None)) is not None:
                 found.setdefault(rest[:end], []).append(name)
         return found
 
     def _rebuilt(self, form: Any, made: Any, name: str, parameter: torch.Tensor | None) -> Any:
         if isinstance(form, Mapping):
-            inner = {key: self._rebuilt(f, _at(made, key), f"{name}.{key}", parameter) for key, f in form.items()}
+            inner = {
+                key: self._rebuilt(f, _at(made, key), f"{name}.{key}", parameter)
+                for key, f in form.items()
+            }
             kind: Callable[[Any], Any] = type(form)
             return kind(inner)
         if isinstance(form, list):
-            return [self._rebuilt(f, _at(made, i), f"{name}.{i}", parameter) for i, f in enumerate(form)]
+            return [
+                self._rebuilt(f, _at(made, i), f"{name}.{i}", parameter) for i, f in enumerate(form)
+            ]
         return self._leaf(_ABSENT if _is_container(made) else made, name, parameter)
 
     def _leaf(self, made: Any, name: str, parameter: torch.Tensor | None) -> Any:
@@ -232,16 +257,23 @@ def load_read_state(
 
     PyTorch's own ``load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter.
     """
-    if "load_state_dict" in vars(optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+    if (
+        "load_state_dict" in vars(optimizer)
+        or type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    ):
         load(state)
         return
     given = {
-        fqn: {k: v for k, v in entry.items() if isinstance(v, _HANDED_OVER)} for fqn, entry in state["state"].items()
+        fqn: {k: v for k, v in entry.items() if isinstance(v, _HANDED_OVER)}
+        for fqn, entry in state["state"].items()
     }
     load({**state, "state": given})
     for fqn, entry in state["state"].items():
         if (held := optimizer.state.get(parameters[fqn])) is not None:
-            read = {key: value if _is_changed(key, value, held) else held[key] for key, value in entry.items()}
+            read = {
+                key: value if _is_changed(key, value, held) else held[key]
+                for key, value in entry.items()
+            }
             made = {key: value for key, value in held.items() if key not in read}
             held.clear()
             held.update(read | made)
@@ -249,4 +281,6 @@ def load_read_state(
 
 def _is_changed(key: Any, value: Any, held: Mapping[Any, Any]) -> bool:
     """Whether an entry is not what was read; of a step PyTorch knows which type its own optimizers want."""
-    return key not in held or (isinstance(value, torch.Tensor) and key != "step" and held[key].dtype != value.dtype)
+    return key not in held or (
+        isinstance(value, torch.Tensor) and key != "step" and held[key].dtype != value.dtype
+    )

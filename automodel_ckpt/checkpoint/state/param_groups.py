@@ -14,7 +14,9 @@ from typing import Any
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.slices import Tensor
 
-_PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
+_PER_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
+)
 """Entries of the LR schedulers of torch that hold one value for each parameter group."""
 
 
@@ -36,7 +38,11 @@ class GroupMatch:
     @property
     def new_groups(self) -> tuple[str, ...]:
         """Prefixes of the names in a flat tree of the groups whose parameters are all new."""
-        return tuple(_prefix(self.name, number) for number, source in enumerate(self.sources) if source is None)
+        return tuple(
+            _prefix(self.name, number)
+            for number, source in enumerate(self.sources)
+            if source is None
+        )
 
     def renumbered(self, tree: Tree) -> Tree:
         """The saved *tree* with each group's options under the number that the group has here.
@@ -44,7 +50,9 @@ class GroupMatch:
         The lists of parameters are left out: those of the optimizer are right.
         """
         start = f"{self.name}.param_groups."
-        tensors = {name: tensor for name, tensor in tree.tensors.items() if not name.startswith(start)}
+        tensors = {
+            name: tensor for name, tensor in tree.tensors.items() if not name.startswith(start)
+        }
         objects = {name: blob for name, blob in tree.objects.items() if not name.startswith(start)}
         for number, source in enumerate(self.sources):
             if source is None:
@@ -76,23 +84,35 @@ class GroupMatch:
         state = dict(saved)
         for key, value in saved.items():
             mine = getattr(scheduler, key, None)
-            if key in _PER_GROUP and _has_length(value, self.num_saved) and _has_length(mine, len(self.sources)):
+            if (
+                key in _PER_GROUP
+                and _has_length(value, self.num_saved)
+                and _has_length(mine, len(self.sources))
+            ):
                 per_group = [mine[n] if s is None else value[s] for n, s in enumerate(self.sources)]  # type: ignore[index]
                 state[key] = type(value)(per_group)
             elif key == "_schedulers" and _has_length(mine, len(value)):
                 pairs = zip(value, mine or (), strict=True)
-                state[key] = [self.schedule_state(inner, its_scheduler) for inner, its_scheduler in pairs]
+                state[key] = [
+                    self.schedule_state(inner, its_scheduler) for inner, its_scheduler in pairs
+                ]
         return state
 
 
 def match_groups(
-    name: str, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], tree: Tree, absent: tuple[str, ...] = ()
+    name: str,
+    saved: Sequence[Sequence[str]],
+    here: Sequence[Sequence[str]],
+    tree: Tree,
+    absent: tuple[str, ...] = (),
 ) -> GroupMatch:
     """Match the groups of the optimizer *name*: FQNs of the *saved* ones in *tree*, and of those that are *here*.
 
     Parameters whose FQN starts with one of *absent* are on one side only and do not count.
     """
-    group_of = {fqn: number for number, group in enumerate(saved) for fqn in _without(group, absent)}
+    group_of = {
+        fqn: number for number, group in enumerate(saved) for fqn in _without(group, absent)
+    }
     sources: list[int | None] = []
     mismatched: list[str] = []
     for number, group in enumerate(here):
@@ -103,16 +123,22 @@ def match_groups(
             sources.append(_empty_group(number, group, saved))
             continue
         if untrained:
-            mismatched.append(f"+ {name}.param_groups.{number}: trains {untrained[0]}, which was not trained")
+            mismatched.append(
+                f"+ {name}.param_groups.{number}: trains {untrained[0]}, which was not trained"
+            )
         elif not _have_equal_options(name, tree, found):
             numbers = " and ".join(map(str, found))
-            mismatched.append(f"~ {name}.param_groups.{number}: saved as groups {numbers} with different options")
+            mismatched.append(
+                f"~ {name}.param_groups.{number}: saved as groups {numbers} with different options"
+            )
         sources.append(found[0] if found else 0)
     trained = {fqn for group in here for fqn in group}
     for number, group in enumerate(saved):
         gone = [fqn for fqn in _without(group, absent) if fqn not in trained]
         if gone:
-            mismatched.append(f"- {name}.param_groups.{number}: trained {gone[0]}, which is not trained here")
+            mismatched.append(
+                f"- {name}.param_groups.{number}: trained {gone[0]}, which is not trained here"
+            )
     return GroupMatch(name, tuple(sources), len(saved), tuple(mismatched))
 
 
@@ -129,7 +155,9 @@ def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
 
 def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
     prefix = _prefix(name, number)
-    found: dict[str, object] = {key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)}
+    found: dict[str, object] = {
+        key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)
+    }
     for key, blob in tree.objects.items():
         if key.startswith(prefix) and key != f"{prefix}params":
             # Some sources have no digests: without one, nothing shows that two values are equal.

@@ -22,7 +22,20 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 # Exact types: a subclass needs code to load.
 _SCALARS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout}
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+    }
 )
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
@@ -94,7 +107,11 @@ def _unstorable(tensor: torch.Tensor) -> str:
 
 def _shared_within(tensor: torch.Tensor) -> str:
     """The reason where elements of a tensor share memory, so that nothing can be read into it; else empty."""
-    return f"its elements share memory ({_CLONE})" if tensor.nbytes > tensor.untyped_storage().nbytes() else ""
+    return (
+        f"its elements share memory ({_CLONE})"
+        if tensor.nbytes > tensor.untyped_storage().nbytes()
+        else ""
+    )
 
 
 @dataclass(slots=True)
@@ -111,7 +128,9 @@ class _Walk:
         kind = type(value)
         self.digest.update(f"{key}\0{kind.__name__}\0".encode(errors="surrogatepass"))
         if depth > _MAX_DEPTH:
-            self.unsafe.append((key, f"{_name(kind)}: containers nested more than {_MAX_DEPTH} levels deep"))
+            self.unsafe.append(
+                (key, f"{_name(kind)}: containers nested more than {_MAX_DEPTH} levels deep")
+            )
         elif kind in _TENSORS:
             self._tensor(key, value, depth)
         elif kind in _SCALARS:
@@ -131,7 +150,10 @@ class _Walk:
         if self._repeated > _MAX_REPEATED:
             if again:
                 self.unsafe = [
-                    (key, f"{_name(type(value))}: the same containers are referenced more than a million times")
+                    (
+                        key,
+                        f"{_name(type(value))}: the same containers are referenced more than a million times",
+                    )
                 ]
             return
         attributes = vars(value) if type(value) is OrderedDict else {}
@@ -140,7 +162,9 @@ class _Walk:
                 self.visit(f"{key}.{name}" if key else str(name), element, depth + 1, again=again)
                 self._key(key, name)
         else:
-            for index, element in enumerate(sorted(value, key=repr) if type(value) is set else value):
+            for index, element in enumerate(
+                sorted(value, key=repr) if type(value) is set else value
+            ):
                 self.visit(f"{key}[{index}]", element, depth + 1, again=again)
 
     def _key(self, key: str, name: Any) -> None:
@@ -148,7 +172,9 @@ class _Walk:
         if within is not None:
             within.visit("", name)
             self.unsafe += [(f"{key}, the key {name!r}", found) for _, found in within.unsafe]
-        elif type(name) not in _SCALARS and not (isinstance(name, np.generic) and has_counterpart(name.dtype)):
+        elif type(name) not in _SCALARS and not (
+            isinstance(name, np.generic) and has_counterpart(name.dtype)
+        ):
             self.unsafe.append((f"{key}, the key {name!r}", _name(type(name))))
 
     def _tensor(self, key: str, value: torch.Tensor, depth: int) -> None:
@@ -162,7 +188,12 @@ class _Walk:
             self.visit(f"{key}.{name}", attribute, depth + 1)
 
     def _unsaved(self, value: torch.Tensor) -> str:
-        if value.is_nested or value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        if (
+            value.is_nested
+            or value.layout != torch.strided
+            or value.is_quantized
+            or value.device.type == "meta"
+        ):
             return "it is nested, sparse, quantized or without values"
         if not is_saved(value.dtype):
             return str(value.dtype)

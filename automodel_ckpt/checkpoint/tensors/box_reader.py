@@ -18,8 +18,17 @@ if TYPE_CHECKING:
 
 # Elements looked at at once.
 _BLOCK_ELEMENTS = 256 << 10
-INTEGERS = {"I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U8": "<u1", "U16": "<u2", "U32": "<u4",
-            "U64": "<u8", "BOOL": "<u1"}  # fmt: skip
+INTEGERS = {
+    "I8": "<i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "BOOL": "<u1",
+}
 """The numpy dtypes of integers, by safetensors code."""
 
 
@@ -46,7 +55,9 @@ class BoxReader:
         self._tensor = tensor
         bits = DTYPE_BITS[tensor.dtype]
         self._dtype = f"<u{bits // 8}" if bits <= 64 else "<c16"
-        self._maps = [(piece, self._mapped(root, piece)) for piece in in_one_piece(tensor) if piece.nbytes]
+        self._maps = [
+            (piece, self._mapped(root, piece)) for piece in in_one_piece(tensor) if piece.nbytes
+        ]
 
     def _mapped(self, root: Path, piece: Slice) -> Array:
         import numpy as np
@@ -70,7 +81,12 @@ class BoxReader:
         """Raw bits as double precision."""
         import numpy as np
 
-        from automodel_ckpt.checkpoint.tensors.float_cast import EIGHT_BIT_FLOATS, cast, eight_bit_values, storage_dtype
+        from automodel_ckpt.checkpoint.tensors.float_cast import (
+            EIGHT_BIT_FLOATS,
+            cast,
+            eight_bit_values,
+            storage_dtype,
+        )
 
         dtype = self._tensor.dtype
         if dtype in INTEGERS:

@@ -66,7 +66,10 @@ def compare(first: Held, second: Held) -> TensorDifference:
         if other is None:
             continue
         if (one.dtype, one.shape) != (other.dtype, other.shape):
-            redescribed[fqn] = (f"{one.dtype} {list(one.shape)}", f"{other.dtype} {list(other.shape)}")
+            redescribed[fqn] = (
+                f"{one.dtype} {list(one.shape)}",
+                f"{other.dtype} {list(other.shape)}",
+            )
         elif _same_digests(one, other):
             unread += 1
         elif problems := _damage((first.root, one), (second.root, other)):
@@ -78,8 +81,12 @@ def compare(first: Held, second: Held) -> TensorDifference:
     return TensorDifference(
         tuple(sorted(first.tensors.keys() - second.tensors.keys())),
         tuple(sorted(second.tensors.keys() - first.tensors.keys())),
-        redescribed, tuple(changed), equal + unread, unread, damaged,
-    )  # fmt: skip
+        redescribed,
+        tuple(changed),
+        equal + unread,
+        unread,
+        damaged,
+    )
 
 
 def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
@@ -90,7 +97,10 @@ def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
 
 def _same_digests(one: Tensor, other: Tensor) -> bool:
     """Whether both are made of the same slices with the same digests."""
-    a, b = ({(piece.offsets, piece.sizes): piece.digest for piece in tensor.slices} for tensor in (one, other))
+    a, b = (
+        {(piece.offsets, piece.sizes): piece.digest for piece in tensor.slices}
+        for tensor in (one, other)
+    )
     return a == b and None not in a.values()
 
 
@@ -111,7 +121,11 @@ def _change(fqn: str, first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -
             with np.errstate(invalid="ignore", over="ignore"):
                 x, y = one.wide(a), other.wide(b)
                 gap = np.abs(x - y)
-            worst, difference, norm = max(worst, _largest(gap)), difference + _square(gap), norm + _square(x)
+            worst, difference, norm = (
+                max(worst, _largest(gap)),
+                difference + _square(gap),
+                norm + _square(x),
+            )
     if not changed:
         return None
     relative = math.sqrt(difference / norm) if norm else math.inf
@@ -135,7 +149,13 @@ def _square(values: Array) -> float:
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, leaf) of nested mappings and lists; an empty one is a leaf."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     found = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in pairs]
     if not found:
         yield prefix, value
@@ -143,7 +163,9 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(item, key)
 
 
-def changed_leaves(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_leaves(
+    first: Mapping[str, Any], second: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """The dotted keys whose values differ, with both values; None where a side lacks the key."""
     a, b = dict(flatten(first)), dict(flatten(second))
     keys = sorted({*a, *b})

@@ -39,7 +39,11 @@ def cast(values: Array, source: str, target: str) -> Array:
             wide = values.astype(np.float32, copy=False)
         if target == "BF16":
             return _bfloat16_from_single(wide)
-        return _half_from_single(wide) if target == "F16" else wide.astype(_STORAGE[target], copy=False)
+        return (
+            _half_from_single(wide)
+            if target == "F16"
+            else wide.astype(_STORAGE[target], copy=False)
+        )
 
 
 def _single_from_bfloat16(bits: Array) -> Array:
@@ -53,7 +57,9 @@ def _single_from_half(values: Array) -> Array:
     bits = values.view(np.uint16).astype(np.uint32)
     sign = np.left_shift(bits & np.uint32(0x8000), np.uint32(16))
     bits &= np.uint32(0x7FFF)
-    odd = bits - np.uint32(0x0400) >= np.uint32(0x7800)  # no normal number: zero, too small, infinite, NaN
+    odd = bits - np.uint32(0x0400) >= np.uint32(
+        0x7800
+    )  # no normal number: zero, too small, infinite, NaN
     bits <<= np.uint32(13)
     bits += np.uint32(112 << 23)
     bits |= sign
@@ -129,7 +135,9 @@ class _Eight(NamedTuple):
 # Sources: the OCP specifications of FP8 (E4M3, E5M2) and of microscaling (E8M0), and ml_dtypes' of the FNUZ forms.
 EIGHT_BIT_FLOATS = {
     "F8_E4M3": _Eight(3, 7, frozenset({0x7F, 0xFF})),
-    "F8_E5M2": _Eight(2, 15, frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}), frozenset({0x7C, 0xFC})),
+    "F8_E5M2": _Eight(
+        2, 15, frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}), frozenset({0x7C, 0xFC})
+    ),
     "F8_E4M3FNUZ": _Eight(3, 8, frozenset({0x80})),
     "F8_E5M2FNUZ": _Eight(2, 16, frozenset({0x80})),
     "F8_E8M0": _Eight(0, 127, frozenset({0xFF}), signed=False),
@@ -151,7 +159,10 @@ def _eight_bit_value(form: _Eight, bits: int) -> float:
     if bits in form.infinite:
         return sign * float("inf")
     magnitude = bits & 0x7F if form.signed else bits
-    exponent, mantissa = magnitude >> form.mantissa_bits, magnitude & ((1 << form.mantissa_bits) - 1)
+    exponent, mantissa = (
+        magnitude >> form.mantissa_bits,
+        magnitude & ((1 << form.mantissa_bits) - 1),
+    )
     if exponent == 0 and form.signed:  # subnormal; E8M0 has none
         return sign * mantissa * 2.0 ** (1 - form.bias - form.mantissa_bits)
     return sign * (1 + mantissa / (1 << form.mantissa_bits)) * 2.0 ** (exponent - form.bias)

@@ -42,7 +42,13 @@ class _Sums:
 
     def __init__(self) -> None:
         self.count, self.nans, self.infinities, self.zeros, self.numel = 0, 0, 0, 0, 0
-        self.low, self.high, self.mean, self.spread, self.square = math.inf, -math.inf, 0.0, 0.0, 0.0
+        self.low, self.high, self.mean, self.spread, self.square = (
+            math.inf,
+            -math.inf,
+            0.0,
+            0.0,
+            0.0,
+        )
 
     def take(self, values: Array) -> None:
         import numpy as np
@@ -54,7 +60,10 @@ class _Sums:
         if not finite.all():
             nans = int(np.count_nonzero(np.isnan(flat)))
             flat = flat[finite]
-            self.nans, self.infinities = self.nans + nans, self.infinities + int(finite.size - flat.size) - nans
+            self.nans, self.infinities = (
+                self.nans + nans,
+                self.infinities + int(finite.size - flat.size) - nans,
+            )
         if flat.size:
             with np.errstate(over="ignore"):
                 self._combine(flat)
@@ -68,14 +77,20 @@ class _Sums:
         self.spread += float(np.dot(centred, centred)) + gap * gap * (self.count * size / total)
         self.mean += gap * (size / total)
         self.square += float(np.dot(flat, flat))
-        self.low, self.high, self.count = min(self.low, float(flat.min())), max(self.high, float(flat.max())), total
+        self.low, self.high, self.count = (
+            min(self.low, float(flat.min())),
+            max(self.high, float(flat.max())),
+            total,
+        )
 
     def result(self) -> Statistics:
         counts = (self.nans, self.infinities, self.zeros, self.numel)
         if not self.count:
             return Statistics(None, None, None, None, None, *counts)
         deviation = math.sqrt(self.spread / self.count)
-        return Statistics(self.low, self.high, self.mean, deviation, math.sqrt(self.square), *counts)
+        return Statistics(
+            self.low, self.high, self.mean, deviation, math.sqrt(self.square), *counts
+        )
 
 
 def statistics_of(root: Path, tensor: Tensor) -> Statistics:
@@ -94,7 +109,9 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
     except (OSError, ValueError) as error:
         value = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointUnusable(
-            f"the tensor {tensor.fqn!r} cannot be read", where=str(root / tensor.slices[0].file), value=value,
+            f"the tensor {tensor.fqn!r} cannot be read",
+            where=str(root / tensor.slices[0].file),
+            value=value,
             remedy="run `ckpt verify` to list all damaged files; restore them from a copy",
-        ) from error  # fmt: skip
+        ) from error
     return sums.result()

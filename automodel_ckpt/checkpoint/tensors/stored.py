@@ -26,7 +26,9 @@ def whole(root: Path, tensor: Tensor) -> Array:
     """A tensor put together from its slices, as in :func:`storage_dtype`; mapped, not read, where it is one slice."""
     dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
     pieces = [
-        (piece, _mapped(root / piece.file, dtype, piece.start, piece.sizes)) for piece in tensor.slices if piece.nbytes
+        (piece, _mapped(root / piece.file, dtype, piece.start, piece.sizes))
+        for piece in tensor.slices
+        if piece.nbytes
     ]
     if len(pieces) == 1 and pieces[0][0].sizes == tensor.shape:
         return pieces[0][1]

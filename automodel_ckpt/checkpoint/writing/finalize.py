@@ -14,7 +14,12 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_files, merge_tree, written_shared_files
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    Part,
+    merge_files,
+    merge_tree,
+    written_shared_files,
+)
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 

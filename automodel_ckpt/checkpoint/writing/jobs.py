@@ -71,7 +71,10 @@ class FileJob:
         return [(piece.start, piece.data) for piece in self.pieces]
 
     def over(self, data: Sequence[Data]) -> FileJob:
-        return replace(self, pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)])
+        return replace(
+            self,
+            pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)],
+        )
 
     def run(self, staging: Path, part: Part, memory: memoryview) -> None:
         """Write the file below *staging* and enter it, and its pieces, into *part*. Raises OSError naming the file."""
@@ -110,7 +113,9 @@ class Job(Protocol):
         """Write below *staging*, and enter what was written into *part*. Raises OSError naming the file."""
 
 
-def run_all(jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview | None = None) -> None:
+def run_all(
+    jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview | None = None
+) -> None:
     """Run *jobs* in order and enter what they wrote into *part*. Spans refer to *memory*."""
     for job in jobs:
         job.run(staging, part, memoryview(b"") if memory is None else memory)
@@ -134,7 +139,9 @@ def _whole(pieces: Sequence[Chunk]) -> Span | None:
     return Span(first.start, end - first.start)
 
 
-def with_bytes(pieces: Iterable[Chunk], memory: memoryview) -> Iterator[tuple[Chunk, bytes | memoryview]]:
+def with_bytes(
+    pieces: Iterable[Chunk], memory: memoryview
+) -> Iterator[tuple[Chunk, bytes | memoryview]]:
     """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
     before: bytes | memoryview = b""
     for piece in pieces:

@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES, OutputFile, numbered_file, plan_files
+from automodel_ckpt.checkpoint.export.plan import (
+    MAX_FILE_BYTES,
+    OutputFile,
+    numbered_file,
+    plan_files,
+)
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, flat_index, is_one_run, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 
@@ -49,10 +54,16 @@ class Placement:
         """The manifest entry of the slice *box* of *tensor* at *place*, without digest."""
         start, interleaved = place.start, tensor.fqn in self.interleaved
         if not interleaved:
-            start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[place.dtype] // 8 if box.numel else 0
+            start += (
+                flat_index(box.offsets, tensor.shape) * DTYPE_BITS[place.dtype] // 8
+                if box.numel
+                else 0
+            )
         name = place.key if place.copy else tensor.fqn
         nbytes = nbytes_of(place.dtype, box.sizes)
-        piece = Slice(name, place.dtype, box.offsets, box.sizes, place.file, start, nbytes, None, interleaved)
+        piece = Slice(
+            name, place.dtype, box.offsets, box.sizes, place.file, start, nbytes, None, interleaved
+        )
         return Tensor(name, place.dtype, tensor.shape, (piece,))
 
 
@@ -77,14 +88,22 @@ def place(
     if len(renamed) < len(tensors):
         raise ValueError(f"{len(tensors)} tensors would have {len(renamed)} keys in {directory!r}")
     files, warnings = plan_files(
-        renamed, tied or {}, maps or BaseMaps(), max_file_bytes=_UNLIMITED if one_file else max_file_bytes,
-        where=directory, file_name=numbered_file if one_file is None else lambda _number, _count: one_file,
-    )  # fmt: skip
-    cut = frozenset(t.fqn for t in tensors.values() if not all(is_one_run(p.box, t.shape) for p in t.slices))
+        renamed,
+        tied or {},
+        maps or BaseMaps(),
+        max_file_bytes=_UNLIMITED if one_file else max_file_bytes,
+        where=directory,
+        file_name=numbered_file if one_file is None else lambda _number, _count: one_file,
+    )
+    cut = frozenset(
+        t.fqn for t in tensors.values() if not all(is_one_run(p.box, t.shape) for p in t.slices)
+    )
     return Placement(directory, files, _places(files, directory, keys or {}), cut, warnings)
 
 
-def _places(files: tuple[OutputFile, ...], directory: str, keys: Mapping[str, str]) -> dict[str, tuple[Place, ...]]:
+def _places(
+    files: tuple[OutputFile, ...], directory: str, keys: Mapping[str, str]
+) -> dict[str, tuple[Place, ...]]:
     places: dict[str, list[Place]] = {}
     for file in files:
         for tensor, start in file.placed():

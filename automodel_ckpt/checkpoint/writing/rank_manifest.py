@@ -74,7 +74,10 @@ def written_shared_files(parts: Iterable[Part], tensors: Iterable[Tensor]) -> di
     """The records of the files that several ranks wrote, from the digests of their headers and slices."""
     held = held_by_file(tensors)
     heads = {path: head for part in parts for path, head in part.placed.items()}
-    return {p: FileRecord(head.size, merkle_digest(head.digest, held.get(p, ()))) for p, head in heads.items()}
+    return {
+        p: FileRecord(head.size, merkle_digest(head.digest, held.get(p, ())))
+        for p, head in heads.items()
+    }
 
 
 def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str, str]) -> Tree:
@@ -82,7 +85,13 @@ def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str,
     written = [part.trees[name] for part in parts if name in part.trees]
     tensors = _merge_tensors(tensor for part in written for tensor in part.tensors)
     copies = _merge_tensors(tensor for part in written for tensor in part.copies)
-    return Tree(format, tensors, {blob.fqn: blob for part in written for blob in part.objects}, dict(tied), copies)
+    return Tree(
+        format,
+        tensors,
+        {blob.fqn: blob for part in written for blob in part.objects},
+        dict(tied),
+        copies,
+    )
 
 
 def _merge_tensors(found: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -101,7 +110,11 @@ def _tree_part(raw: Mapping[str, Any]) -> TreePart:
         objects=[blob_of(blob) for blob in raw["objects"]],
         dcp_items=[
             DcpItem(
-                i["fqn"], None if i["offsets"] is None else sizes_of(i["offsets"]), i["file"], i["start"], i["nbytes"]
+                i["fqn"],
+                None if i["offsets"] is None else sizes_of(i["offsets"]),
+                i["file"],
+                i["start"],
+                i["nbytes"],
             )
             for i in raw["dcp_items"]
         ],

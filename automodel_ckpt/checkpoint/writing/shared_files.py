@@ -69,7 +69,10 @@ class SharedFileJob:
         return [(piece.entry.slices[0].start, piece.data) for piece in self.pieces]
 
     def over(self, data: Sequence[Data]) -> SharedFileJob:
-        return replace(self, pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)])
+        return replace(
+            self,
+            pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)],
+        )
 
     def run(self, staging: Path, part: Part, memory: memoryview) -> None:
         """Write the share below *staging* and enter its slices into *part*. Raises OSError naming the file."""
@@ -93,7 +96,9 @@ class SharedFile:
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
         self._stream = DirectStream(self._descriptor, path) if direct else None
 
     def make(self, header: bytes, nbytes: int) -> None:
@@ -118,7 +123,9 @@ class SharedFile:
         return digest_from(hashed)
 
     def _write(self, data: memoryview, start: int) -> None:
-        if self._stream is not None and (len(data) >= _STREAM_FROM_BYTES or self._stream.end == start):
+        if self._stream is not None and (
+            len(data) >= _STREAM_FROM_BYTES or self._stream.end == start
+        ):
             self._stream.write(data, start)
         else:
             write_all(self._descriptor, data, start)
@@ -126,7 +133,9 @@ class SharedFile:
     def __enter__(self) -> SharedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         with naming(self.path):
             try:
@@ -144,7 +153,9 @@ def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
     nbytes = 0
     for run in runs:
         for done in range(0, run.nbytes, BLOCK_BYTES):
-            group.append(Run(run.source + done, run.target + done, min(BLOCK_BYTES, run.nbytes - done)))
+            group.append(
+                Run(run.source + done, run.target + done, min(BLOCK_BYTES, run.nbytes - done))
+            )
             nbytes += group[-1].nbytes
             if nbytes >= BLOCK_BYTES:
                 yield group
@@ -163,7 +174,9 @@ def _converted(view: memoryview, group: Sequence[Run], source: str, target: str)
     from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 
     wide, narrow = DTYPE_BITS[source], DTYPE_BITS[target]
-    values = np.frombuffer(view[first * wide // narrow : last * wide // narrow], storage_dtype(source, wide))
+    values = np.frombuffer(
+        view[first * wide // narrow : last * wide // narrow], storage_dtype(source, wide)
+    )
     return memoryview(cast(values, source, target).view(np.uint8).data)
 
 

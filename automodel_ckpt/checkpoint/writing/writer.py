@@ -75,7 +75,11 @@ class Export:
         log_lines: list[str] = []
         output = ""
         for source in self.sources:
-            output = str(consolidate(Path(source), log=log_lines.append, before_publishing=self._check_lease).output)
+            output = str(
+                consolidate(
+                    Path(source), log=log_lines.append, before_publishing=self._check_lease
+                ).output
+            )
         return output, log_lines
 
     def _check_lease(self) -> None:
@@ -114,12 +118,16 @@ class Writer:
         answers, theirs = os.pipe()
         arguments = [str(number) for number in (memory, commands, theirs, os.getpid())]
         path = "\n".join(os.path.abspath(entry) for entry in sys.path)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # inherited, so that it never dies of one
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _BLOCKED
+        )  # inherited, so that it never dies of one
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, path, *arguments],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(memory, commands, theirs),
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(memory, commands, theirs),
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(commands)
@@ -165,18 +173,26 @@ class Writer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         code = self._process.poll()
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"code {code}"
+        how = (
+            f"signal {-code} ({signal.Signals(-code).name})"
+            if code is not None and code < 0
+            else f"code {code}"
+        )
         where = command.sources[0] if isinstance(command, Export) else command.staging
         return SaveFailed(
-            _GONE, where=where, value=f"process {self.pid}: {how}",
+            _GONE,
+            where=where,
+            value=f"process {self.pid}: {how}",
             remedy="check what killed it (the system log reports out-of-memory kills), then run the same command "
             "to resume from the previous checkpoint",
-        )  # fmt: skip
+        )
 
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a call into a disk that hangs cannot be interrupted
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # a call into a disk that hangs cannot be interrupted
             self._process.wait(5)
 
     def end(self) -> None:
@@ -225,7 +241,9 @@ def main() -> None:
             out.flush()
 
 
-def _listen(commands: int, trainer: int, todo: queue.SimpleQueue[Command | None], idle: threading.Event) -> None:
+def _listen(
+    commands: int, trainer: int, todo: queue.SimpleQueue[Command | None], idle: threading.Event
+) -> None:
     """Queue commands; end the process when the trainer has gone (a data-loader worker may hold the pipe open)."""
     poll = select.poll()
     poll.register(commands, select.POLLIN)
@@ -242,7 +260,9 @@ def _listen(commands: int, trainer: int, todo: queue.SimpleQueue[Command | None]
                     os._exit(1)
                 todo.put(None)
                 return
-            except Exception:  # another version of the package was installed since the trainer was started
+            except (
+                Exception
+            ):  # another version of the package was installed since the trainer was started
                 traceback.print_exc()
                 os._exit(1)
             idle.clear()

@@ -69,7 +69,11 @@ class Comparison:
     def verdict(self) -> str:
         if self.num_ranks[0] == self.num_ranks[1]:
             return "bit-identical" if self.is_good else "different"
-        return ("equal within tolerance" if self.judged else "same samples") if self.is_good else "different"
+        return (
+            ("equal within tolerance" if self.judged else "same samples")
+            if self.is_good
+            else "different"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict}
@@ -88,7 +92,9 @@ def compare_exactly(straight: Run, resumed: Run, stopped_after: int) -> Comparis
     return Comparison(len(straight[0]), stopped_after, ranks, first, _summaries(straight, resumed))
 
 
-def compare_loosely(straight: Run, resumed: Run, stopped_after: int, tolerance: float) -> Comparison:
+def compare_loosely(
+    straight: Run, resumed: Run, stopped_after: int, tolerance: float
+) -> Comparison:
     """Compare two runs on different numbers of ranks.
 
     Samples and learning rates must be equal, losses and gradient norms within the relative *tolerance*.
@@ -101,17 +107,24 @@ def compare_loosely(straight: Run, resumed: Run, stopped_after: int, tolerance: 
         if one[name] != other[name]
     )
     first = next(exact, None) or _length_difference(straight, resumed)
-    largest = {name: max((_relative(a[name], b[name]) for a, b in pairs), default=0.0) for name in NUMBERS[1:]}
+    largest = {
+        name: max((_relative(a[name], b[name]) for a, b in pairs), default=0.0)
+        for name in NUMBERS[1:]
+    }
     judged = not any(step["has_dropout"] for step in straight[0])
     ranks = (len(straight), len(resumed))
     steps = _summaries(straight, resumed)
-    return Comparison(len(straight[0]), stopped_after, ranks, first, steps, largest, tolerance, judged)
+    return Comparison(
+        len(straight[0]), stopped_after, ranks, first, steps, largest, tolerance, judged
+    )
 
 
 def _differences(rank: int, one: Step, other: Step) -> Iterator[Difference]:
     for name in QUANTITIES:
         if one[name] != other[name]:
-            yield Difference(one["step"], rank, name, _shown(name, one[name]), _shown(name, other[name]))
+            yield Difference(
+                one["step"], rank, name, _shown(name, one[name]), _shown(name, other[name])
+            )
     state, other_state = one["state"], other["state"]
     names = state.keys() | other_state.keys()
     for name in sorted(names, key=lambda name: ("/" not in name, name)):
@@ -149,7 +162,9 @@ def _combined(ranks: Sequence[Step]) -> dict[str, str]:
     for rank in ranks:
         for name, digest in rank["state"].items():
             attribute = name.partition("/")[0]
-            found.setdefault(attribute, hashlib.blake2b(digest_size=6)).update(f"{name} {digest}\n".encode())
+            found.setdefault(attribute, hashlib.blake2b(digest_size=6)).update(
+                f"{name} {digest}\n".encode()
+            )
     return {name: content.hexdigest() for name, content in sorted(found.items())}
 
 

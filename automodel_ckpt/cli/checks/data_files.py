@@ -34,7 +34,9 @@ def _problems(plugin: Plugin) -> Iterator[Problem]:
             _ = source.files
     except RecipeError as error:
         for problem in error.problems:
-            name = problem.where.rpartition(".")[2] if problem.where.startswith("dataset.") else "path"
+            name = (
+                problem.where.rpartition(".")[2] if problem.where.startswith("dataset.") else "path"
+            )
             node = plugin.node.at(name) or plugin.node
             found = problem.value if problem.where.startswith("dataset.") else problem.where
             remedy = problem.remedy.replace("dataset.path", join(plugin.key, "path"))

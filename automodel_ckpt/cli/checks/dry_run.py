@@ -40,7 +40,9 @@ def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes 
         made = plan(planned, sizes or Sizes())
         rows += [*_what_it_takes(loaded, made)]
     if loaded.config.checkpoint.enabled:
-        rows += [*_what_it_goes_on_from(loaded, sizes, made.config_json if made is not None else None)]
+        rows += [
+            *_what_it_goes_on_from(loaded, sizes, made.config_json if made is not None else None)
+        ]
     if not any(name == "resume" and text.startswith("from ") for name, text in rows):
         rows += [*_what_it_starts_from(loaded, planned)]
     body = "".join(f"  {name + ':' if name else '':13}{printable(text)}\n" for name, text in rows)
@@ -50,13 +52,19 @@ def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes 
 def _what_runs(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> Rows:
     steps, tree = loaded.config.step_scheduler, loaded.tree
     yield "recipe", f"{recipe.__module__}.{recipe.__qualname__}"
-    yield "ranks", f"{sizes.world}" if sizes else f"{flags.nproc_per_node} on each of {flags.nnodes} nodes"
+    yield (
+        "ranks",
+        f"{sizes.world}" if sizes else f"{flags.nproc_per_node} on each of {flags.nnodes} nodes",
+    )
     per_step = f"{steps.global_batch_size} samples"
     if sizes:
         accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
         per_step += f" = {steps.local_batch_size} x {sizes.dp} ranks x {accumulated} accumulated"
     yield "each step", per_step
-    ends = [f"{key}: {tree.at(f'step_scheduler.{key}')}" for key in ("num_epochs", "max_steps", "max_time")]
+    ends = [
+        f"{key}: {tree.at(f'step_scheduler.{key}')}"
+        for key in ("num_epochs", "max_steps", "max_time")
+    ]
     yield "until", ", ".join(ends)
 
 
@@ -67,18 +75,28 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
     yield "end", plan.end
     memory = plan.memory
     parts = {
-        "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
-        "gathered": memory.gathered, "activations": memory.activations, "process": memory.process,
-    }  # fmt: skip
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "gathered": memory.gathered,
+        "activations": memory.activations,
+        "process": memory.process,
+    }
     listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if memory.activations is not None else "; activations unknown"
     yield "memory", f"about {size_text(memory.total)} per rank: {listed}{unknown}"
     if plan.checkpoint_bytes is None:
         unused = ", ".join(unused_without_checkpoints(loaded.config))
-        yield "checkpoints", "none, because checkpoint.enabled is false" + (f"; no effect: {unused}" if unused else "")
+        yield (
+            "checkpoints",
+            "none, because checkpoint.enabled is false"
+            + (f"; no effect: {unused}" if unused else ""),
+        )
         return
     yield "checkpoints", _checkpoints(loaded, plan, plan.checkpoint_bytes)
-    if (warning := overlay_warning(Path(loaded.config.checkpoint.checkpoint_dir).expanduser())) is not None:
+    if (
+        warning := overlay_warning(Path(loaded.config.checkpoint.checkpoint_dir).expanduser())
+    ) is not None:
         yield "warning", warning
 
 
@@ -95,10 +113,16 @@ def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
     if most is not None:
         text += f", {most} kept at most: {size_text(most * nbytes)}"
-    return text + f"; {size_text(free)} free" + ("" if nbytes * (more or 1) <= free else ", NOT ENOUGH")
+    return (
+        text
+        + f"; {size_text(free)} free"
+        + ("" if nbytes * (more or 1) <= free else ", NOT ENOUGH")
+    )
 
 
-def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
+def _what_it_goes_on_from(
+    loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None
+) -> Rows:
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.run import resume
     from automodel_ckpt.checkpoint.verify import verify
@@ -120,7 +144,10 @@ def _what_it_goes_on_from(loaded: LoadedRecipe, sizes: Sizes | None, config_json
                 if request.by_name
                 else "the newest usable"
             )
-            yield "resume", f"from {path.name}, {why} (file sizes verified; digests are verified at the start)"
+            yield (
+                "resume",
+                f"from {path.name}, {why} (file sizes verified; digests are verified at the start)",
+            )
             yield from difference_rows(loaded, path, manifest, sizes)
             yield from model_rows(path, config_json, allowed=section.allow_changed_model)
             return
@@ -144,10 +171,15 @@ def _what_it_starts_from(loaded: LoadedRecipe, planned: FinetuneRecipe | None) -
     if planned is None:
         yield "init_from", f"{section.path}, which this recipe reads as it likes"
         return
-    modules = {name: value for name, value in discover(planned).items() if isinstance(value, nn.Module)}
+    modules = {
+        name: value for name, value in discover(planned).items() if isinstance(value, nn.Module)
+    }
     found = inspect_start(section, modules, resizable=planned.vocabulary)
     if found is None:
-        yield "init_from", f"{section.path}: not in the cache; it is downloaded and checked at the start"
+        yield (
+            "init_from",
+            f"{section.path}: not in the cache; it is downloaded and checked at the start",
+        )
         return
     weights, verdict = found
     num_here = len(verdict.matches) + len(verdict.new)
@@ -175,16 +207,23 @@ def model_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) ->
         yield "model config", line
 
 
-def difference_rows(loaded: LoadedRecipe, path: Path, manifest: Manifest, sizes: Sizes | None) -> Rows:
+def difference_rows(
+    loaded: LoadedRecipe, path: Path, manifest: Manifest, sizes: Sizes | None
+) -> Rows:
     """What changed in the recipe. Raises :class:`RecipeError` where a resume would: for overrides without effect."""
     given = {key for key, origin in loaded.origins.items() if origin != DEFAULT}
     changed = changed_keys(recipe_leaves(path), dict(leaves(loaded.tree)), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
     ignored = ignored_by_resume(changed, manifest.saved, on_resume)
     check_overrides(ignored, [override.key for override in loaded.overrides], path)
-    changes = [f"{change} (not applied)" if change in ignored else str(change) for change in changed]
+    changes = [
+        f"{change} (not applied)" if change in ignored else str(change) for change in changed
+    ]
     if sizes and manifest.world_size != sizes.world:
-        changes.insert(0, f"ranks: {manifest.world_size} -> {sizes.world} (same global batches; new random states)")
+        changes.insert(
+            0,
+            f"ranks: {manifest.world_size} -> {sizes.world} (same global batches; new random states)",
+        )
     for number, change in enumerate(changes[:_MOST_CHANGES]):
         yield ("" if number else "changed"), change
     if len(changes) > _MOST_CHANGES:

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.checks.compare_runs import Comparison, Step, StepSummary, compare_exactly, compare_loosely
+from automodel_ckpt.cli.checks.compare_runs import (
+    Comparison,
+    Step,
+    StepSummary,
+    compare_exactly,
+    compare_loosely,
+)
 from automodel_ckpt.cli.launch.topology import num_joined
 from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
@@ -29,12 +35,17 @@ DEFAULT_STEPS = 6
 TOLERANCE, SHORT_TOLERANCE = 1e-3, 5e-2
 _SHORT = ("bfloat16", "float16")
 _ALWAYS = (
-    "--step_scheduler.max_time=null", "--step_scheduler.ckpt_every_steps=null",
-    "--step_scheduler.ckpt_every_epochs=null", "--step_scheduler.ckpt_every_minutes=null",
-    "--step_scheduler.ckpt_on_best=false", "--step_scheduler.val_every_steps=null",
-    "--checkpoint.save_consolidated=false", "--checkpoint.export_best=false", "--checkpoint.restore_from=null",
+    "--step_scheduler.max_time=null",
+    "--step_scheduler.ckpt_every_steps=null",
+    "--step_scheduler.ckpt_every_epochs=null",
+    "--step_scheduler.ckpt_every_minutes=null",
+    "--step_scheduler.ckpt_on_best=false",
+    "--step_scheduler.val_every_steps=null",
+    "--checkpoint.save_consolidated=false",
+    "--checkpoint.export_best=false",
+    "--checkpoint.restore_from=null",
     "--logging.trackers={}",
-)  # fmt: skip
+)
 
 Observe = Callable[[LoadedRecipe, Path, int | None], type]
 """(recipe, directory for notes, step to stop after) -> the recipe's class, observed."""
@@ -58,12 +69,18 @@ def plan_of(line: CommandLine) -> Plan:
     (steps,) = line.modes.get("selftest_steps", [str(DEFAULT_STEPS)])
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
-        _fail("the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more")
+        _fail(
+            "the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more"
+        )
     if not is_number(ranks) or int(ranks) < 1:
         _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
     if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
-        _fail("the selftest runs on a single node and starts its own ranks", "--selftest-resume", line.flags.nnodes,
-                "run it without --nnodes, torchrun and srun")  # fmt: skip
+        _fail(
+            "the selftest runs on a single node and starts its own ranks",
+            "--selftest-resume",
+            line.flags.nnodes,
+            "run it without --nnodes, torchrun and srun",
+        )
     flags = dataclasses.replace(line.flags, max_restarts=0)
     return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
 
@@ -84,7 +101,10 @@ def selftest(path: str, line: CommandLine, observe: Observe) -> int:
             found = runs.compare()
         except RunFailed as failure:
             print(failure.output, file=sys.stderr)
-            print(f"selftest: the run {failure.name!r} ended with exit code {failure.code}; see above", file=sys.stderr)
+            print(
+                f"selftest: the run {failure.name!r} ended with exit code {failure.code}; see above",
+                file=sys.stderr,
+            )
             return failure.code or EXIT_INTERNAL
     print(json.dumps(found.to_json(), indent=2) if "json" in line.modes else report(found))
     return EXIT_DONE if found.is_good else EXIT_INTERNAL
@@ -113,8 +133,12 @@ class Runs:
         plan = self.plan
         straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
         stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
-        stopped = self._run("stopped", plan.flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true")
-        resumed = self._run("resumed", plan.resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true")
+        stopped = self._run(
+            "stopped", plan.flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true"
+        )
+        resumed = self._run(
+            "resumed", plan.resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true"
+        )
         if len(stopped) == len(resumed):
             whole = [before + after for before, after in zip(stopped, resumed, strict=True)]
             return compare_exactly(straight, whole, stop_after)
@@ -138,7 +162,9 @@ class Runs:
         if child == 0:
             _launch(loaded, flags, lambda: self.observe(loaded, notes, stop_after), output)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        steps = [_lines(path) for path in sorted(notes.iterdir(), key=lambda path: int(path.stem[5:]))]
+        steps = [
+            _lines(path) for path in sorted(notes.iterdir(), key=lambda path: int(path.stem[5:]))
+        ]
         if code != expected or not steps:
             raise RunFailed(name, code, output.read_text(errors="replace"))
         return steps
@@ -149,7 +175,9 @@ class Runs:
         return SHORT_TOLERANCE if any(dtype in _SHORT for dtype in dtypes) else TOLERANCE
 
 
-def _launch(loaded: LoadedRecipe, flags: LaunchFlags, prepare: Callable[[], type], output: Path) -> None:
+def _launch(
+    loaded: LoadedRecipe, flags: LaunchFlags, prepare: Callable[[], type], output: Path
+) -> None:
     """Launch the run in the forked process, with its output redirected to *output*. Does not return."""
     from automodel_ckpt.cli.launch.launcher import launch
     from automodel_ckpt.cli.launch.worker import exit_now
@@ -167,9 +195,13 @@ def _lines(path: Path) -> list[Any]:
 def report(found: Comparison) -> str:
     """Format the comparison as text."""
     before, after = found.num_ranks
-    ranks = f"{before} rank{'s' * (before > 1)}" + (f", resumed on {after}" if after != before else "")
+    ranks = f"{before} rank{'s' * (before > 1)}" + (
+        f", resumed on {after}" if after != before else ""
+    )
     lines = [_step_line(step) for step in found.steps]
-    lines += [f"{found.verdict}: {found.num_steps} steps, stopped after step {found.stopped_after}, {ranks}"]
+    lines += [
+        f"{found.verdict}: {found.num_steps} steps, stopped after step {found.stopped_after}, {ranks}"
+    ]
     if found.first_difference is not None:
         lines.append(f"  first difference: {found.first_difference}")
         if found.first_difference.step <= found.stopped_after:
@@ -177,7 +209,11 @@ def report(found: Comparison) -> str:
                 "  it is before the stop: two runs differ even without a resume (deterministic: true may help)"
             )
     for name, value in found.largest.items():
-        limit = f"tolerance {found.tolerance:g}" if found.judged else "not compared: the model has dropout"
+        limit = (
+            f"tolerance {found.tolerance:g}"
+            if found.judged
+            else "not compared: the model has dropout"
+        )
         lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
     return "\n".join(lines)
 
@@ -193,5 +229,8 @@ def check_selftest_options(line: CommandLine) -> None:
     stray = sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"})
     if stray and "selftest_resume" not in line.modes:
         flags = [f"--{name.replace('_', '-')}" for name in stray]
-        problems = [Problem(f"{flag} requires --selftest-resume", flag, "", "add --selftest-resume") for flag in flags]
+        problems = [
+            Problem(f"{flag} requires --selftest-resume", flag, "", "add --selftest-resume")
+            for flag in flags
+        ]
         raise RecipeError.all_of(problems)

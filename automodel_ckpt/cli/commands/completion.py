@@ -34,7 +34,11 @@ def completion(shell: str, parser: argparse.ArgumentParser) -> int:
     if shell == "fish":
         print("\n".join(_fish(words, training_words())))
     else:
-        zsh = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
+        zsh = (
+            "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+            if shell == "zsh"
+            else ""
+        )
         print(zsh + _bash(words, training_words()))
     return EXIT_DONE
 
@@ -74,7 +78,9 @@ def _keys(section: type[Any], prefix: str) -> Iterator[str]:
 
 
 def _bash(commands: Mapping[str, Sequence[str]], training: Sequence[str]) -> str:
-    cases = "\n".join(f'    {name}) words="{" ".join(words)}" ;;' for name, words in commands.items())
+    cases = "\n".join(
+        f'    {name}) words="{" ".join(words)}" ;;' for name, words in commands.items()
+    )
     return f"""\
 _ckpt() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words=""

@@ -26,13 +26,26 @@ def parser() -> argparse.ArgumentParser:
         epilog="Environment: NPROC_PER_NODE, the default of --nproc.",
     )
     result.add_argument(
-        "-m", "--model-name", help="name of the base model for messages; metadata is read from .hf_metadata"
+        "-m",
+        "--model-name",
+        help="name of the base model for messages; metadata is read from .hf_metadata",
     )
-    result.add_argument("-i", "--input-dir", required=True, help="a checkpoint, its model/, or a directory of shards")
-    result.add_argument("-o", "--output-dir", help="default: consolidated/ in the model's directory")
-    result.add_argument("--num-threads", type=int, default=5, help="threads of each process (default: 5)")
+    result.add_argument(
+        "-i",
+        "--input-dir",
+        required=True,
+        help="a checkpoint, its model/, or a directory of shards",
+    )
+    result.add_argument(
+        "-o", "--output-dir", help="default: consolidated/ in the model's directory"
+    )
+    result.add_argument(
+        "--num-threads", type=int, default=5, help="threads of each process (default: 5)"
+    )
     result.add_argument("--nproc", type=int, help="processes (default: NPROC_PER_NODE, or 1)")
-    result.add_argument("--cast-dtype", metavar="DTYPE", help="bf16, fp16, fp32 or fp64: cast every ordinary float")
+    result.add_argument(
+        "--cast-dtype", metavar="DTYPE", help="bf16, fp16, fp32 or fp64: cast every ordinary float"
+    )
     result.add_argument(
         "--backend",
         choices=("auto", "gloo", "nccl"),
@@ -49,7 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     try:
         num_procs = arguments.nproc or _processes()
-        export(arguments.input_dir, arguments.output_dir, arguments.cast_dtype, num_procs, arguments.num_threads)
+        export(
+            arguments.input_dir,
+            arguments.output_dir,
+            arguments.cast_dtype,
+            num_procs,
+            arguments.num_threads,
+        )
     except (AutomodelError, KeyboardInterrupt) as error:
         code, message = describe(error)
         print_error(message)
@@ -64,11 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(
-    source: str | os.PathLike[str], output: str | None, cast_dtype: str | None, num_procs: int, num_threads: int,
-    *, quiet: bool = False,
-) -> ConsolidationReport:  # fmt: skip
+    source: str | os.PathLike[str],
+    output: str | None,
+    cast_dtype: str | None,
+    num_procs: int,
+    num_threads: int,
+    *,
+    quiet: bool = False,
+) -> ConsolidationReport:
     """Consolidate and log to standard error; unless *quiet*, print the output directory on standard output."""
-    report = consolidate(source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=say)
+    report = consolidate(
+        source, output, cast_dtype=cast_dtype, num_threads=num_threads, num_procs=num_procs, log=say
+    )
     say(summary(report))
     if not quiet:
         print_path(report.output)
@@ -80,7 +106,8 @@ def summary(report: ConsolidationReport) -> str:
     files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
     checked = "digests checked" if report.checked else "source unchecked"
     return (
-        f"wrote {report.num_tensors} tensors in {files}, {size_text(report.nbytes)}, {report.seconds:.1f} s ({checked})"
+        f"wrote {report.num_tensors} tensors in {files}, "
+        f"{size_text(report.nbytes)}, {report.seconds:.1f} s ({checked})"
     )
 
 

@@ -50,13 +50,16 @@ class Side:
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "diff", help="compare two checkpoints",
+        "diff",
+        help="compare two checkpoints",
         description="Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
         "change if A were resumed with B's recipe. Tensors with equal digests are not read. The exit code is 3 if a "
         "tensor is damaged.",
-    )  # fmt: skip
+    )
     for name in ("a", "b"):
-        command.add_argument(name, metavar=name.upper(), help=f"{WHERE}, or a directory of another program")
+        command.add_argument(
+            name, metavar=name.upper(), help=f"{WHERE}, or a directory of another program"
+        )
     return command
 
 
@@ -87,9 +90,13 @@ def _side(path: Path) -> Side:
     from automodel_ckpt.checkpoint.tensors.difference import Held
     from automodel_ckpt.convert.sources.external import open_external
 
-    if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(path.parent / layout.MANIFEST):
+    if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(
+        path.parent / layout.MANIFEST
+    ):
         source = open_external(path)
-        return Side(path, trees={"model": Held(source.root, source.tensors)}, recipe=recipe_leaves(path))
+        return Side(
+            path, trees={"model": Held(source.root, source.tensors)}, recipe=recipe_leaves(path)
+        )
     path = path if os.path.lexists(path / layout.MANIFEST) else path.parent
     manifest = Manifest.read(path)
     files = {name: record.files for name, record in manifest.state.items()}
@@ -113,10 +120,15 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
         empty = Held(Path(), {})
         trees[name] = asdict(compare(a.trees.get(name, empty), b.trees.get(name, empty)))
     return {
-        "a": str(a.path), "b": str(b.path), "foreign": [str(side.path) for side in (a, b) if side.is_external],
-        "general": changed_leaves(a.general, b.general), "recipe": changed_leaves(a.recipe, b.recipe),
-        "environment": changed_leaves(a.environment, b.environment), "trees": trees, "resume": list(resume_lines(a, b)),
-    }  # fmt: skip
+        "a": str(a.path),
+        "b": str(b.path),
+        "foreign": [str(side.path) for side in (a, b) if side.is_external],
+        "general": changed_leaves(a.general, b.general),
+        "recipe": changed_leaves(a.recipe, b.recipe),
+        "environment": changed_leaves(a.environment, b.environment),
+        "trees": trees,
+        "resume": list(resume_lines(a, b)),
+    }
 
 
 # ---------------------------------------------------------------- a resume of A under B's recipe
@@ -126,7 +138,10 @@ def resume_lines(a: Side, b: Side) -> Iterator[str]:
     """Yield a sentence for each effect of resuming A with the recipe of B instead of its own."""
     if a.is_external or not a.recipe or not b.recipe:
         return
-    step, changed = int(a.general["step"]), {k for k in {*a.recipe, *b.recipe} if a.recipe.get(k) != b.recipe.get(k)}
+    step, changed = (
+        int(a.general["step"]),
+        {k for k in {*a.recipe, *b.recipe} if a.recipe.get(k) != b.recipe.get(k)},
+    )
     yield from _resume_failures(a, b)
     yield from _schedule(a, b, step)
     if ("lr_scheduler" in a.state) == ("lr_scheduler" in b.state):
@@ -135,8 +150,7 @@ def resume_lines(a: Side, b: Side) -> Iterator[str]:
 
 
 def _resume_failures(a: Side, b: Side) -> Iterator[str]:
-    for one, other, how in ((a, b, "saved in A, missing in B"),
-                            (b, a, "saved in B, missing in A")):  # fmt: skip
+    for one, other, how in ((a, b, "saved in A, missing in B"), (b, a, "saved in B, missing in A")):
         if names := ", ".join(sorted(one.state - other.state)):
             yield f"the resume fails without --checkpoint.allow_missing_state '[{names}]': {how}"
     for name in sorted(a.trees.keys() & b.trees.keys()):
@@ -171,7 +185,9 @@ def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
         yield f"the peak learning rate changes from {peak} to {others} (optimizer.on_resume: recipe)"
     elif peak != others:
         yield f"the peak learning rate stays {peak} as saved; {others} in the recipe only applies to new runs"
-    for key in sorted(key for key in changed if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS):
+    for key in sorted(
+        key for key in changed if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS
+    ):
         kept, new = (side.recipe.get(key, "default") for side in (a, b))
         if applies:
             yield f"{key} changes from {kept} to {new} (optimizer.on_resume: recipe)"
@@ -189,7 +205,11 @@ def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
 
 def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> float | None:
     """Learning rate of step ``step + 1`` in the schedule of *side*; None if it cannot be computed."""
-    section = {key.partition(".")[2]: text for key, text in side.recipe.items() if key.startswith("lr_scheduler")}
+    section = {
+        key.partition(".")[2]: text
+        for key, text in side.recipe.items()
+        if key.startswith("lr_scheduler")
+    }
     try:
         lr = float(peak or "")
         if section in ({}, {"": "null"}):
@@ -199,15 +219,27 @@ def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> 
         from automodel_ckpt.training.lr import build_schedule
 
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-        given = {key: text for key, text in section.items() if key in _NUMBERS and text not in ("null", "")}
+        given = {
+            key: text
+            for key, text in section.items()
+            if key in _NUMBERS and text not in ("null", "")
+        }
         numbers = {key: float(text) for key, text in given.items()}
         warmup, decay = numbers.get("warmup_steps"), numbers.get("decay_steps")
-        extra = {key.partition(".")[2]: float(text) for key, text in section.items() if key.startswith("kwargs.")}
+        extra = {
+            key.partition(".")[2]: float(text)
+            for key, text in section.items()
+            if key.startswith("kwargs.")
+        }
         schedule: Any = build_schedule(
-            optimizer, section["name"], total_steps=steps.get("planned_steps"),
-            warmup_steps=None if warmup is None else int(warmup), decay_steps=None if decay is None else int(decay),
-            warmup_ratio=numbers.get("warmup_ratio"), kwargs=extra,
-        )  # fmt: skip
+            optimizer,
+            section["name"],
+            total_steps=steps.get("planned_steps"),
+            warmup_steps=None if warmup is None else int(warmup),
+            decay_steps=None if decay is None else int(decay),
+            warmup_ratio=numbers.get("warmup_ratio"),
+            kwargs=extra,
+        )
         return float(lr * schedule.lr_lambdas[0](step))
     except Exception:  # the recipe is of another version, or its schedule has non-numeric settings
         return None
@@ -240,8 +272,14 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
-    for title, key in (("checkpoint", "general"), ("recipe", "recipe"), ("environment", "environment")):
-        rows = [(name, _text(one), "->", _text(other)) for name, (one, other) in document[key].items()]
+    for title, key in (
+        ("checkpoint", "general"),
+        ("recipe", "recipe"),
+        ("environment", "environment"),
+    ):
+        rows = [
+            (name, _text(one), "->", _text(other)) for name, (one, other) in document[key].items()
+        ]
         yield from _section(title, table(rows) if rows else ["no difference"])
     for name, tree in document["trees"].items():
         yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
@@ -265,7 +303,12 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
         rows = [("tensor", "largest change", "relative norm", "elements changed")]
         order = sorted(tree["changed"], key=lambda change: -(change["relative"] or 0.0))
         rows += [
-            (c["fqn"], _number(c["max_abs"]), _number(c["relative"]), f"{c['num_changed']} of {c['numel']}")
+            (
+                c["fqn"],
+                _number(c["max_abs"]),
+                _number(c["relative"]),
+                f"{c['num_changed']} of {c['numel']}",
+            )
             for c in order[:_SHOWN]
         ]
         yield from fitted(rows, (1, 2, 3), ("elements changed", "largest change"))

@@ -8,7 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.commands.render import file_lines, pairs, section, statistics, tensor_lines, totals
+from automodel_ckpt.cli.commands.render import (
+    file_lines,
+    pairs,
+    section,
+    statistics,
+    tensor_lines,
+    totals,
+)
 from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text
 from automodel_ckpt.units import values_text
 
@@ -35,7 +42,13 @@ def facts(path: Path) -> dict[str, Any] | None:
         return None
     losses = {key: found.losses.get(key) for key in ("train_loss", "val_loss")}
     reason = f"external, unverified: {found.kind}"
-    return {"nbytes": found.nbytes, "created": found.written, "reason": reason, "foreign": True, **losses}
+    return {
+        "nbytes": found.nbytes,
+        "created": found.written,
+        "reason": reason,
+        "foreign": True,
+        **losses,
+    }
 
 
 def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
@@ -48,18 +61,26 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         return None
     name = layout.parse_checkpoint_name(path.name)
     return {
-        "path": str(path), "foreign": True, "kind": found.kind,
+        "path": str(path),
+        "foreign": True,
+        "kind": found.kind,
         "note": EXPORTED if layout.EXPORT_MANIFEST in found.files else UNCHECKED,
-        "step": name.step if name else None, "epoch": name.epoch if name else None, "created": found.written,
-        "nbytes": found.nbytes, "losses": dict(found.losses), "files": dict(found.files),
+        "step": name.step if name else None,
+        "epoch": name.epoch if name else None,
+        "created": found.written,
+        "nbytes": found.nbytes,
+        "losses": dict(found.losses),
+        "files": dict(found.files),
         "trees": {
             name: {
-                "format": tree.kind, "problem": tree.problem, "values": tree.num_values,
+                "format": tree.kind,
+                "problem": tree.problem,
+                "values": tree.num_values,
                 "tensors": _tensors(path / name, tree, stats),
             }
             for name, tree in found.trees().items()
         },
-    }  # fmt: skip
+    }
 
 
 def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict[str, Any]]:
@@ -87,5 +108,7 @@ def lines(shown: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
         title = f"{place} ({tree['format']}): {totals(tree['tensors'])}"
         if tree["values"]:
             title += f", {values_text(tree['values'])}"
-        content = [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"], everything)
+        content = (
+            [tree["problem"]] if tree["problem"] else tensor_lines(tree["tensors"], everything)
+        )
         yield from section(title, content)

@@ -22,17 +22,36 @@ _SHOWN = 5
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "import", help="import a checkpoint of another program",
+        "import",
+        help="import a checkpoint of another program",
         description="Import the weights of a DCP directory, Hugging Face files, a safetensors file or shards, or a "
         "NeMo AutoModel checkpoint into a run directory, as a checkpoint that a recipe can start from. The source is "
         "neither executed nor modified. State that is not imported is listed.",
-    )  # fmt: skip
-    command.add_argument("source", metavar="SOURCE", help="directory of the other program, or a .safetensors file")
-    command.add_argument(
-        "run", nargs="?", default="checkpoints", metavar="RUN", help="run directory (default: checkpoints)"
     )
-    command.add_argument("--step", type=int, default=0, metavar="S", help="step in the checkpoint's name (default: 0)")
-    command.add_argument("--epoch", type=int, default=0, metavar="E", help="step in the checkpoint's name (default: 0)")
+    command.add_argument(
+        "source", metavar="SOURCE", help="directory of the other program, or a .safetensors file"
+    )
+    command.add_argument(
+        "run",
+        nargs="?",
+        default="checkpoints",
+        metavar="RUN",
+        help="run directory (default: checkpoints)",
+    )
+    command.add_argument(
+        "--step",
+        type=int,
+        default=0,
+        metavar="S",
+        help="step in the checkpoint's name (default: 0)",
+    )
+    command.add_argument(
+        "--epoch",
+        type=int,
+        default=0,
+        metavar="E",
+        help="step in the checkpoint's name (default: 0)",
+    )
     command.add_argument("--dry-run", action="store_true", help="only show what would be taken")
     return command
 
@@ -44,10 +63,14 @@ def import_(arguments: argparse.Namespace) -> int:
     for name in ("step", "epoch"):
         if getattr(arguments, name) < 0:
             raise RecipeError(
-                "step and epoch must not be negative", where=f"--{name}", value=getattr(arguments, name),
+                "step and epoch must not be negative",
+                where=f"--{name}",
+                value=getattr(arguments, name),
                 remedy="use 0 or more",
-            )  # fmt: skip
-    planned = prepare(Path(arguments.source), Path(arguments.run), step=arguments.step, epoch=arguments.epoch)
+            )
+    planned = prepare(
+        Path(arguments.source), Path(arguments.run), step=arguments.step, epoch=arguments.epoch
+    )
     if not arguments.json:
         print("\n".join(_lines(planned)))
     if not arguments.dry_run:
@@ -63,11 +86,18 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
     from automodel_ckpt.convert.import_checkpoint import ABSENT
 
     return {
-        "source": str(planned.source), "kind": planned.kind, "checkpoint": str(planned.target), "dry_run": dry_run,
-        "num_tensors": len(planned.weights.tensors), "nbytes": planned.nbytes,
-        "files": [file.name for file in planned.plan.files], "side_files": [*planned.side_files],
-        "has_config": planned.has_config, "absent": [*ABSENT], "left_out": [*planned.left_out],
-    }  # fmt: skip
+        "source": str(planned.source),
+        "kind": planned.kind,
+        "checkpoint": str(planned.target),
+        "dry_run": dry_run,
+        "num_tensors": len(planned.weights.tensors),
+        "nbytes": planned.nbytes,
+        "files": [file.name for file in planned.plan.files],
+        "side_files": [*planned.side_files],
+        "has_config": planned.has_config,
+        "absent": [*ABSENT],
+        "left_out": [*planned.left_out],
+    }
 
 
 def _lines(planned: Import) -> Iterator[str]:
@@ -82,4 +112,6 @@ def _lines(planned: Import) -> Iterator[str]:
     rows = [("weights", weights), ("other files", beside), ("not included", ", ".join(ABSENT))]
     rows += [("not imported", ", ".join(planned.left_out))] if planned.left_out else []
     yield from map(printable, table(rows))
-    yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {shlex.quote(str(planned.run))}")
+    yield printable(
+        f"to start from it: ckpt-train RECIPE.yaml --init_from.path {shlex.quote(str(planned.run))}"
+    )

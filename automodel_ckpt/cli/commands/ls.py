@@ -19,7 +19,18 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.run.verification_results import Note
 
-_TITLES = ("checkpoint", "step", "epoch", "train loss", "val loss", "size", "age", "complete", "verified", "")
+_TITLES = (
+    "checkpoint",
+    "step",
+    "epoch",
+    "train loss",
+    "val loss",
+    "size",
+    "age",
+    "complete",
+    "verified",
+    "",
+)
 # What a narrow terminal does without, in this order; the name, the step and the last column always stay.
 _DROPPED_FIRST = ("epoch", "verified", "train loss", "size", "age", "complete", "val loss")
 _RUN_TITLES = ("run", "checkpoints", "newest", "train loss", "val loss", "lowest", "size", "age")
@@ -66,9 +77,10 @@ class RunRow:
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "ls", help="list checkpoints or runs",
+        "ls",
+        help="list checkpoints or runs",
         description="List the checkpoints of a run, or the runs in a directory.",
-    )  # fmt: skip
+    )
     add_path(command)
     return command
 
@@ -102,7 +114,9 @@ def rows_of(run: Path) -> Iterator[Row]:
     from automodel_ckpt.checkpoint.run import resume
 
     pointers, notes = _pointers(run), _notes(run)
-    directories = [Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
+    directories = [
+        Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)
+    ]
     checkpoints = [run / str(name) for name in resume.checkpoint_names(run)]
     # A checkpoint that was moved to another disk is a link to its new place.
     moved = [path for path in checkpoints if path.is_symlink()]
@@ -126,7 +140,9 @@ def _missing(name: str, pointers: Sequence[str]) -> Row:
 
     parsed = layout.parse_checkpoint_name(name)
     step, epoch = (parsed.step, parsed.epoch) if parsed else (None, None)
-    return Row(name, False, step, epoch, pointers=tuple(pointers), reason="missing: no such checkpoint")
+    return Row(
+        name, False, step, epoch, pointers=tuple(pointers), reason="missing: no such checkpoint"
+    )
 
 
 def _pointers(run: Path) -> dict[str, list[str]]:
@@ -152,7 +168,11 @@ def _notes(run: Path) -> Mapping[str, Note]:
 def _looks_like_checkpoint(path: Path) -> bool:
     from automodel_ckpt.checkpoint import layout
 
-    named = layout.parse_checkpoint_name(path.name) or layout.is_superseded(path.name) or layout.is_staging(path.name)
+    named = (
+        layout.parse_checkpoint_name(path.name)
+        or layout.is_superseded(path.name)
+        or layout.is_staging(path.name)
+    )
     return (
         bool(named)
         or any(os.path.lexists(path / name) for name in (layout.MANIFEST, "model"))
@@ -174,38 +194,58 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
         return Row(path.name, False, step, epoch, reason=reason)
     moved_to = f"moved to {os.readlink(path)}" if path.is_symlink() else ""
     if moved_to and not path.is_dir():
-        return Row(path.name, False, step, epoch, pointers=here, reason=f"{moved_to}, which does not exist")
+        return Row(
+            path.name, False, step, epoch, pointers=here, reason=f"{moved_to}, which does not exist"
+        )
     if not os.path.lexists(path / layout.MANIFEST):
         return _without_manifest(path, step, epoch, here)
     try:
         summary = Summary.read(path)
     except CheckpointUnusable as error:
         problem = error.problems[0]
-        return Row(path.name, False, step, epoch, pointers=here, reason=f"{problem.what}: {problem.value}")
+        return Row(
+            path.name, False, step, epoch, pointers=here, reason=f"{problem.what}: {problem.value}"
+        )
     note = notes.get(path.name)
     damaged = note is not None and not note.ok
     reasons = (
         "damaged: run `ckpt verify` for details" if damaged else "",
-        "superseded: the run was resumed from an earlier step" if layout.is_superseded(path.name) else "",
+        "superseded: the run was resumed from an earlier step"
+        if layout.is_superseded(path.name)
+        else "",
         "" if summary.has_optimizer else "weights only",
         moved_to,
     )
     losses = {**summary.losses, **recall(path, summary.digest)}
     train_loss, val_loss = (_number(losses.get(key)) for key in ("train_loss", "val_loss"))
     return Row(
-        path.name, not damaged, summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, summary.created,
-        here, next(filter(None, reasons), ""), verified=note.time if note else None, damaged=damaged,
-    )  # fmt: skip
+        path.name,
+        not damaged,
+        summary.step,
+        summary.epoch,
+        train_loss,
+        val_loss,
+        summary.nbytes,
+        summary.created,
+        here,
+        next(filter(None, reasons), ""),
+        verified=note.time if note else None,
+        damaged=damaged,
+    )
 
 
-def _without_manifest(path: Path, step: int | None, epoch: int | None, pointers: tuple[str, ...]) -> Row:
+def _without_manifest(
+    path: Path, step: int | None, epoch: int | None, pointers: tuple[str, ...]
+) -> Row:
     from automodel_ckpt.checkpoint import layout
 
     if (facts := external.facts(path)) is not None:
         facts |= {key: _number(facts[key]) for key in ("train_loss", "val_loss")}
         return Row(path.name, False, step, epoch, pointers=pointers, **facts)
     what = "external" if step is None else "torn or external"
-    return Row(path.name, False, step, epoch, pointers=pointers, reason=f"{what}: no {layout.MANIFEST}")
+    return Row(
+        path.name, False, step, epoch, pointers=pointers, reason=f"{what}: no {layout.MANIFEST}"
+    )
 
 
 def _number(value: object) -> float | None:
@@ -256,9 +296,15 @@ def _cells(row: Row) -> tuple[str, ...]:
     verified = _age(row.verified)
     name = layout.staged_name(row.name) or row.name
     return (
-        printable(name), *_counts(row.step, row.epoch), *_losses(row.train_loss, row.val_loss), _size(row.nbytes),
-        _age(row.created), complete, verified, printable(notes),
-    )  # fmt: skip
+        printable(name),
+        *_counts(row.step, row.epoch),
+        *_losses(row.train_loss, row.val_loss),
+        _size(row.nbytes),
+        _age(row.created),
+        complete,
+        verified,
+        printable(notes),
+    )
 
 
 def _print_runs(rows: Sequence[RunRow], as_json: bool) -> int:
@@ -267,11 +313,15 @@ def _print_runs(rows: Sequence[RunRow], as_json: bool) -> int:
         return EXIT_DONE
     cells = [
         (
-            printable(row.run), str(row.num_checkpoints), printable(row.newest or "none"),
-            *_losses(row.train_loss, row.val_loss, row.lowest_val_loss), _size(row.nbytes), _age(row.created),
+            printable(row.run),
+            str(row.num_checkpoints),
+            printable(row.newest or "none"),
+            *_losses(row.train_loss, row.val_loss, row.lowest_val_loss),
+            _size(row.nbytes),
+            _age(row.created),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     head, *lines = fitted([_RUN_TITLES, *cells], (1, *range(3, 8)), _RUN_DROPPED_FIRST)
     print(coloured(head, "bold", sys.stdout))
     print("\n".join(lines))

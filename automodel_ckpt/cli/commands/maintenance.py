@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.cli.paths import add_path, run_around, run_directory, whole_checkpoint
-from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json, size_text, table
+from automodel_ckpt.cli.terminal import (
+    coloured,
+    printable,
+    printable_lines,
+    problem_json,
+    size_text,
+    table,
+)
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, RecipeError
 
 _LEFTOVER = "an export is in progress or was interrupted; the next start of the run removes it"
@@ -21,22 +28,30 @@ _LEFTOVER = "an export is in progress or was interrupted; the next start of the 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands to ``ckpt``'s."""
     verify = commands.add_parser(
-        "verify", help="verify the digests of all files",
+        "verify",
+        help="verify the digests of all files",
         description="Verify the digest of every file of a checkpoint and its exports, or of all checkpoints of a run.",
-    )  # fmt: skip
+    )
     add_path(verify)
     verify.add_argument(
-        "--deep", action="store_true", help="also verify each slice, and report files that are not in the manifest"
+        "--deep",
+        action="store_true",
+        help="also verify each slice, and report files that are not in the manifest",
     )
     verify.add_argument(
-        "--num-threads", type=_at_least(1), default=2, metavar="N", help="number of reader threads (default: 2)"
+        "--num-threads",
+        type=_at_least(1),
+        default=2,
+        metavar="N",
+        help="number of reader threads (default: 2)",
     )
     prune = commands.add_parser(
-        "prune", help="remove old checkpoints",
+        "prune",
+        help="remove old checkpoints",
         description="Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the "
         "targets of LATEST, LOWEST_VAL, pins and other links in the run directory, and anything that is not a "
         "complete checkpoint.",
-    )  # fmt: skip
+    )
     prune.add_argument(
         "path",
         nargs="?",
@@ -46,10 +61,17 @@ def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     )
     prune.add_argument("--keep-last", type=_at_least(1), metavar="N", help="keep the newest N")
     prune.add_argument(
-        "--keep-best", type=_at_least(0), default=0, metavar="K", help="keep the best K by --metric (default: 0)"
+        "--keep-best",
+        type=_at_least(0),
+        default=0,
+        metavar="K",
+        help="keep the best K by --metric (default: 0)",
     )
     prune.add_argument(
-        "--keep-every-steps", type=_at_least(1), metavar="N", help="keep checkpoints whose step is a multiple of N"
+        "--keep-every-steps",
+        type=_at_least(1),
+        metavar="N",
+        help="keep checkpoints whose step is a multiple of N",
     )
     prune.add_argument(
         "--keep-steps",
@@ -59,19 +81,31 @@ def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
         metavar="S",
         help="keep the checkpoints of these steps",
     )
-    prune.add_argument("--metric", default="val_loss", help="key in losses.json for --keep-best (default: val_loss)")
-    prune.add_argument("--max", action="store_true", help="higher values of --metric are better")
-    prune.add_argument("--superseded", action="store_true", help="also remove superseded checkpoints")
     prune.add_argument(
-        "--drop-optimizer", action="store_true", help="remove only the optimizer state, and keep the weights"
+        "--metric",
+        default="val_loss",
+        help="key in losses.json for --keep-best (default: val_loss)",
+    )
+    prune.add_argument("--max", action="store_true", help="higher values of --metric are better")
+    prune.add_argument(
+        "--superseded", action="store_true", help="also remove superseded checkpoints"
+    )
+    prune.add_argument(
+        "--drop-optimizer",
+        action="store_true",
+        help="remove only the optimizer state, and keep the weights",
     )
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     pin = commands.add_parser(
-        "pin", help="protect a checkpoint from removal", description="Protect a checkpoint from removal."
+        "pin",
+        help="protect a checkpoint from removal",
+        description="Protect a checkpoint from removal.",
     )
     unpin = commands.add_parser("unpin", help="remove a pin", description="Remove a pin.")
     for command in (pin, unpin):
-        command.add_argument("path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST")
+        command.add_argument(
+            "path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST"
+        )
     return [verify, prune, pin, unpin]
 
 
@@ -90,14 +124,25 @@ def verify(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.path)
     run = run_directory(path) if path.is_dir() else None
-    targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))] if run else [whole_checkpoint(path)]
+    targets = (
+        [run / str(name) for name in reversed(resume.checkpoint_names(run))]
+        if run
+        else [whole_checkpoint(path)]
+    )
     results = []
     for target in targets:
         results.append((target, _problems(target, arguments)))
         results += [(export, _export_problems(export, arguments)) for export in _exports(target)]
     _note(results)
     if arguments.json:
-        print(json.dumps([{"path": str(t), "ok": not p, "problems": [*map(problem_json, p)]} for t, p in results]))
+        print(
+            json.dumps(
+                [
+                    {"path": str(t), "ok": not p, "problems": [*map(problem_json, p)]}
+                    for t, p in results
+                ]
+            )
+        )
     else:
         for target, problems in results:
             print(f"{printable(str(target))}: {_verdict(target, problems)}")
@@ -129,7 +174,9 @@ def _is_external(target: Path) -> bool:
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.convert.sources import external
 
-    described = any(os.path.lexists(target / name) for name in (layout.MANIFEST, layout.EXPORT_MANIFEST))
+    described = any(
+        os.path.lexists(target / name) for name in (layout.MANIFEST, layout.EXPORT_MANIFEST)
+    )
     return not described and not target.is_symlink() and bool(external.kinds_in(target))
 
 
@@ -168,7 +215,9 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
             return _export_problems(checkpoint, arguments)
         if _is_external(checkpoint):
             remedy = "`ckpt import` makes a checkpoint with digests; `ckpt show --stats` reads the tensors"
-            return [Problem("unverifiable: no digests", str(checkpoint), "no MANIFEST.json", remedy)]
+            return [
+                Problem("unverifiable: no digests", str(checkpoint), "no MANIFEST.json", remedy)
+            ]
     try:
         manifest = Manifest.read(checkpoint)
     except CheckpointUnusable as error:
@@ -191,11 +240,17 @@ def prune(arguments: argparse.Namespace) -> int:
     keep = _policy(arguments, policy)
 
     def chosen() -> dict[str, int]:
-        removals = maintenance.removable(run, keep, metric_key=arguments.metric, superseded=arguments.superseded)
+        removals = maintenance.removable(
+            run, keep, metric_key=arguments.metric, superseded=arguments.superseded
+        )
         return {removal.name: removal.nbytes for removal in removals}
 
     if arguments.dry_run:
-        freed = {name: _optimizer_bytes(run / name) for name in chosen()} if arguments.drop_optimizer else chosen()
+        freed = (
+            {name: _optimizer_bytes(run / name) for name in chosen()}
+            if arguments.drop_optimizer
+            else chosen()
+        )
     else:
         # What stays is decided under the lease: a live run, or another prune, changes it.
         lease = Lease(run)
@@ -209,13 +264,18 @@ def prune(arguments: argparse.Namespace) -> int:
 
 
 def _removed(
-    arguments: argparse.Namespace, run: Path, chosen: dict[str, int], check_lease: Callable[[], None]
+    arguments: argparse.Namespace,
+    run: Path,
+    chosen: dict[str, int],
+    check_lease: Callable[[], None],
 ) -> dict[str, int]:
     """Remove the *chosen* checkpoints or their optimizer state; returns the bytes that each removal has freed."""
     from automodel_ckpt.checkpoint.run import maintenance
 
     if not arguments.drop_optimizer:
-        return {name: chosen[name] for name in maintenance.remove(run, chosen, check_lease=check_lease)}
+        return {
+            name: chosen[name] for name in maintenance.remove(run, chosen, check_lease=check_lease)
+        }
     freed = {}
     for name in chosen:
         check_lease()
@@ -226,13 +286,18 @@ def _removed(
 def _policy(arguments: argparse.Namespace, policy: Any) -> Any:
     if arguments.keep_last is None and not arguments.superseded:
         raise RecipeError(
-            "no checkpoints were selected to keep", where="ckpt prune", value="no --keep-last",
+            "no checkpoints were selected to keep",
+            where="ckpt prune",
+            value="no --keep-last",
             remedy="add --keep-last N (try it with --dry-run first), or --superseded",
-        )  # fmt: skip
+        )
     return policy.KeepPolicy(
-        arguments.keep_last, arguments.keep_best, arguments.keep_every_steps, frozenset(arguments.keep_steps),
+        arguments.keep_last,
+        arguments.keep_best,
+        arguments.keep_every_steps,
+        frozenset(arguments.keep_steps),
         "max" if arguments.max else "min",
-    )  # fmt: skip
+    )
 
 
 def _optimizer_bytes(checkpoint: Path) -> int:
@@ -246,12 +311,29 @@ def _optimizer_bytes(checkpoint: Path) -> int:
 def _print_prune(arguments: argparse.Namespace, freed: dict[str, int]) -> None:
     if arguments.json:
         removed = [{"name": name, "nbytes": nbytes} for name, nbytes in freed.items()]
-        print(json.dumps({"dry_run": arguments.dry_run, "drop_optimizer": arguments.drop_optimizer, "pruned": removed}))
+        print(
+            json.dumps(
+                {
+                    "dry_run": arguments.dry_run,
+                    "drop_optimizer": arguments.drop_optimizer,
+                    "pruned": removed,
+                }
+            )
+        )
         return
     what = "optimizer state of" if arguments.drop_optimizer else ""
     verb = "would remove" if arguments.dry_run else "removed"
     if freed:
-        print("\n".join(table([(f"{verb} {what}".strip(), printable(n), size_text(b)) for n, b in freed.items()])))
+        print(
+            "\n".join(
+                table(
+                    [
+                        (f"{verb} {what}".strip(), printable(n), size_text(b))
+                        for n, b in freed.items()
+                    ]
+                )
+            )
+        )
     total = f"{size_text(sum(freed.values()))} {'to free' if arguments.dry_run else 'freed'}"
     print(total if freed else "nothing to remove")
 
@@ -270,7 +352,13 @@ def pin(arguments: argparse.Namespace) -> int:
         root, name = maintenance.pin_at(path) or maintenance.run_of(whole_checkpoint(path))
         done = maintenance.unpin(root, name)
     if arguments.json:
-        print(json.dumps({"checkpoint": name, "pinned": arguments.command == "pin", "changed": done}))
+        print(
+            json.dumps({"checkpoint": name, "pinned": arguments.command == "pin", "changed": done})
+        )
     else:
-        print(f"{arguments.command}ned {printable(name)}" if done else f"{printable(name)} was not pinned")
+        print(
+            f"{arguments.command}ned {printable(name)}"
+            if done
+            else f"{printable(name)} was not pinned"
+        )
     return EXIT_DONE

@@ -16,7 +16,13 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.report.history import History, Series
 
-_TERMINAL = (("loss", "loss"), ("val_loss", "validation"), ("grad_norm", "grad norm"), ("lr", "lr"), ("tps", "tok/s"))
+_TERMINAL = (
+    ("loss", "loss"),
+    ("val_loss", "validation"),
+    ("grad_norm", "grad norm"),
+    ("lr", "lr"),
+    ("tps", "tok/s"),
+)
 # Columns that a line takes beside its curve, at most.
 _BESIDE = 40
 
@@ -36,7 +42,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         metavar="RUN",
         help="run directories, or paths inside them (default: current directory)",
     )
-    plot.add_argument("--output", "-o", metavar="FILE", help="write a standalone .html page or a .png image")
+    plot.add_argument(
+        "--output", "-o", metavar="FILE", help="write a standalone .html page or a .png image"
+    )
     return plot
 
 
@@ -45,7 +53,10 @@ def plot(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.report.history import read_history
 
     directories = [run_around(Path(path)) or Path(path) for path in arguments.paths]
-    runs = [read_history(path, name) for path, name in zip(directories, _names(directories), strict=True)]
+    runs = [
+        read_history(path, name)
+        for path, name in zip(directories, _names(directories), strict=True)
+    ]
     if arguments.output:
         _write(runs, Path(arguments.output))
     if arguments.json:
@@ -79,9 +90,11 @@ def _write(runs: list[History], file: Path) -> None:
         file.write_bytes(page(runs).encode("utf-8", "backslashreplace"))  # a name may be no Unicode
     else:
         raise RecipeError(
-            "unsupported file extension", where="--output", value=str(file),
+            "unsupported file extension",
+            where="--output",
+            value=str(file),
             remedy="use .html or .png",
-        )  # fmt: skip
+        )
 
 
 def _lines(run: History) -> Iterator[str]:
@@ -105,7 +118,10 @@ def _document(run: History) -> dict[str, Any]:
         return {"steps": list(series.steps), "values": list(series.values)}
 
     return {
-        "name": run.name, "path": str(run.path), "num_tokens": run.num_tokens, "resumed_at": list(run.resumed_at),
+        "name": run.name,
+        "path": str(run.path),
+        "num_tokens": run.num_tokens,
+        "resumed_at": list(run.resumed_at),
         "checkpoints": [checkpoint.name for checkpoint in run.checkpoints],
         "series": {name: points(series) for name, series in run.series.items()},
-    }  # fmt: skip
+    }

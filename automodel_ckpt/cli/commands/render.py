@@ -40,7 +40,12 @@ def damage_in(document: Mapping[str, Any]) -> list[Problem]:
         if tree.get("problem"):
             what = "the tensors cannot be read"
             found.append(
-                Problem(what, str(Path(document["path"], name)), tree["problem"], "run `ckpt verify` for details")
+                Problem(
+                    what,
+                    str(Path(document["path"], name)),
+                    tree["problem"],
+                    "run `ckpt verify` for details",
+                )
             )
         for tensor in tree["tensors"].values():
             found += [Problem(**problem) for problem in tensor.get("damaged", ())]
@@ -71,12 +76,23 @@ def count(things: Sized, name: str) -> str:
 def tensor_lines(tensors: Mapping[str, Mapping[str, Any]], everything: bool) -> list[str]:
     """A table of all tensors, with statistics where they were computed; in groups where neither that nor *everything*
     is wanted."""
-    with_statistics = any("statistics" in tensor or "damaged" in tensor for tensor in tensors.values())
+    with_statistics = any(
+        "statistics" in tensor or "damaged" in tensor for tensor in tensors.values()
+    )
     if not everything and not with_statistics:
         return _grouped_lines(tensors)
-    titles = [("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values())] if with_statistics else []
+    titles = (
+        [("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values())]
+        if with_statistics
+        else []
+    )
     rows = [
-        (printable(fqn), tensor["dtype"], str(list(tensor["shape"])), *_placement(tensor, with_statistics))
+        (
+            printable(fqn),
+            tensor["dtype"],
+            str(list(tensor["shape"])),
+            *_placement(tensor, with_statistics),
+        )
         for fqn, tensor in _together(tensors)
     ]
     right = range(3, 12) if with_statistics else ()
@@ -115,7 +131,11 @@ def _placement(tensor: Mapping[str, Any], with_statistics: bool) -> Iterator[str
 def file_lines(files: Mapping[str, int], everything: bool) -> list[str]:
     """A table of files and their sizes in bytes; unless *everything* is wanted, a line for each directory."""
     if everything:
-        return table([(name, size_text(size)) for name, size in sorted(files.items())]) if files else []
+        return (
+            table([(name, size_text(size)) for name, size in sorted(files.items())])
+            if files
+            else []
+        )
     directories: dict[str, list[int]] = {}
     for name, size in sorted(files.items()):
         top, _, rest = name.partition("/")

@@ -22,7 +22,14 @@ from automodel_ckpt.cli.commands.render import (
 )
 from automodel_ckpt.cli.commands.small_files import first_state, recipe_leaves
 from automodel_ckpt.cli.paths import add_path, whole_checkpoint
-from automodel_ckpt.cli.terminal import age_text, coloured, json_text, print_error, printable, size_text
+from automodel_ckpt.cli.terminal import (
+    age_text,
+    coloured,
+    json_text,
+    print_error,
+    printable,
+    size_text,
+)
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
 
 if TYPE_CHECKING:
@@ -36,19 +43,23 @@ _WIDTH = 78
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to ``ckpt``'s."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "show", help="show the contents of a checkpoint",
+        "show",
+        help="show the contents of a checkpoint",
         description="Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same "
         "shape whose names differ only in numbers are grouped.",
-    )  # fmt: skip
+    )
     add_path(command)
     command.add_argument(
-        "--tensors", action="store_true", help="list all tensors and files, the recipe and the environment"
+        "--tensors",
+        action="store_true",
+        help="list all tensors and files, the recipe and the environment",
     )
     command.add_argument(
-        "--stats", action="store_true",
+        "--stats",
+        action="store_true",
         help="read all tensors and print min, max, mean, standard deviation and norm of the finite values, and the "
         "number of zeros, NaN and inf. The exit code is 3 if a tensor is damaged",
-    )  # fmt: skip
+    )
     return command
 
 
@@ -78,15 +89,23 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         _check_sizes(path, manifest)
     data = manifest.state.get("dataloader")
     return {
-        "path": str(path), "step": manifest.step, "epoch": manifest.epoch, "created": manifest.created,
-        "world_size": manifest.world_size, "dp_size": manifest.dp_size, "nbytes": manifest.nbytes,
-        "progress": dict(manifest.progress), "data_position": first_state(path, data.files) if data else {},
-        "losses": {**manifest.losses, **recall(path, manifest.digest)}, "config": recipe_leaves(path),
-        "environment": dict(manifest.environment), "lineage": dict(manifest.lineage),
+        "path": str(path),
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "created": manifest.created,
+        "world_size": manifest.world_size,
+        "dp_size": manifest.dp_size,
+        "nbytes": manifest.nbytes,
+        "progress": dict(manifest.progress),
+        "data_position": first_state(path, data.files) if data else {},
+        "losses": {**manifest.losses, **recall(path, manifest.digest)},
+        "config": recipe_leaves(path),
+        "environment": dict(manifest.environment),
+        "lineage": dict(manifest.lineage),
         "state": {name: asdict(record) for name, record in manifest.state.items()},
         "files": {name: record.size for name, record in manifest.files.items()},
         "trees": {name: _tree(path, tree, stats) for name, tree in manifest.trees.items()},
-    }  # fmt: skip
+    }
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
@@ -103,11 +122,13 @@ def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
     return {
         "format": tree.format,
         "tensors": {
-            fqn: {"dtype": t.dtype, "shape": list(t.shape), "slices": len(t.slices)} | statistics(path, t, stats)
+            fqn: {"dtype": t.dtype, "shape": list(t.shape), "slices": len(t.slices)}
+            | statistics(path, t, stats)
             for fqn, t in tree.tensors.items()
         },
-        "tied": dict(tree.tied), "groups": optimizer_groups(path, tree),
-    }  # fmt: skip
+        "tied": dict(tree.tied),
+        "groups": optimizer_groups(path, tree),
+    }
 
 
 def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
@@ -115,13 +136,21 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     ranks = "1 rank" if document["world_size"] == 1 else f"{document['world_size']} ranks"
     size, age = size_text(document["nbytes"]), age_text(document["created"])
     yield f"step {document['step']}, epoch {document['epoch']}, {ranks}, {size}, {age} old"
-    for title, key in (("losses", "losses"), ("progress", "progress"), ("data position", "data_position"),
-                       ("lineage", "lineage")):  # fmt: skip
+    for title, key in (
+        ("losses", "losses"),
+        ("progress", "progress"),
+        ("data position", "data_position"),
+        ("lineage", "lineage"),
+    ):
         values = document[key]
         if key == "losses":  # these are in the line above
-            values = {name: value for name, value in values.items() if name not in ("step", "epoch")}
+            values = {
+                name: value for name, value in values.items() if name not in ("step", "epoch")
+            }
         yield from section(title, pairs(values))
-    yield from section(f"files ({len(document['files'])})", file_lines(document["files"], everything))
+    yield from section(
+        f"files ({len(document['files'])})", file_lines(document["files"], everything)
+    )
     for name, tree in document["trees"].items():
         title = f"{name} ({tree['format']}): {totals(tree['tensors'])}"
         yield from section(title, _tree_lines(tree, everything))
@@ -143,6 +172,12 @@ def _tree_lines(tree: Mapping[str, Any], everything: bool) -> list[str]:
 
 def _group_lines(options: Mapping[str, Any]) -> list[str]:
     """The options of a parameter group that are set."""
-    used = {n: value for n, value in options.items() if n != "params" and value is not None and value is not False}
-    text = f"{options.get('params', '?')} parameters: " + ", ".join(f"{n} {value}" for n, value in used.items())
+    used = {
+        n: value
+        for n, value in options.items()
+        if n != "params" and value is not None and value is not False
+    }
+    text = f"{options.get('params', '?')} parameters: " + ", ".join(
+        f"{n} {value}" for n, value in used.items()
+    )
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ")

@@ -30,10 +30,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="a run directory, or a path inside it (default: current directory)",
     )
     track.add_argument(
-        "--to", choices=tuple(TRACKERS), required=True, help="the tracker; its library must be installed"
+        "--to",
+        choices=tuple(TRACKERS),
+        required=True,
+        help="the tracker; its library must be installed",
     )
     track.add_argument(
-        "--again", action="store_true", help="upload the whole log, including entries that were already uploaded"
+        "--again",
+        action="store_true",
+        help="upload the whole log, including entries that were already uploaded",
     )
     track.add_argument(
         "--option",
@@ -54,17 +59,21 @@ def track(arguments: argparse.Namespace) -> int:
     last = max(read_history(run).series["loss"].steps, default=0)
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(
-            "the library of the tracker is not installed", where="--to", value=arguments.to,
+            "the library of the tracker is not installed",
+            where="--to",
+            value=arguments.to,
             remedy=f"pip install {arguments.to}",
-        )  # fmt: skip
+        )
     failures: list[str] = []
     options, after = _options(arguments.option), 0 if arguments.again else None
     with holding(run, wait=False) as is_held:
         if not is_held:
             raise RecipeError(
-                "another process is uploading this run's log", where="ckpt track", value=str(run),
+                "another process is uploading this run's log",
+                where="ckpt track",
+                value=str(run),
                 remedy="wait until it finishes; during training, use logging.trackers in the recipe",
-            )  # fmt: skip
+            )
         Follower(run, {arguments.to: options}, after, failures.append).close()
     if failures:
         print_error("\n".join(failures))
@@ -80,5 +89,7 @@ def _options(words: list[str]) -> dict[str, Any]:
 
     for word in words:
         if "=" not in word:
-            raise RecipeError("invalid option", where="--option", value=word, remedy="use the form KEY=VALUE")
+            raise RecipeError(
+                "invalid option", where="--option", value=word, remedy="use the form KEY=VALUE"
+            )
     return {key: untyped(value) for key, _, value in (word.partition("=") for word in words)}

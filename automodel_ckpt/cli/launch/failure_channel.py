@@ -64,7 +64,9 @@ class FailureChannel:
 
     def _read(self, key: str) -> str:
         answers: list[str] = []
-        self._ask(lambda store: answers.append(store.get(key).decode() if store.check([key]) else ""))
+        self._ask(
+            lambda store: answers.append(store.get(key).decode() if store.check([key]) else "")
+        )
         return answers[0] if answers else ""
 
     def _ask(self, question: Callable[[Any], Any]) -> None:
@@ -74,13 +76,19 @@ class FailureChannel:
         asking.join(ANSWER_SECONDS)
 
     def _try(self, question: Callable[[Any], Any]) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # the base of torch's store and network errors
+        with contextlib.suppress(
+            RuntimeError, OSError
+        ):  # the base of torch's store and network errors
             if self._store is None:
                 self._store = self._connected()
             question(self._store)
 
     def _connected(self) -> Any:
         distributed = importlib.import_module("torch.distributed")
-        socket.create_connection(self._address, ANSWER_SECONDS).close()  # fails without a word of torch's
+        socket.create_connection(
+            self._address, ANSWER_SECONDS
+        ).close()  # fails without a word of torch's
         timeout = timedelta(seconds=ANSWER_SECONDS)
-        return distributed.TCPStore(*self._address, is_master=False, timeout=timeout, wait_for_workers=False)
+        return distributed.TCPStore(
+            *self._address, is_master=False, timeout=timeout, wait_for_workers=False
+        )

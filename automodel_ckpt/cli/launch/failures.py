@@ -53,7 +53,9 @@ BROKEN = re.compile(
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 NOT_CONNECTED = re.compile(r"connectFullMesh failed")
 """gloo's word for ranks that could not form a group, which happens now and then on a busy machine."""
-LOST_PEER_CLASSES = frozenset({"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"})
+LOST_PEER_CLASSES = frozenset(
+    {"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"}
+)
 BACKEND_TEXT = re.compile(r"\[[^\]]*gloo/[\w/]+\.(cc|h):\d+\]|NCCL error|ncclRemoteError")
 """Where gloo and NCCL say in their own source an error was raised."""
 RAISE_STATEMENTS = frozenset({"RAISE_VARARGS", "RERAISE"})
@@ -94,29 +96,45 @@ def record_of(error: BaseException, rank: int) -> FailureRecord:
     lost = lost_peer(error)
     connected = not (lost and NOT_CONNECTED.search(str(error)))
     timed_out = lost and bool(TIMED_OUT.search(str(error)))
-    if code == EXIT_INTERNAL and not primary and connected and not timed_out and BROKEN.search(str(error)):
+    if (
+        code == EXIT_INTERNAL
+        and not primary
+        and connected
+        and not timed_out
+        and BROKEN.search(str(error))
+    ):
         return lost_connection(error, rank, "to another rank", where=f"rank {rank}")
-    return FailureRecord(time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out)
+    return FailureRecord(
+        time.time(), rank, code, message, primary, details, origin is not None, connected, timed_out
+    )
 
 
 def lost_connection(error: BaseException, rank: int, whither: str, *, where: str) -> FailureRecord:
     """The record of a rank or launcher that only knows that somebody else is gone. A traceback would tell no more."""
     problem = Problem(
-        f"the connection {whither} broke", where, without_hidden(f"{type(error).__name__}: {str(error)[:SHOWN_CHARS]}"),
+        f"the connection {whither} broke",
+        where,
+        without_hidden(f"{type(error).__name__}: {str(error)[:SHOWN_CHARS]}"),
         "another rank, its machine or the network failed: its own log tells more; the same command, on all machines, "
         "resumes from the newest checkpoint",
-    )  # fmt: skip
-    return FailureRecord(time.time(), rank, EXIT_INTERNAL, f"error: {problem}", primary=False, names_rank=True)
+    )
+    return FailureRecord(
+        time.time(), rank, EXIT_INTERNAL, f"error: {problem}", primary=False, names_rank=True
+    )
 
 
 def lost_node(rank: int, seconds: float) -> FailureRecord:
     """The record of a rank whose machine went silent, left by another one."""
     problem = Problem(
-        f"the machine of rank {rank} does not answer", "network", f"nothing came from it for {seconds:.0f} seconds",
+        f"the machine of rank {rank} does not answer",
+        "network",
+        f"nothing came from it for {seconds:.0f} seconds",
         "look whether it runs, and at the network between; the same command, on all machines, resumes from the newest "
         "checkpoint",
-    )  # fmt: skip
-    return FailureRecord(time.time(), rank, EXIT_INTERNAL, f"error: {problem}", names_rank=True, lost=True)
+    )
+    return FailureRecord(
+        time.time(), rank, EXIT_INTERNAL, f"error: {problem}", names_rank=True, lost=True
+    )
 
 
 def lost_peer(error: BaseException | None) -> bool:
@@ -128,7 +146,11 @@ def lost_peer(error: BaseException | None) -> bool:
         classes = [base for base in type(error).__mro__ if base.__name__ in LOST_PEER_CLASSES]
         if any(base.__module__.partition(".")[0] == "torch" for base in classes):
             return True
-        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) and _is_raised_by_backend(error):
+        if (
+            isinstance(error, RuntimeError)
+            and LOST_PEER.search(str(error))
+            and _is_raised_by_backend(error)
+        ):
             return True
         error = error.__cause__
     return False
@@ -156,12 +178,17 @@ def _is_raised_by_backend(error: BaseException) -> bool:
 def death_of(rank: int, exitcode: int, when: float) -> FailureRecord:
     """The record that a rank could not write itself: killed by a signal (a negative exit code), or gone silently."""
     if exitcode < 0:
-        name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
+        name = (
+            signal.Signals(-exitcode).name
+            if -exitcode in set(signal.Signals)
+            else f"signal {-exitcode}"
+        )
         hint = " (out of memory?)" if exitcode == -signal.SIGKILL else ""
         message = f"error: rank {rank} was killed by {name}{hint}"
     else:
         message = (
-            f"error: rank {rank} ended with exit code {exitcode} before the run was done, without an error message"
+            f"error: rank {rank} ended with exit code {exitcode} "
+            f"before the run was done, without an error message"
         )
     return FailureRecord(when, rank, EXIT_INTERNAL, message, names_rank=True)
 
@@ -176,9 +203,12 @@ def stopped_at_once(rank: int, number: int) -> FailureRecord:
 def stopped_early(rank: int, number: int) -> FailureRecord:
     """The record of a rank that is stopped before training; *number* is 0 where another rank got the signal."""
     message = (
-        f"stopped by {signal.Signals(number).name if number else 'a signal to another rank'} before training began"
+        f"stopped by {signal.Signals(number).name if number else 'a signal to another rank'} "
+        f"before training began"
     )
-    return FailureRecord(time.time(), rank, EXIT_STOPPED, message, primary=bool(number), begun=False)
+    return FailureRecord(
+        time.time(), rank, EXIT_STOPPED, message, primary=bool(number), begun=False
+    )
 
 
 def verdict(records: Iterable[FailureRecord]) -> FailureRecord | None:
@@ -196,11 +226,12 @@ def naming_the_silent(
         return why
     ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
     problem = Problem(
-        f"{ranks if silent else 'another machine'} did not answer in time", "distributed.timeout_minutes",
+        f"{ranks if silent else 'another machine'} did not answer in time",
+        "distributed.timeout_minutes",
         f"rank {why.rank} waited for as long as that",
         "look what held it up (a stopped process, a disk or a network that does not answer, code that waits); the same "
         "command resumes from the newest checkpoint",
-    )  # fmt: skip
+    )
     return replace(why, message=f"error: {problem}", details="", names_rank=True)
 
 
@@ -234,7 +265,10 @@ class FailureDirectory:
 
     def records(self, attempt: int) -> list[FailureRecord]:
         """All records of one attempt, in no order."""
-        return [FailureRecord(**json.loads(file.read_text())) for file in self._attempt(attempt).glob("rank_*.json")]
+        return [
+            FailureRecord(**json.loads(file.read_text()))
+            for file in self._attempt(attempt).glob("rank_*.json")
+        ]
 
     def processes(self, attempt: int) -> dict[int, int]:
         """{rank: process id} of those that started on this machine."""
@@ -250,7 +284,9 @@ class FailureDirectory:
 
         Such a rank was killed, or called ``os._exit``: the launcher reports it, since its peers only lose a connection.
         """
-        known = {record.rank for record in self.records(attempt)} | self._ranks_with(attempt, "done")
+        known = {record.rank for record in self.records(attempt)} | self._ranks_with(
+            attempt, "done"
+        )
         known |= self._ranks_with(attempt, "gone")
         for rank, process in self.processes(attempt).items():
             if rank not in known and is_gone(process):
@@ -260,7 +296,8 @@ class FailureDirectory:
         """The records of the ranks that :meth:`note_gone` found."""
         directory = self._attempt(attempt)
         when = {
-            rank: float((directory / f"rank_{rank}.gone").read_text()) for rank in self._ranks_with(attempt, "gone")
+            rank: float((directory / f"rank_{rank}.gone").read_text())
+            for rank in self._ranks_with(attempt, "gone")
         }
         return [death_of(rank, 0, seconds) for rank, seconds in when.items()]
 

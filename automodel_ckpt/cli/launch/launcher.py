@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -66,8 +67,18 @@ from automodel_ckpt.cli.launch.worker import (
 )
 from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.distributed.network import address_towards, hosts_unknowingly, is_known, is_loopback
-from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, SIGNALS, StoppedWaiting, stop_request
+from automodel_ckpt.distributed.network import (
+    address_towards,
+    hosts_unknowingly,
+    is_known,
+    is_loopback,
+)
+from automodel_ckpt.distributed.stop import (
+    SAME_SIGNAL_SECONDS,
+    SIGNALS,
+    StoppedWaiting,
+    stop_request,
+)
 from automodel_ckpt.errors import (
     EXIT_DONE,
     EXIT_INTERNAL,
@@ -108,7 +119,9 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         if started != "nobody":
             return _join(loaded, prepare, serve=started == "srun")
         if found := forget_ranks(os.environ):
-            say(f"{' and '.join(found)} in the environment: without MASTER_ADDR they make no rank, and are ignored")
+            say(
+                f"{' and '.join(found)} in the environment: without MASTER_ADDR they make no rank, and are ignored"
+            )
         meet = rendezvous(flags, os.environ)  # where nobody is met it refuses what makes no sense
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
             return _run_here(loaded, prepare)
@@ -218,7 +231,9 @@ def claim_final_report() -> bool:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     key = f"automodel_ckpt/last_word/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        store = distributed.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = distributed.TCPStore(
+            host, port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
         return bool(store.add(key, 1) == 1)
     except RuntimeError:  # the base of torch's store and network errors
         return True
@@ -226,7 +241,13 @@ def claim_final_report() -> bool:
 
 def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: Prepare) -> int:
     asked = flags.nproc_per_node
-    guess = int(asked) if asked.isdigit() else cores() if asked == "cpu" else visible_gpus(os.environ) or cores()
+    guess = (
+        int(asked)
+        if asked.isdigit()
+        else cores()
+        if asked == "cpu"
+        else visible_gpus(os.environ) or cores()
+    )
     meetings = LauncherRendezvous(meet)
     with (
         scratch_directory() as directory,
@@ -240,6 +261,7 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: P
         on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
         num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)
         _check_cuda_not_started(torch)
+        _validate_no_autograd_threads()
         if signals.received:
             raise StoppedWaiting
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
@@ -247,11 +269,15 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: P
                 directory / f"launch_{attempt}", is_elastic=meet.is_elastic
             )
             try:
-                config = _launch_config(meet, num_ranks, meet.restarts(flags.max_restarts), failure_dir, meetings)
+                config = _launch_config(
+                    meet, num_ranks, meet.restarts(flags.max_restarts), failure_dir, meetings
+                )
                 codes, deaths = _elastic(loaded, recipe_class, meet, config, failure_dir)
             except StoppedRendezvous:
                 return _stopped(signals.received, "while waiting for the other machines")
-            again = meet.rdzv_backend == LOCAL and attempt < CONNECT_ATTEMPTS and not signals.received
+            again = (
+                meet.rdzv_backend == LOCAL and attempt < CONNECT_ATTEMPTS and not signals.received
+            )
             if not (again and _never_connected(failure_dir)):
                 break
             say("the ranks could not connect to each other: starting them again")
@@ -260,11 +286,17 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: P
 
 def _never_connected(failure_dir: FailureDirectory) -> bool:
     attempts = failure_dir.attempts()
-    return bool(attempts) and any(not record.connected for record in failure_dir.records(attempts[-1]))
+    return bool(attempts) and any(
+        not record.connected for record in failure_dir.records(attempts[-1])
+    )
 
 
 def _elastic(
-    loaded: Loaded, recipe_class: RecipeClass, meet: Rendezvous, config: Any, failure_dir: FailureDirectory
+    loaded: Loaded,
+    recipe_class: RecipeClass,
+    meet: Rendezvous,
+    config: Any,
+    failure_dir: FailureDirectory,
 ) -> tuple[dict[int, int], list[FailureRecord]]:
     """Let the elastic agent run the ranks; returns their codes, or the deaths that it saw."""
     api = importlib.import_module("torch.distributed.launcher.api")
@@ -272,15 +304,23 @@ def _elastic(
     codes: dict[int, int] = {}
     deaths: list[FailureRecord] = []
     try:
-        codes = api.elastic_launch(config, launched_rank)(loaded, recipe_class, failure_dir, os.getpid())
+        codes = api.elastic_launch(config, launched_rank)(
+            loaded, recipe_class, failure_dir, os.getpid()
+        )
     except api.ChildFailedError as error:
         for rank, failure in error.failures.items():
             deaths.append(death_of(rank, failure.exitcode, float(failure.timestamp)))
         seen = {death.rank for death in deaths}
-        deaths += [death for death in failure_dir.gone(failure_dir.attempt) if death.rank not in seen]
+        deaths += [
+            death for death in failure_dir.gone(failure_dir.attempt) if death.rank not in seen
+        ]
         _notify_other_nodes(meet, failure_dir, deaths)
     except api.SignalException as error:
-        deaths.append(FailureRecord(0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True))
+        deaths.append(
+            FailureRecord(
+                0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True
+            )
+        )
     except AutomodelError:
         raise
     except Exception as error:
@@ -293,7 +333,9 @@ def _elastic(
     return codes, deaths
 
 
-def _notify_other_nodes(meet: Rendezvous, failure_dir: FailureDirectory, deaths: list[FailureRecord]) -> None:
+def _notify_other_nodes(
+    meet: Rendezvous, failure_dir: FailureDirectory, deaths: list[FailureRecord]
+) -> None:
     """Report a rank that died without writing a failure record."""
     store = failure_dir.store(failure_dir.attempt)
     silent = [
@@ -306,7 +348,11 @@ def _notify_other_nodes(meet: Rendezvous, failure_dir: FailureDirectory, deaths:
 
 
 def _launch_config(
-    meet: Rendezvous, num_ranks: int, max_restarts: int, failure_dir: FailureDirectory, meetings: LauncherRendezvous
+    meet: Rendezvous,
+    num_ranks: int,
+    max_restarts: int,
+    failure_dir: FailureDirectory,
+    meetings: LauncherRendezvous,
 ) -> Any:
     api = importlib.import_module("torch.distributed.launcher.api")
     ours = importlib.import_module("automodel_ckpt.distributed.rendezvous")
@@ -357,7 +403,9 @@ def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
 def _no_room(error: OSError) -> AutomodelError:
     """This machine lets no process be started, or no semaphore be made, which takes /dev/shm."""
     remedy = "look at ulimit -u, at the free memory, and whether /dev/shm can be written"
-    return AutomodelError.all_of([os_problem(error, "the system did not let the ranks start", remedy=remedy)])
+    return AutomodelError.all_of(
+        [os_problem(error, "the system did not let the ranks start", remedy=remedy)]
+    )
 
 
 def _conclude(
@@ -382,7 +430,9 @@ def _conclude(
         return EXIT_DONE
     started = failure_dir.processes(attempts[-1]) if attempts else {}
     why = naming_the_silent(why, recorded, started, is_all=machines == 1)
-    common = len({record.message for record in recorded}) == 1 and len(recorded) == len(codes or recorded)
+    common = len({record.message for record in recorded}) == 1 and len(recorded) == len(
+        codes or recorded
+    )
     several = num_ranks * machines > 1 and not (common and len(recorded) > 1)
     say(text_of(why, several_ranks=several))
     return why.code or EXIT_INTERNAL
@@ -395,6 +445,26 @@ def _check_cuda_not_started(torch: Any) -> None:
             where="recipe, _target_",
             value="torch.cuda is initialised",
             remedy="move that code into a function, or start the ranks with torchrun",
+        )
+
+
+def _validate_no_autograd_threads() -> None:
+    """Raise RecipeError if a backward pass in this process has made every forked rank unable to run one.
+
+    On a machine with a GPU, the first backward pass of a process starts a thread for each GPU, even if all tensors are
+    on the CPU. torch then raises an error for each backward pass in a process that is forked later.
+    """
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+            names.append(path.read_text())
+    num_threads = sum(name.startswith("pt_autograd_") for name in names)
+    if num_threads:
+        raise RecipeError(
+            "this process has already run a backward pass; ranks forked after that cannot run any",
+            where="recipe, _target_",
+            value=f"{num_threads} threads of torch's autograd are running",
+            remedy="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
         )
 
 
@@ -422,7 +492,9 @@ class _Forwarder:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Forwarder:
-        self._before = {number: signal.signal(number, self._handle) for number in stop_request().signals}
+        self._before = {
+            number: signal.signal(number, self._handle) for number in stop_request().signals
+        }
         return self
 
     def __exit__(self, *error: object) -> None:

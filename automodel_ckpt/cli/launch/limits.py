@@ -25,6 +25,8 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         raise SystemLimit(
-            "the limit on open files is too low", where="ulimit -n", value=soft,
+            "the limit on open files is too low",
+            where="ulimit -n",
+            value=soft,
             remedy=f"raise it to {LEAST_FILES} or more: ulimit -n 4096 (as root, or in the settings of the job)",
-        )  # fmt: skip
+        )

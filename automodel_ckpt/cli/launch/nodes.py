@@ -82,5 +82,13 @@ class LauncherRendezvous:
     def _why(self) -> str:
         """The failure that this restart follows, as a line; nothing at a run's beginning, or where machines come."""
         attempts = self.failure_dir.attempts() if self.failure_dir is not None else []
-        failed = verdict(self.failure_dir.records(attempts[-1])) if self.failure_dir is not None and attempts else None
-        return f"{failed.message}\n" if failed is not None and failed.primary and failed.code != EXIT_STOPPED else ""
+        failed = (
+            verdict(self.failure_dir.records(attempts[-1]))
+            if self.failure_dir is not None and attempts
+            else None
+        )
+        return (
+            f"{failed.message}\n"
+            if failed is not None and failed.primary and failed.code != EXIT_STOPPED
+            else ""
+        )

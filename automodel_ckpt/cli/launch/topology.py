@@ -76,7 +76,9 @@ def _check_parsed(environment: Mapping[str, str]) -> None:
     raise RecipeError(
         "these variables make no rank",
         where="environment",
-        value=" ".join(f"{name}={text}" for name, text in (numbers | {"LOCAL_RANK": local}).items()),
+        value=" ".join(
+            f"{name}={text}" for name, text in (numbers | {"LOCAL_RANK": local}).items()
+        ),
         remedy="correct them where ranks are started by hand; else unset RANK, which a shell has left over",
     )
 
@@ -113,14 +115,19 @@ def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str,
     job = slurm_number(environment, "SLURM_JOB_ID", default=0)
     step = slurm_number(environment, "SLURM_STEP_ID", default=0)
     port = 20000 + (job * 31 + step) % 10000
-    gpus_per_task = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1", or with a type: "a100:1"
+    gpus_per_task = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[
+        2
+    ]  # "1", or with a type: "a100:1"
     has_its_own = gpus_per_task == "1" and visible_gpus(environment) == 1
-    local_rank = 0 if has_its_own else slurm_number(environment, "SLURM_LOCALID", "SLURM_PROCID", default=0)
+    local_rank = (
+        0 if has_its_own else slurm_number(environment, "SLURM_LOCALID", "SLURM_PROCID", default=0)
+    )
     ranks = {
         "RANK": str(slurm_number(environment, "SLURM_PROCID", default=0)),
         "WORLD_SIZE": str(_slurm_tasks(environment)),
         "LOCAL_RANK": str(local_rank),
-        "MASTER_ADDR": flags.master_addr or ("127.0.0.1" if single or not nodes else first_host(nodes)),
+        "MASTER_ADDR": flags.master_addr
+        or ("127.0.0.1" if single or not nodes else first_host(nodes)),
         "MASTER_PORT": str(flags.master_port or port),
     }
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
@@ -199,7 +206,9 @@ def rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Rendezvous
     if nodes == (1, 1):
         _node_rank(flags, nodes, environment)
         host = flags.master_addr or "127.0.0.1"
-        return Rendezvous(LOCAL, f"{host}:{flags.master_port or 0}", flags.rdzv_id or str(uuid.uuid4()), 1, 1)
+        return Rendezvous(
+            LOCAL, f"{host}:{flags.master_port or 0}", flags.rdzv_id or str(uuid.uuid4()), 1, 1
+        )
     node_rank = _node_rank(flags, nodes, environment)
     endpoint = f"{flags.master_addr}:{flags.master_port or DEFAULT_PORT}"
     return Rendezvous(STATIC, endpoint, flags.rdzv_id or "none", *nodes, node_rank=node_rank)
@@ -211,7 +220,11 @@ def _endpoint(text: str) -> str:
     if not colon or text.endswith("]"):
         host, port = text, str(RDZV_PORT)
     bare = host.strip("[]")
-    if not bare or (":" in bare) != host.startswith("[") or not (is_number(port) and 0 < int(port) < 65536):
+    if (
+        not bare
+        or (":" in bare) != host.startswith("[")
+        or not (is_number(port) and 0 < int(port) < 65536)
+    ):
         raise RecipeError(
             "this is not a place to meet",
             where="--rdzv-endpoint",
@@ -302,7 +315,9 @@ def _quota_at(group: Path) -> float:
         if (group / "cpu.max").exists():
             given, period = (group / "cpu.max").read_text().split()
         else:
-            given, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            given, period = (
+                (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
         if int(given) > 0:
             return int(given) / int(period)
     return math.inf
@@ -335,7 +350,9 @@ def count_ranks(asked: str, num_gpus: int, *, on_gpu: bool) -> int:
     missing = num_gpus == 0 if asked == "gpu" else on_gpu and 0 < num_gpus < wanted
     if missing:
         raise RecipeError(
-            "more ranks on this machine than it has GPUs" if num_gpus else "this machine has no GPU",
+            "more ranks on this machine than it has GPUs"
+            if num_gpus
+            else "this machine has no GPU",
             where="--nproc-per-node",
             value=f"{asked} ({num_gpus} GPUs are visible)",
             remedy="lower --nproc-per-node, or train on the CPU with --distributed.backend gloo"

@@ -57,7 +57,14 @@ from automodel_ckpt.cli.launch.failures import (
 from automodel_ckpt.distributed.keepalive import hold, hold_all, listen
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
+from automodel_ckpt.errors import (
+    EXIT_DONE,
+    EXIT_INTERNAL,
+    EXIT_STOPPED,
+    AutomodelError,
+    RecipeError,
+    Stopped,
+)
 from automodel_ckpt.training.progress import Progress
 from automodel_ckpt.user_code import reporting_user_failures
 
@@ -126,7 +133,9 @@ def run_rank(
         with stop.before_training(leave), reporting_user_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
             recipe.origins = getattr(loaded, "origins", {})
-            recipe.overridden = frozenset(override.key for override in getattr(loaded, "overrides", ()))
+            recipe.overridden = frozenset(
+                override.key for override in getattr(loaded, "overrides", ())
+            )
             recipe.setup()
         begun = True
         with reporting_user_failures(AutomodelError):
@@ -153,7 +162,9 @@ def run_rank(
 
 def _was_stopped(stop: StopRequest, error: BaseException, record: FailureRecord) -> bool:
     """Whether this rank was told to stop, and *error* follows from that, or from another rank's having obeyed first."""
-    return stop.wanted and (stop.interrupted or isinstance(error, StoppedWaiting) or not record.primary)
+    return stop.wanted and (
+        stop.interrupted or isinstance(error, StoppedWaiting) or not record.primary
+    )
 
 
 def _end_line(recipe: Recipe | None) -> None:
@@ -164,7 +175,9 @@ def _end_line(recipe: Recipe | None) -> None:
             progress.break_off()
 
 
-def launched_rank(loaded: Loaded, recipe_class: RecipeClass, failure_dir: FailureDirectory, launcher: int) -> int:
+def launched_rank(
+    loaded: Loaded, recipe_class: RecipeClass, failure_dir: FailureDirectory, launcher: int
+) -> int:
     """A rank forked by our launcher (process id ``launcher``). Returns its code, or does not return: see above."""
     _die_with(launcher)
     attempt, rank, wire = failure_dir.attempt, this_rank(), FailureChannel.of_this_rank(os.environ)
@@ -176,9 +189,13 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, failure_dir: Failur
     if attempt and os.environ.get("LOCAL_RANK") == "0":
         _announce_restart(earlier, made_room=made_room)
     done = threading.Event()
-    threading.Thread(target=_watch_peers, args=(failure_dir, attempt, rank, done, wire), daemon=True).start()
+    threading.Thread(
+        target=_watch_peers, args=(failure_dir, attempt, rank, done, wire), daemon=True
+    ).start()
     if wire is not None and os.environ.get("LOCAL_RANK") == "0":
-        threading.Thread(target=_hold_keepalive, args=(failure_dir, attempt, rank), daemon=True).start()
+        threading.Thread(
+            target=_hold_keepalive, args=(failure_dir, attempt, rank), daemon=True
+        ).start()
     kept: list[Any] = []
     failures: list[FailureRecord] = []
 
@@ -199,7 +216,9 @@ def launched_rank(loaded: Loaded, recipe_class: RecipeClass, failure_dir: Failur
     return _ending(failure_dir, attempt, code, failures, wire)
 
 
-def joined_rank(loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool], exit_stopped: int) -> int:
+def joined_rank(
+    loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool], exit_stopped: int
+) -> int:
     """Run a rank that torchrun or srun started, and return its exit code.
 
     A rank prints its own failure if ``claim`` returns True. All ranks of a run stop together after a save, so then
@@ -239,11 +258,17 @@ def restart_count() -> int:
 def _the_ranks_store() -> Any:
     """torch's, which its server serves as long as somebody there holds it; None where there is none yet."""
     distributed = importlib.import_module("torch.distributed")
-    return distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    return (
+        distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    )
 
 
 def _ending(
-    failure_dir: FailureDirectory, attempt: int, code: int, failures: list[FailureRecord], wire: FailureChannel | None
+    failure_dir: FailureDirectory,
+    attempt: int,
+    code: int,
+    failures: list[FailureRecord],
+    wire: FailureChannel | None,
 ) -> int:
     if failures and not failures[0].primary and code not in FINAL_CODES:
         time.sleep(ECHO_SECONDS)
@@ -290,14 +315,18 @@ def _end_stopped_peers(failure_dir: FailureDirectory, attempt: int) -> None:
     """What the agent would do too, half a minute later: they cannot obey its SIGTERM."""
     for peer, process in failure_dir.processes(attempt).items():
         if is_stopped(process):
-            failure_dir.write(attempt, _ended(peer, f"rank {peer} was stopped when the others had failed"))
+            failure_dir.write(
+                attempt, _ended(peer, f"rank {peer} was stopped when the others had failed")
+            )
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
 
 def _ended(rank: int, message: str) -> FailureRecord:
     """The record of a rank that is ended because of others."""
-    return FailureRecord(time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True, absent=True)
+    return FailureRecord(
+        time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True, absent=True
+    )
 
 
 def exit_now(code: int) -> NoReturn:
@@ -338,13 +367,21 @@ def _announce_restart(earlier: FailureRecord | None, *, made_room: bool) -> None
     if made_room:
         say(f"machines came, or came back: started again with {world_size()} ranks")
         return
-    reason = text_of(earlier, several_ranks=world_size() > 1) if earlier and earlier.primary else "a rank died"
+    reason = (
+        text_of(earlier, several_ranks=world_size() > 1)
+        if earlier and earlier.primary
+        else "a rank died"
+    )
     total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     say(f"{reason}\nrestart {restart_count()} of {total}")
 
 
 def _watch_peers(
-    failure_dir: FailureDirectory, attempt: int, rank: int, done: threading.Event, wire: FailureChannel | None
+    failure_dir: FailureDirectory,
+    attempt: int,
+    rank: int,
+    done: threading.Event,
+    wire: FailureChannel | None,
 ) -> None:
     stopped: Counter[int] = Counter()
     listens = wire if os.environ.get("LOCAL_RANK") == "0" else None
@@ -357,9 +394,13 @@ def _watch_peers(
         if not stop_request().elsewhere and _has_early_leaver(failure_dir, attempt, rank):
             stop_request().follow()
         failed = _failed_peer(failure_dir, attempt, rank)
-        at_once = any(record.code > STOPPED_AT_ONCE or record.lost for record in failure_dir.records(attempt))
+        at_once = any(
+            record.code > STOPPED_AT_ONCE or record.lost for record in failure_dir.records(attempt)
+        )
         if failed is not None and not done.wait(0 if at_once else PEER_GRACE_SECONDS):
-            failure_dir.write(attempt, _ended(rank, f"rank {rank} was ended because rank {failed} had failed"))
+            failure_dir.write(
+                attempt, _ended(rank, f"rank {rank} was ended because rank {failed} had failed")
+            )
             exit_now(EXIT_INTERNAL)
 
 
@@ -395,8 +436,10 @@ def _log_stopped(processes: Mapping[int, int], rank: int, seen: Counter[int]) ->
     seen.update(standing)
     if rank == min(processes.keys() - standing):
         for peer in (one for one in standing if seen[one] == STOPPED_POLLS):
-            say(f"warning: rank {peer} (process {processes[peer]}) is stopped, and the others wait for it, at most "
-                f"distributed.timeout_minutes; `kill -CONT {processes[peer]}` lets it go on")  # fmt: skip
+            say(
+                f"warning: rank {peer} (process {processes[peer]}) is stopped, and the others wait for it, at most "
+                f"distributed.timeout_minutes; `kill -CONT {processes[peer]}` lets it go on"
+            )
 
 
 def _has_early_leaver(failure_dir: FailureDirectory, attempt: int, rank: int) -> bool:

@@ -64,7 +64,9 @@ class ExternalDirectory:
     @property
     def kind(self) -> str:
         """In words: ``model: safetensors shards, optim: PyTorch DCP``."""
-        return ", ".join(kind if name == "." else f"{name}: {kind}" for name, kind in self.kinds.items())
+        return ", ".join(
+            kind if name == "." else f"{name}: {kind}" for name, kind in self.kinds.items()
+        )
 
     def trees(self) -> dict[str, ExternalTree]:
         """What each tree holds, from headers and metadata: no tensor is read."""
@@ -103,7 +105,9 @@ def read_external(directory: Path) -> ExternalDirectory | None:
     kinds = kinds_in(directory)
     if not kinds or os.path.lexists(directory / layout.MANIFEST):
         return None
-    return ExternalDirectory(directory, kinds, dict(_files(directory)), losses_in(directory), directory.stat().st_mtime)
+    return ExternalDirectory(
+        directory, kinds, dict(_files(directory)), losses_in(directory), directory.stat().st_mtime
+    )
 
 
 def open_external(directory: Path) -> Source:
@@ -120,9 +124,13 @@ def stored_tensors(directory: Path, kind: str) -> tuple[Path, Mapping[str, Tenso
     Raises :class:`CheckpointUnusable` for files that are not what their metadata says.
     """
     if kind == DCP:
-        return directory, {tensor.fqn: tensor for tensor in read_tensors(directory, read_content(directory))}
+        return directory, {
+            tensor.fqn: tensor for tensor in read_tensors(directory, read_content(directory))
+        }
     if kind == ADAPTER:
-        return directory, tensors_in(directory, layout.ADAPTER_MODEL, find_export_manifest(directory))
+        return directory, tensors_in(
+            directory, layout.ADAPTER_MODEL, find_export_manifest(directory)
+        )
     source = open_hf(directory) if kind == HF else open_source(directory)
     return source.root, source.tensors
 
@@ -149,7 +157,9 @@ def _tree(directory: Path, kind: str) -> ExternalTree:
         return ExternalTree(kind, problem=f"{problem.what}: {problem.value}")
     except OSError as error:
         return ExternalTree(kind, problem=str(error.strerror))
-    return ExternalTree(kind, {f: ExternalTensor(t.dtype, t.shape, len(t.slices)) for f, t in tensors.items()})
+    return ExternalTree(
+        kind, {f: ExternalTensor(t.dtype, t.shape, len(t.slices)) for f, t in tensors.items()}
+    )
 
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:

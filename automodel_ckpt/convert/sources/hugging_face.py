@@ -31,7 +31,11 @@ def is_hf_directory(directory: Path, *, follow_links: bool = False) -> bool:
     try:
         if not names:
             return False
-        header = read_header(directory / names[0]) if follow_links else read_header_safely(directory, names[0])
+        header = (
+            read_header(directory / names[0])
+            if follow_links
+            else read_header_safely(directory, names[0])
+        )
     except (CheckpointUnusable, OSError):
         return False
     return SHARDING_INFO not in header.metadata
@@ -50,15 +54,29 @@ def open_hf(directory: Path) -> Source:
     for name in names:
         for fqn, tensor in tensors_in(directory, name, export).items():
             if fqn in tensors:
-                raise unusable(f"two files hold the tensor {fqn!r}", directory / name, tensors[fqn].slices[0].file)
+                raise unusable(
+                    f"two files hold the tensor {fqn!r}",
+                    directory / name,
+                    tensors[fqn].slices[0].file,
+                )
             tensors[fqn] = tensor
-    if index is not None and (missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]):
-        raise unusable("the index names a tensor that is not in its file", directory / layout.HF_INDEX, missing[0])
-    notes = () if export else ("these files are unchecked: there is no manifest with their digests",)
+    if index is not None and (
+        missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]
+    ):
+        raise unusable(
+            "the index names a tensor that is not in its file",
+            directory / layout.HF_INDEX,
+            missing[0],
+        )
+    notes = (
+        () if export else ("these files are unchecked: there is no manifest with their digests",)
+    )
     return Source(directory, directory, tensors, notes=notes, finished=True, export=export)
 
 
-def read_json(directory: Path, name: str, export: ExportManifest | None = None) -> dict[str, Any] | None:
+def read_json(
+    directory: Path, name: str, export: ExportManifest | None = None
+) -> dict[str, Any] | None:
     """A JSON mapping in *directory*, compared with the manifest of the *export* that it belongs to; None where there is
     no such file. Raises :class:`CheckpointUnusable`."""
     try:
@@ -88,14 +106,24 @@ def _weight_map(directory: Path, export: ExportManifest | None) -> Mapping[str, 
         return None
     found = index.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise unusable("the index has no weight_map of names", directory / layout.HF_INDEX, type(found).__name__)
+        raise unusable(
+            "the index has no weight_map of names",
+            directory / layout.HF_INDEX,
+            type(found).__name__,
+        )
     for name in set(found.values()):
         if reason := layout.unsafe_path(name):
-            raise unusable("the index names a file outside", directory / layout.HF_INDEX, f"{name[:200]!r}: {reason}")
+            raise unusable(
+                "the index names a file outside",
+                directory / layout.HF_INDEX,
+                f"{name[:200]!r}: {reason}",
+            )
     return found
 
 
-def tensors_in(directory: Path, name: str, export: ExportManifest | None = None) -> dict[str, Tensor]:
+def tensors_in(
+    directory: Path, name: str, export: ExportManifest | None = None
+) -> dict[str, Tensor]:
     """The tensors of one file, with the digests of the *export* that it belongs to. Raises
     :class:`CheckpointUnusable`."""
     try:
@@ -103,10 +131,14 @@ def tensors_in(directory: Path, name: str, export: ExportManifest | None = None)
             export.check_header(name)
         header = read_header_safely(directory, name)
     except OSError as error:
-        raise unusable("a file of the model cannot be read", directory / name, error.strerror) from error
+        raise unusable(
+            "a file of the model cannot be read", directory / name, error.strerror
+        ) from error
     if SHARDING_INFO in header.metadata:
         raise unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
-    tensors = {fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()}
+    tensors = {
+        fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()
+    }
     if export is None:
         return tensors
     return {fqn: export.with_digests(name, tensor) for fqn, tensor in tensors.items()}

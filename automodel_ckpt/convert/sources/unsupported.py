@@ -38,7 +38,10 @@ class Format(NamedTuple):
 
     def error(self, path: Path) -> CheckpointUnusable:
         return CheckpointUnusable(
-            f"this format cannot be read: {self.name}", where=str(path), value=path.name, remedy=self.hint
+            f"this format cannot be read: {self.name}",
+            where=str(path),
+            value=path.name,
+            remedy=self.hint,
         )
 
 
@@ -56,12 +59,18 @@ def unsupported_directory(directory: Path) -> Format | None:
     if backend is not None or ("common.pt" in names and ".metadata" in names):
         kind = f" ({backend})" if backend else ""
         return Format(f"a distributed checkpoint of Megatron-Core{kind}", _CONVERT_MEGATRON)
-    if "latest_checkpointed_iteration.txt" in names and any(_ITERATION.fullmatch(name) for name in names):
+    if "latest_checkpointed_iteration.txt" in names and any(
+        _ITERATION.fullmatch(name) for name in names
+    ):
         return Format("a run of Megatron-LM", _CONVERT_MEGATRON)
     if any(_MEGATRON_RANK.fullmatch(name) and (directory / name).is_dir() for name in names):
         return Format("a checkpoint of Megatron-LM, a directory for each rank", _CONVERT_MEGATRON)
     # NeMo 2 keeps Megatron-Core's in weights/, beside context/.
-    if "weights" in names and "context" in names and _sharded_backend(directory / "weights") is not None:
+    if (
+        "weights" in names
+        and "context" in names
+        and _sharded_backend(directory / "weights") is not None
+    ):
         return Format("a checkpoint of NeMo 2 (Megatron-Core)", _CONVERT_MEGATRON)
     return None
 
@@ -103,10 +112,15 @@ def file_format(path: Path) -> Format | None:
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return Format("a pickle, such as torch.save wrote before PyTorch 1.6", _UNPICKLE)
     if head[:8] == b"\x89HDF\r\n\x1a\n":
-        return Format("HDF5, as Keras writes", "load it with the program that wrote it, and save it as safetensors")
+        return Format(
+            "HDF5, as Keras writes",
+            "load it with the program that wrote it, and save it as safetensors",
+        )
     if path.suffix == ".safetensors" or head[8:9] == b"{":
         return None  # whether it is a whole one, its reader finds out
-    return Format("unknown", "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file")
+    return Format(
+        "unknown", "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file"
+    )
 
 
 def _zip_format(head: bytes) -> Format:
@@ -114,7 +128,16 @@ def _zip_format(head: bytes) -> Format:
     length = int.from_bytes(head[26:28], "little")
     first = head[30 : 30 + length].decode(errors="replace")
     if first.endswith((".npy", ".npz")):
-        return Format("an archive of NumPy arrays", "save its arrays with safetensors.numpy.save_file, and import that")
-    if first.rpartition("/")[2] in ("data.pkl", "byteorder", ".format_version", "version", ".storage_alignment"):
+        return Format(
+            "an archive of NumPy arrays",
+            "save its arrays with safetensors.numpy.save_file, and import that",
+        )
+    if first.rpartition("/")[2] in (
+        "data.pkl",
+        "byteorder",
+        ".format_version",
+        "version",
+        ".storage_alignment",
+    ):
         return Format("an archive of torch.save (.pt, .pth, .bin, .ckpt)", _UNPICKLE)
     return Format("a zip archive", "unpack it, and import the directory of the model's files")

@@ -45,9 +45,15 @@ class Saver:
 
     def save(self, step: int, *, validated: bool = False) -> SaveReport:
         return self.checkpointer.save(
-            discover(self.made), step=step, epoch=0, config_yaml="seed: 1\n", losses={"step": step}, progress={},
-            validated=validated, on_saved=self.reports.append,
-        )  # fmt: skip
+            discover(self.made),
+            step=step,
+            epoch=0,
+            config_yaml="seed: 1\n",
+            losses={"step": step},
+            progress={},
+            validated=validated,
+            on_saved=self.reports.append,
+        )
 
     @property
     def writer(self) -> int:
@@ -83,7 +89,11 @@ def stored(path: Path) -> dict[str, bytes]:
 
 def resident_bytes(pid: int | str) -> int:
     text = Path(f"/proc/{pid}/status").read_text()
-    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("VmRSS", "RssShmem")))
+    return sum(
+        int(line.split()[1]) * 1024
+        for line in text.splitlines()
+        if line.startswith(("VmRSS", "RssShmem"))
+    )
 
 
 def resources(saver: Saver) -> tuple[int, int, int, int]:
@@ -128,9 +138,12 @@ def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take
         saver.checkpointer.settle()
         found = stored(tmp_path / "LATEST")
         expected = {
-            "model." + name.removeprefix("model."): bytes(value.reshape(-1).view(torch.uint8).numpy())
-            for name, value in tensors.items() if name.startswith("model.") and name != "model.head"
-        }  # fmt: skip
+            "model." + name.removeprefix("model."): bytes(
+                value.reshape(-1).view(torch.uint8).numpy()
+            )
+            for name, value in tensors.items()
+            if name.startswith("model.") and name != "model.head"
+        }
         assert expected.items() <= found.items(), step
         moments = tensors["optimizer.0.exp_avg"].reshape(-1).view(torch.uint8).numpy()
         assert found["optimizer.optimizer.state.model.embed.exp_avg"] == bytes(moments)
@@ -145,7 +158,9 @@ def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take
     saver.checkpointer.close()
 
 
-def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(saver: Saver) -> None:
+def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(
+    saver: Saver,
+) -> None:
     saver.pause()
     first = saver.save(1)
     assert not first.published and saver.reports == [] and not first.path.exists()
@@ -190,18 +205,23 @@ def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
         saver.checkpointer.settle()
     assert caught.value.exit_code == 4 and "epoch_0_step_2" in str(caught.value)
     assert names(root) == ["LATEST", "epoch_0_step_1"]
-    assert commit.pointed(root, "LATEST") == "epoch_0_step_1" and not saver.checkpointer.upload_failed
+    assert (
+        commit.pointed(root, "LATEST") == "epoch_0_step_1" and not saver.checkpointer.upload_failed
+    )
     saver.save(3)
     assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
 
 
-def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(tmp_path: Path) -> None:
+def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(
+    tmp_path: Path,
+) -> None:
     saver = Saver(tmp_path, patience_seconds=0.5)
     saver.pause()
     saver.save(1)
     writer = saver.writer
     with pytest.raises(
-        SaveFailed, match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for 1 s"
+        SaveFailed,
+        match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for 1 s",
     ) as caught:
         saver.checkpointer.settle()
     assert caught.value.exit_code == 4 and names(tmp_path) == [] and not is_there(writer)
@@ -210,10 +230,14 @@ def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_e
     saver.checkpointer.close()
 
 
-def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_path_and_errno(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_path_and_errno(
+    tmp_path: Path,
+) -> None:
     mount = tmp_path / "disk"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
     saver = Saver(mount / "run")
@@ -235,14 +259,18 @@ def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_pat
         subprocess.run(["umount", "-l", mount], check=True)
 
 
-def test_a_publication_that_fails_in_the_background_is_reported(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_that_fails_in_the_background_is_reported(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "the directory")
 
     monkeypatch.setattr(commit, "publish", fails)
     saver.save(1)
     wait_until_it_failed(saver)
-    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_1 failed[\s\S]*the directory[\s\S]*EIO"):
+    with pytest.raises(
+        SaveFailed, match=r"saving epoch_0_step_1 failed[\s\S]*the directory[\s\S]*EIO"
+    ):
         saver.checkpointer.settle()
 
 
@@ -252,7 +280,12 @@ def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_proces
     saver = Saver(tmp_path, keep_last=1, best_metric_key="step", model_save_format="torch_save")
     saver.save(1, validated=True)
     assert saver.checkpointer.settle()
-    for owner, name in ((Part, "parse"), (Manifest, "to_bytes"), (Summary, "read"), (torch_save, "metadata_of")):
+    for owner, name in (
+        (Part, "parse"),
+        (Manifest, "to_bytes"),
+        (Summary, "read"),
+        (torch_save, "metadata_of"),
+    ):
         monkeypatch.setattr(owner, name, refuse)
     saver.save(2, validated=True)
     saver.save(3, validated=True)
@@ -260,7 +293,10 @@ def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_proces
     monkeypatch.undo()
     saver.checkpointer.close()
     assert [report.pruned for report in saver.reports] == [(), (), ("epoch_0_step_2",)]
-    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == ["epoch_0_step_3", "epoch_0_step_1"]
+    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == [
+        "epoch_0_step_3",
+        "epoch_0_step_1",
+    ]
     assert not verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST"))
 
 
@@ -337,17 +373,23 @@ def test_host_memory_grows_and_its_pages_are_there_before_they_are_used() -> Non
     memory = HostMemory()
     for nbytes in (5000, 3 << 20, 100):
         memory.reserve(nbytes)
-    assert memory.tensor.nbytes == 3 << 20 and os.fstat(memory.descriptor).st_blocks * 512 == 3 << 20
+    assert (
+        memory.tensor.nbytes == 3 << 20 and os.fstat(memory.descriptor).st_blocks * 512 == 3 << 20
+    )
     memory.close()
 
 
 def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
-    saver.made.model.register_buffer("large", torch.arange(3 << 20, dtype=torch.float64))  # 24 MiB, past O_DIRECT
+    saver.made.model.register_buffer(
+        "large", torch.arange(3 << 20, dtype=torch.float64)
+    )  # 24 MiB, past O_DIRECT
     saver.save(1)
     saver.checkpointer.settle()
     assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
-    assert stored(tmp_path / "LATEST")["model.large"] == bytes(saver.made.model.large.view(torch.uint8).numpy())
+    assert stored(tmp_path / "LATEST")["model.large"] == bytes(
+        saver.made.model.large.view(torch.uint8).numpy()
+    )
     saver.checkpointer.close()
 
 
@@ -359,7 +401,9 @@ def replace_parameter(made: Any) -> None:
     made.model.one_row = torch.nn.Parameter(torch.full((1, 3), 8.0))
     made.optimizer.state.clear()
     made.optimizer.zero_grad()
-    made.optimizer.param_groups[0]["params"] = [p for p in made.model.parameters() if p.requires_grad]
+    made.optimizer.param_groups[0]["params"] = [
+        p for p in made.model.parameters() if p.requires_grad
+    ]
 
 
 def transpose_data(made: Any) -> None:
@@ -395,19 +439,31 @@ def untie(made: Any) -> None:
 
 
 def long_value(made: Any) -> None:
-    made.optimizer.param_groups[0]["note"] = "long" * made.optimizer.param_groups[0].get("length", 100)
+    made.optimizer.param_groups[0]["note"] = "long" * made.optimizer.param_groups[0].get(
+        "length", 100
+    )
     made.optimizer.param_groups[0]["length"] = 200
 
 
 CHANGES = {
-    replace_data: True, transpose_data: True, replace_moments: True, other_rate: True, replace_parameter: False,
-    train_frozen: False, resize: False, other_dtype: False, untie: False, long_value: False,
-}  # fmt: skip
+    replace_data: True,
+    transpose_data: True,
+    replace_moments: True,
+    other_rate: True,
+    replace_parameter: False,
+    train_frozen: False,
+    resize: False,
+    other_dtype: False,
+    untie: False,
+    long_value: False,
+}
 """Whether the plan of the save before is still good after it."""
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_can_be(tmp_path: Path, form: str) -> None:
+def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_can_be(
+    tmp_path: Path, form: str
+) -> None:
     saver = Saver(tmp_path, **FORMATS[form])
     step = 0
     for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
@@ -426,7 +482,9 @@ def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_ca
         saver.checkpointer.load(discover(twin))
         found = tiny.tensors_of(twin)
         assert found.keys() >= expected.keys() and twin.optimizer.param_groups[0]["lr"] == rate
-        assert all(torch.equal(found[name], expected[name]) for name in expected if name != "model.scratch"), change
+        assert all(
+            torch.equal(found[name], expected[name]) for name in expected if name != "model.scratch"
+        ), change
     saver.checkpointer.close()
 
 
@@ -443,7 +501,9 @@ def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_faile
 
     attempts: list[str] = []
     reserve = commit.reserve
-    monkeypatch.setattr(commit, "reserve", lambda *place: attempts.append("once") or reserve(*place))
+    monkeypatch.setattr(
+        commit, "reserve", lambda *place: attempts.append("once") or reserve(*place)
+    )
     monkeypatch.setattr(Path, "mkdir", cannot)
     with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOSPC"):
         saver.save(2)
@@ -512,36 +572,57 @@ def export_of(report: SaveReport) -> Path:
     return report.path / "model/consolidated/adapter_model.safetensors"
 
 
-def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(exporter: Saver) -> None:
+def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(
+    exporter: Saver,
+) -> None:
     exporter.save(1)
     end = time.monotonic() + 20
     while not exporter.reports and time.monotonic() < end:
         time.sleep(0.01)
     (report,) = exporter.reports
-    assert commit.pointed(report.path.parent, "LATEST") == "epoch_0_step_1" and not export_of(report).exists()
+    assert (
+        commit.pointed(report.path.parent, "LATEST") == "epoch_0_step_1"
+        and not export_of(report).exists()
+    )
     tiny.train(exporter.made, 1)
     exporter.go_on()
     exporter.checkpointer.close()
     assert export_of(report).is_file()
 
 
-def test_with_adapter_files_nothing_more_is_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_adapter_files_nothing_more_is_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "automodel_ckpt")
     saver = tiny.checkpointer(tmp_path, save_consolidated="every", **FORMATS["adapter"])
     state = discover(tiny.recipe())
     losses = {"step": 1, "val_loss": 1.0}
-    report = saver.save(state, step=1, epoch=0, config_yaml="", progress={}, losses=losses, validated=True, last=True)
+    report = saver.save(
+        state,
+        step=1,
+        epoch=0,
+        config_yaml="",
+        progress={},
+        losses=losses,
+        validated=True,
+        last=True,
+    )
     saver.export_best()
     saver.export_if_missing(Resumed(report.path, 1, 0, Manifest.read(report.path)), last=True)
     saver.close()
     assert (report.export, report.export_failure) == (None, None)
     assert (report.path / "model/adapter_model.safetensors").is_file()
     assert not (report.path / "model/consolidated").exists()
-    assert f"export_best: nothing to export, the model files of {report.path} are already" in caplog.text
+    assert (
+        f"export_best: nothing to export, the model files of {report.path} are already"
+        in caplog.text
+    )
     assert "no checkpoint was validated" not in caplog.text
 
 
-def test_export_best_warns_where_no_checkpoint_was_validated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_export_best_warns_where_no_checkpoint_was_validated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = tiny.checkpointer(tmp_path)
     saver.export_best()
     saver.close()
@@ -549,7 +630,9 @@ def test_export_best_warns_where_no_checkpoint_was_validated(tmp_path: Path, cap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(exporter: Saver) -> None:
+def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(
+    exporter: Saver,
+) -> None:
     exporter.save(1)
     end = time.monotonic() + 20
     while not exporter.reports and time.monotonic() < end:
@@ -557,9 +640,13 @@ def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe
     resource.prlimit(exporter.writer, resource.RLIMIT_NOFILE, (1, 1))
     exporter.go_on()
     wait_until_it_failed(exporter)
-    with pytest.raises(ExportFailed, match=r"the checkpoint itself is safe\)[\s\S]*EMFILE[\s\S]*ulimit -n"):
+    with pytest.raises(
+        ExportFailed, match=r"the checkpoint itself is safe\)[\s\S]*EMFILE[\s\S]*ulimit -n"
+    ):
         exporter.checkpointer.settle()
-    assert not export_of(exporter.reports[0]).exists() and commit.pointed(exporter.reports[0].path.parent, "LATEST")
+    assert not export_of(exporter.reports[0]).exists() and commit.pointed(
+        exporter.reports[0].path.parent, "LATEST"
+    )
 
 
 def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporter: Saver) -> None:
@@ -586,7 +673,9 @@ def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
         checkpointer.close()
 
 
-def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """As after an upgrade of the package below a run."""
 
     class Renamed:
@@ -597,7 +686,9 @@ def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(capfd:
 
     memory = os.memfd_create("test")
     child = writer.Writer(memory)
-    with pytest.raises(SaveFailed, match="the process that writes this rank's checkpoints ended unexpectedly"):
+    with pytest.raises(
+        SaveFailed, match="the process that writes this rank's checkpoints ended unexpectedly"
+    ):
         child.do(Renamed())  # type: ignore[arg-type]
     os.close(memory)
     child.end()

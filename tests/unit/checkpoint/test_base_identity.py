@@ -24,7 +24,9 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_copy_is_the_same_base_and_one_other_byte_makes_another(base: Path, tmp_path: Path) -> None:
+def test_a_copy_is_the_same_base_and_one_other_byte_makes_another(
+    base: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "runs" / "first"
     found = identify_base(str(base), base, run=run)
     assert (found.name, found.relative) == (str(base), "../../models/base")
@@ -38,7 +40,9 @@ def test_a_copy_is_the_same_base_and_one_other_byte_makes_another(base: Path, tm
 def test_the_files_of_an_index_and_links_to_them_are_read(base: Path, tmp_path: Path) -> None:
     (base / "model.safetensors").rename(tmp_path / "blob")
     (base / "part.safetensors").symlink_to(tmp_path / "blob")
-    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "part.safetensors"}})
+    )
     files = identify_base("org/name", base, run=tmp_path).files
     assert files.keys() == {"config.json", "model.safetensors.index.json", "part.safetensors"}
 
@@ -59,7 +63,9 @@ def test_a_digest_is_kept_until_the_file_changes(base: Path, tmp_path: Path) -> 
     assert identify_base(str(base), base, run=tmp_path, cache=cache).digest == changed.digest
 
 
-def test_a_base_without_weights_or_that_cannot_be_read_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_base_without_weights_or_that_cannot_be_read_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
     (base / "config.json").unlink()
     with pytest.raises(RecipeError, match=r"cannot be read"):
         identify_base(str(base), base, run=tmp_path)
@@ -68,7 +74,9 @@ def test_a_base_without_weights_or_that_cannot_be_read_is_refused(base: Path, tm
         identify_base(str(base), base, run=tmp_path)
 
 
-def test_a_base_that_moved_with_its_run_is_found_and_one_that_is_gone_is_not(base: Path, tmp_path: Path) -> None:
+def test_a_base_that_moved_with_its_run_is_found_and_one_that_is_gone_is_not(
+    base: Path, tmp_path: Path
+) -> None:
     record = {"base": identify_base(str(base), base, run=tmp_path / "run").to_dict()}
     assert find_base(record, tmp_path / "elsewhere" / "run") == str(base)
     (tmp_path / "elsewhere").mkdir()
@@ -78,7 +86,9 @@ def test_a_base_that_moved_with_its_run_is_found_and_one_that_is_gone_is_not(bas
     shutil.rmtree(moved)
     with pytest.raises(CheckpointUnusable, match="not where it was"):
         find_base(record, tmp_path / "elsewhere" / "run")
-    assert find_base({"base": {"name": "org/name", "relative_to_run": None}}, tmp_path) == "org/name"
+    assert (
+        find_base({"base": {"name": "org/name", "relative_to_run": None}}, tmp_path) == "org/name"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,9 @@ def test_a_base_that_moved_with_its_run_is_found_and_one_that_is_gone_is_not(bas
         ('{"base": {}, "adapter": {}, "format_version": 9}', "format_version 9 is later"),
     ],
 )
-def test_a_description_that_is_missing_or_odd_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+def test_a_description_that_is_missing_or_odd_is_refused(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
     (tmp_path / "model").mkdir()
     if text is not None:
         (tmp_path / "model" / "automodel_peft_config.json").write_text(text)

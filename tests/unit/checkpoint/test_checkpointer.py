@@ -35,7 +35,9 @@ FORMATS = ["safetensors", "torch_save"]
 
 
 def tree(root: Path) -> list[str]:
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir() or p.is_symlink())
+    return sorted(
+        p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir() or p.is_symlink()
+    )
 
 
 @pytest.mark.parametrize("model_save_format", FORMATS)
@@ -45,7 +47,11 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: An
     tiny.save(tmp_path, made, model_save_format=model_save_format)
     other = tiny.recipe(seed=2, tracker=tiny.Counter())
     resumed = tiny.load(tmp_path, other)
-    assert resumed is not None and (resumed.step, resumed.epoch, resumed.path.name) == (20, 0, "epoch_0_step_20")
+    assert resumed is not None and (resumed.step, resumed.epoch, resumed.path.name) == (
+        20,
+        0,
+        "epoch_0_step_20",
+    )
     tiny.assert_equal_state(made, other)
     assert other.tracker.value == {"best": 1.5, "seen": [1, 2]}
     assert other.model.head is other.model.embed
@@ -55,13 +61,26 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: An
 
 def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter()))
-    assert tree(tmp_path) == sorted(["LATEST"] + [
-        f"epoch_0_step_20/{name}" for name in (
-            "MANIFEST.json", "config.yaml", "losses.json", "model/shard-00001-model-00001-of-00001.safetensors",
-            "optim/.metadata", "optim/__0_0.distcp", "tracker.pt")
-    ])  # fmt: skip
+    assert tree(tmp_path) == sorted(
+        ["LATEST"]
+        + [
+            f"epoch_0_step_20/{name}"
+            for name in (
+                "MANIFEST.json",
+                "config.yaml",
+                "losses.json",
+                "model/shard-00001-model-00001-of-00001.safetensors",
+                "optim/.metadata",
+                "optim/__0_0.distcp",
+                "tracker.pt",
+            )
+        ]
+    )
     assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_20"
-    assert json.loads((tmp_path / "LATEST/losses.json").read_text()) == {"step": 20, "val_loss": None}
+    assert json.loads((tmp_path / "LATEST/losses.json").read_text()) == {
+        "step": 20,
+        "val_loss": None,
+    }
 
 
 def test_every_file_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
@@ -98,7 +117,9 @@ def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_save_format", FORMATS)
-def test_the_slices_of_the_manifest_point_at_the_raw_bytes(tmp_path: Path, model_save_format: Any) -> None:
+def test_the_slices_of_the_manifest_point_at_the_raw_bytes(
+    tmp_path: Path, model_save_format: Any
+) -> None:
     made = tiny.recipe(seed=3)
     path = tiny.save(tmp_path, made, model_save_format=model_save_format).path
     for fqn, tensor in Manifest.read(path).trees["model"].tensors.items():
@@ -114,7 +135,10 @@ def test_pytorchs_own_readers_read_our_files(tmp_path: Path) -> None:
     tiny.train(made)
     path = tiny.save(tmp_path, made).path
     wanted = {k: v for k, v in made.model.state_dict().items() if k != "head"}
-    assert load_file(path / "model/shard-00001-model-00001-of-00001.safetensors").keys() == wanted.keys()
+    assert (
+        load_file(path / "model/shard-00001-model-00001-of-00001.safetensors").keys()
+        == wanted.keys()
+    )
     read = {name: torch.zeros_like(value) for name, value in wanted.items()}
     dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path / "model")), no_dist=True)
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
@@ -201,7 +225,9 @@ def test_state_on_one_side_only_stops_the_run_unless_allowed_by_name(tmp_path: P
     tiny.save(tmp_path, tiny.recipe(old=tiny.Counter(1)))
     with pytest.raises(CheckpointUnusable) as caught:
         tiny.load(tmp_path, tiny.recipe(new=tiny.Counter()))
-    assert "+ new: here, but not saved" in str(caught.value) and "- old: saved, but not here" in str(caught.value)
+    assert "+ new: here, but not saved" in str(
+        caught.value
+    ) and "- old: saved, but not here" in str(caught.value)
     assert "--checkpoint.allow_missing_state '[new, old]'" in str(caught.value)
     other = tiny.recipe(new=tiny.Counter(7))
     assert tiny.load(tmp_path, other, allow_missing_state=["new", "old"]) is not None
@@ -244,7 +270,9 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
-@pytest.mark.parametrize("file", ["model/shard-00001-model-00001-of-00001.safetensors", "optim/__0_0.distcp"])
+@pytest.mark.parametrize(
+    "file", ["model/shard-00001-model-00001-of-00001.safetensors", "optim/__0_0.distcp"]
+)
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
     tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,7 +324,9 @@ def test_a_fresh_directory_is_a_fresh_run(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["LATEST", "LOWEST_VAL", "epoch_0_step_20", "{root}/epoch_0_step_20", "{root}/LATEST"])
+@pytest.mark.parametrize(
+    "name", ["LATEST", "LOWEST_VAL", "epoch_0_step_20", "{root}/epoch_0_step_20", "{root}/LATEST"]
+)
 def test_restore_from_takes_every_form_of_name(tmp_path: Path, name: str) -> None:
     tiny.save(tmp_path, tiny.recipe(), step=20, losses={"val_loss": 1.0}, validated=True)
     tiny.save(tmp_path, tiny.recipe(), step=40, losses={"val_loss": 2.0}, validated=True)
@@ -319,30 +349,46 @@ def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, 
     for step in steps:
         saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
     saver.close()
-    return (resumed.step if resumed else None), sorted(p.name for p in root.iterdir() if p.name.startswith("epoch"))
+    return (resumed.step if resumed else None), sorted(
+        p.name for p in root.iterdir() if p.name.startswith("epoch")
+    )
 
 
-def test_a_run_that_goes_back_sets_the_abandoned_checkpoints_aside_and_a_requeue_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_sets_the_abandoned_checkpoints_aside_and_a_requeue_goes_on(
+    tmp_path: Path,
+) -> None:
     run_from(tmp_path, [20, 40, 60])
     step, names = run_from(tmp_path, [30, 40], restore_from="epoch_0_step_20")
     assert step == 20
-    assert names == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40", "epoch_0_step_40.superseded-1",
-                     "epoch_0_step_60.superseded-1"]  # fmt: skip
+    assert names == [
+        "epoch_0_step_20",
+        "epoch_0_step_30",
+        "epoch_0_step_40",
+        "epoch_0_step_40.superseded-1",
+        "epoch_0_step_60.superseded-1",
+    ]
     assert run_from(tmp_path, [50], restore_from="epoch_0_step_20")[0] == 40
     assert run_from(tmp_path, [60])[0] == 50
 
 
 def test_nothing_is_set_aside_before_the_first_new_checkpoint_stands(tmp_path: Path) -> None:
     run_from(tmp_path, [20, 40])
-    assert run_from(tmp_path, [], restore_from="epoch_0_step_20") == (20, ["epoch_0_step_20", "epoch_0_step_40"])
+    assert run_from(tmp_path, [], restore_from="epoch_0_step_20") == (
+        20,
+        ["epoch_0_step_20", "epoch_0_step_40"],
+    )
 
 
 @pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, float("nan"), 5.0, None]])
-def test_lowest_val_moves_only_to_a_strictly_better_value(tmp_path: Path, values: list[float | None]) -> None:
+def test_lowest_val_moves_only_to_a_strictly_better_value(
+    tmp_path: Path, values: list[float | None]
+) -> None:
     pointed = []
     for index, value in enumerate(values):
         losses = {"val_loss": value}
-        tiny.save(tmp_path, tiny.recipe(), step=index + 1, losses=losses, validated=value is not None)
+        tiny.save(
+            tmp_path, tiny.recipe(), step=index + 1, losses=losses, validated=value is not None
+        )
         pointed.append(commit.pointed(tmp_path, "LOWEST_VAL"))
     assert pointed == ["epoch_0_step_1"] + ["epoch_0_step_2"] * 5
 
@@ -359,15 +405,27 @@ def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: 
     staging = commit.reserve(tmp_path, "epoch_0_step_60")
     (staging / "model").mkdir()
     (tmp_path / ".staging-notes").write_text("the user's own")
-    names = ("late_validations.json", ".verified.json", "training.jsonl", "validation.jsonl", "LATEST.txt")
+    names = (
+        "late_validations.json",
+        ".verified.json",
+        "training.jsonl",
+        "validation.jsonl",
+        "LATEST.txt",
+    )
     for half in (halves := [tmp_path / f".{name}.{'0' * 32}" for name in names]):
         half.touch()
     tiny.load(tmp_path, tiny.recipe())
-    assert not staging.exists() and not any(half.exists() for half in halves) and (tmp_path / ".staging-notes").exists()
+    assert (
+        not staging.exists()
+        and not any(half.exists() for half in halves)
+        and (tmp_path / ".staging-notes").exists()
+    )
     assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
 
 
-def test_a_failed_save_leaves_the_one_before_and_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_one_before_and_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.save(tmp_path, tiny.recipe(), step=20)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
@@ -381,7 +439,9 @@ def test_a_failed_save_leaves_the_one_before_and_no_trace(tmp_path: Path, monkey
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_the_two_log_lines_are_word_for_word(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_log_lines_are_word_for_word(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO):
         tiny.save(Path("checkpoints/"), tiny.recipe())
@@ -390,21 +450,41 @@ def test_the_two_log_lines_are_word_for_word(tmp_path: Path, caplog: Any, monkey
     assert "Loading checkpoint from checkpoints/epoch_0_step_20" in caplog.messages
 
 
-def test_retention_keeps_what_the_policy_and_every_link_in_the_directory_ask_for(tmp_path: Path) -> None:
-    made, saver = tiny.recipe(), tiny.checkpointer(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4)
+def test_retention_keeps_what_the_policy_and_every_link_in_the_directory_ask_for(
+    tmp_path: Path,
+) -> None:
+    made, saver = (
+        tiny.recipe(),
+        tiny.checkpointer(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4),
+    )
     (tmp_path / "epoch_0_step_0-notes").mkdir()
     pruned: list[str] = []
     for step, value in enumerate([5.0, 1.0, 4.0, 3.0, 9.0, 9.0, 9.0], start=1):
         if step == 4:
             (tmp_path / "mine").symlink_to("epoch_0_step_3/model")
         report = saver.save(
-            discover(made), step=step, epoch=0, config_yaml="", losses={"val_loss": value}, progress={}, validated=True
+            discover(made),
+            step=step,
+            epoch=0,
+            config_yaml="",
+            losses={"val_loss": value},
+            progress={},
+            validated=True,
         )
         pruned += report.pruned
     saver.close()
     left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == ["LATEST", "LOWEST_VAL", "epoch_0_step_0-notes", "epoch_0_step_2", "epoch_0_step_3",
-                    "epoch_0_step_4", "epoch_0_step_6", "epoch_0_step_7", "mine"]  # fmt: skip
+    assert left == [
+        "LATEST",
+        "LOWEST_VAL",
+        "epoch_0_step_0-notes",
+        "epoch_0_step_2",
+        "epoch_0_step_3",
+        "epoch_0_step_4",
+        "epoch_0_step_6",
+        "epoch_0_step_7",
+        "mine",
+    ]
     assert pruned == ["epoch_0_step_1", "epoch_0_step_5"]
 
 
@@ -417,7 +497,9 @@ def test_a_removal_that_fails_is_reported_and_training_goes_on(
     monkeypatch.setattr(commit, "withdraw", fail)
     saver = tiny.checkpointer(tmp_path, keep_last=1)
     for step in (1, 2):
-        saver.save(discover(tiny.recipe()), step=step, epoch=0, config_yaml="", losses={}, progress={})
+        saver.save(
+            discover(tiny.recipe()), step=step, epoch=0, config_yaml="", losses={}, progress={}
+        )
     saver.close()
     assert "could not remove epoch_0_step_1" in caplog.text and "EIO" in caplog.text
 
@@ -489,7 +571,9 @@ def test_a_run_directory_deleted_under_us_fails_the_save_with_its_path(tmp_path:
     assert str(root) in str(caught.value)
 
 
-def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there_was(tmp_path: Path) -> None:
+def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there_was(
+    tmp_path: Path,
+) -> None:
     mount = tmp_path / "disk"
     mount.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount], capture_output=True).returncode:
@@ -511,7 +595,9 @@ def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there
 def validated(root: Path, **values: float) -> None:
     """Save a checkpoint per ``s<step>=val_loss``."""
     for name, value in values.items():
-        tiny.save(root, tiny.recipe(), step=int(name[1:]), losses={"val_loss": value}, validated=True)
+        tiny.save(
+            root, tiny.recipe(), step=int(name[1:]), losses={"val_loss": value}, validated=True
+        )
 
 
 @pytest.mark.parametrize("wrong", ["epoch_0_step_1", "epoch_0_step_9", None])
@@ -554,7 +640,8 @@ def later(run: Path, **losses: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{" * 9999, '{"epoch_0_step_20": 3}', '{"epoch_0_step_20": {"losses": 0}}']
+    "content",
+    ["", "[]", "{" * 9999, '{"epoch_0_step_20": 3}', '{"epoch_0_step_20": {"losses": 0}}'],
 )
 def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can_be_read(
     tmp_path: Path, content: str
@@ -564,7 +651,9 @@ def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can
     later(tmp_path, val_loss=1.0)
     shutil.rmtree(tmp_path / "epoch_0_step_20")
     tiny.save(tmp_path, tiny.recipe(1), step=20)
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10", "the name is another checkpoint's now"
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10", (
+        "the name is another checkpoint's now"
+    )
     (tmp_path / "late_validations.json").write_text(content)
     tiny.load(tmp_path, tiny.recipe())
     assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10"
@@ -578,16 +667,24 @@ def test_a_later_validation_that_cannot_be_written_is_a_warning(
     tiny.save(tmp_path, tiny.recipe(), step=20)
     monkeypatch.setattr(late_validations, "replace_file", full_disk)
     later(tmp_path, val_loss=0.5)
-    assert "could not record the validation of epoch_0_step_20" in caplog.text and "No space left" in caplog.text
+    assert (
+        "could not record the validation of epoch_0_step_20" in caplog.text
+        and "No space left" in caplog.text
+    )
 
 
 def full_disk(path: Path, data: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-@pytest.mark.parametrize(("refused", "failing_steps"), [(layout.POINTERS, (2,)), (("LOWEST_VAL",), (2, 3))])
+@pytest.mark.parametrize(
+    ("refused", "failing_steps"), [(layout.POINTERS, (2,)), (("LOWEST_VAL",), (2, 3))]
+)
 def test_a_best_checkpoint_that_could_not_be_pointed_to_is_kept_and_pointed_to_later(
-    refused: tuple[str, ...], failing_steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: tuple[str, ...],
+    failing_steps: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = commit.point
 
@@ -600,14 +697,25 @@ def test_a_best_checkpoint_that_could_not_be_pointed_to_is_kept_and_pointed_to_l
     saver, made = tiny.checkpointer(tmp_path, keep_last=1), tiny.recipe()
     for saving, value in enumerate([3.0, 1.0, 2.0], start=1):
         losses = {"val_loss": value}
-        saver.save(discover(made), step=saving, epoch=0, config_yaml="", losses=losses, progress={}, validated=True)
+        saver.save(
+            discover(made),
+            step=saving,
+            epoch=0,
+            config_yaml="",
+            losses=losses,
+            progress={},
+            validated=True,
+        )
     saver.close()
     saving = 0
     if failing_steps[-1] < 3:
         assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2", "the next save that can"
         return
     tiny.load(tmp_path, tiny.recipe())
-    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == ["epoch_0_step_3", "epoch_0_step_2"]
+    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == [
+        "epoch_0_step_3",
+        "epoch_0_step_2",
+    ]
 
 
 def test_a_manifest_that_opens_and_cannot_be_read_is_passed_over(
@@ -618,7 +726,9 @@ def test_a_manifest_that_opens_and_cannot_be_read_is_passed_over(
     plain = os.fdopen
 
     def failing(descriptor: int, *arguments: Any) -> Any:
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path / "epoch_0_step_2/MANIFEST.json"):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(
+            tmp_path / "epoch_0_step_2/MANIFEST.json"
+        ):
             os.close(descriptor)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return plain(descriptor, *arguments)
@@ -632,7 +742,15 @@ def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path:
     validated(tmp_path, s10=2.0, s20=1.0, s30=0.5)
     saver, made = tiny.checkpointer(tmp_path, restore_from="epoch_0_step_20"), tiny.recipe()
     saver.load(discover(made))
-    saver.save(discover(made), step=30, epoch=0, config_yaml="", losses={"val_loss": 9.0}, progress={}, validated=True)
+    saver.save(
+        discover(made),
+        step=30,
+        epoch=0,
+        config_yaml="",
+        losses={"val_loss": 9.0},
+        progress={},
+        validated=True,
+    )
     saver.close()
     assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
 
@@ -670,7 +788,9 @@ def test_a_publication_that_cannot_be_made_durable_is_taken_back(
     assert tree(tmp_path) == []
 
 
-def test_a_part_that_cannot_be_removed_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_cannot_be_removed_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.unlink
 
     def fail_for_parts(path: Any, **more: Any) -> None:
@@ -701,8 +821,12 @@ def test_a_file_whose_space_cannot_be_reserved_leaves_no_open_descriptor(
 def with_unused(seed: int, **options: Any) -> Any:
     """A recipe whose model has a parameter that takes no part in its output."""
     made = tiny.recipe(seed=seed)
-    made.model.unused = torch.nn.Parameter(torch.full((4, 3), float(seed)), requires_grad=options.get("trains", True))
-    made.optimizer.add_param_group({"params": [made.model.unused] if options.get("trains", True) else []})
+    made.model.unused = torch.nn.Parameter(
+        torch.full((4, 3), float(seed)), requires_grad=options.get("trains", True)
+    )
+    made.optimizer.add_param_group(
+        {"params": [made.model.unused] if options.get("trains", True) else []}
+    )
     return made
 
 
@@ -728,7 +852,9 @@ def test_a_parameter_that_was_frozen_when_saved_is_still_refused(tmp_path: Path)
     made = with_unused(1, trains=False)
     tiny.train(made)
     tiny.save(tmp_path, made)
-    with pytest.raises(CheckpointUnusable, match=r"optimizer\.state\.model\.unused\.exp_avg: here, but not saved"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"optimizer\.state\.model\.unused\.exp_avg: here, but not saved"
+    ):
         tiny.load(tmp_path, with_unused(2))
 
 
@@ -739,18 +865,26 @@ def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: An
     checkpointer = tiny.checkpointer(tmp_path, save_consolidated=False, **layout)
     seen, after = [], []
     checkpointer.save(
-        discover(recipe), step=20, epoch=0, config_yaml="", losses={}, progress={},
+        discover(recipe),
+        step=20,
+        epoch=0,
+        config_yaml="",
+        losses={},
+        progress={},
         before_publishing=lambda: seen.append(checkpointer.saving()),
         on_saved=lambda _: after.append(checkpointer.saving()),
-    )  # fmt: skip
+    )
     checkpointer.settle()
     (saving,) = seen
     assert after == [None], "an export may follow"
     assert saving is not None and saving.step == 20
-    written = sum(path.stat().st_size for path in (tmp_path / "epoch_0_step_20").rglob("*") if path.is_file())
+    written = sum(
+        path.stat().st_size for path in (tmp_path / "epoch_0_step_20").rglob("*") if path.is_file()
+    )
     # What the ranks tell each other is written too, and removed again.
-    assert 0.3 * written < saving.written_bytes < 1.2 * written and saving.total_bytes == pytest.approx(
-        written, rel=0.7
+    assert (
+        0.3 * written < saving.written_bytes < 1.2 * written
+        and saving.total_bytes == pytest.approx(written, rel=0.7)
     )
     assert checkpointer.saving() is None
     checkpointer.close()

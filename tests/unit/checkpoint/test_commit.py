@@ -22,12 +22,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
 
     def name_of(argument: Any) -> str:
-        path = os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else os.fspath(argument)
+        path = (
+            os.readlink(f"/proc/self/fd/{argument}")
+            if isinstance(argument, int)
+            else os.fspath(argument)
+        )
         return Path(path).name.split(".staging-")[0].split(".trash-")[0]
 
     def recording(call: str, real: Any) -> Any:
         def record(*arguments: Any, **more: Any) -> Any:
-            seen.append((call, name_of(arguments[1] if call in ("rename", "symlink") else arguments[0])))
+            seen.append(
+                (call, name_of(arguments[1] if call in ("rename", "symlink") else arguments[0]))
+            )
             return real(*arguments, **more)
 
         return record
@@ -37,14 +43,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(tmp_path: Path, calls: list[Any]) -> None:
+def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(
+    tmp_path: Path, calls: list[Any]
+) -> None:
     data = os.urandom(3 * direct.BLOCK_BYTES + 17)
     with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
         for start in range(0, len(data), 5_000_011):
             file.write(memoryview(data)[start : start + 5_000_011])
     record = file.close()
     assert (tmp_path / "file").read_bytes() == data
-    assert (record.size, record.digest) == (len(data), "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
+    assert (record.size, record.digest) == (
+        len(data),
+        "xxh3_128:" + xxhash.xxh3_128_hexdigest(data),
+    )
     assert calls == [("fsync", "file")]
 
 
@@ -53,7 +64,9 @@ SIZES = [8 << 20, (8 << 20) + 1, (8 << 20) - 1, (12 << 20) + 4096, (12 << 20) + 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("hint", [0, 8 << 20, 64 << 20])
-def test_a_file_of_any_size_holds_what_was_written_whichever_way_it_took(tmp_path: Path, size: int, hint: int) -> None:
+def test_a_file_of_any_size_holds_what_was_written_whichever_way_it_took(
+    tmp_path: Path, size: int, hint: int
+) -> None:
     data = os.urandom(size)
     with durable_file.DurableFile(tmp_path / "file", nbytes=hint) as file:
         assert (file._stream is not None) == (hint >= direct.DIRECT_FROM_BYTES)
@@ -127,7 +140,9 @@ def test_space_reserved_too_much_is_given_back(tmp_path: Path) -> None:
     assert file.close().size == (tmp_path / "file").stat().st_size == 5
 
 
-def test_an_error_of_a_system_call_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_system_call_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: int) -> None:
         raise OSError(5, os.strerror(5))
 
@@ -148,10 +163,18 @@ def test_the_steps_of_a_publication_come_in_the_order_that_survives_a_power_cut(
     steps = [call for call in calls if call[0] != "mkdir"]
     manifest = next(name for _, name in steps if name.startswith(".MANIFEST.json."))
     assert steps == [
-        ("fsync", "shard"), ("fsync", "model"), ("fsync", ".epoch_0_step_20"), ("fsync", manifest),
-        ("rename", "MANIFEST.json"), ("fsync", ".epoch_0_step_20"), ("rename", "epoch_0_step_20"),
-        ("fsync", tmp_path.name), ("symlink", steps[-3][1]), ("rename", "LATEST"), ("fsync", tmp_path.name),
-    ]  # fmt: skip
+        ("fsync", "shard"),
+        ("fsync", "model"),
+        ("fsync", ".epoch_0_step_20"),
+        ("fsync", manifest),
+        ("rename", "MANIFEST.json"),
+        ("fsync", ".epoch_0_step_20"),
+        ("rename", "epoch_0_step_20"),
+        ("fsync", tmp_path.name),
+        ("symlink", steps[-3][1]),
+        ("rename", "LATEST"),
+        ("fsync", tmp_path.name),
+    ]
 
 
 def test_a_withdrawn_checkpoint_has_lost_its_name_durably_before_its_files_are_deleted(
@@ -177,7 +200,12 @@ def test_every_new_directory_above_the_run_is_durable_in_its_parent(
     tmp_path: Path, calls: list[tuple[str, str]]
 ) -> None:
     commit.make_run_directory(tmp_path / "outer" / "run")
-    assert calls == [("mkdir", "outer"), ("fsync", tmp_path.name), ("mkdir", "run"), ("fsync", "outer")]
+    assert calls == [
+        ("mkdir", "outer"),
+        ("fsync", tmp_path.name),
+        ("mkdir", "run"),
+        ("fsync", "outer"),
+    ]
 
 
 def test_what_a_checkpoint_is_published_over_is_refused(tmp_path: Path) -> None:
@@ -220,10 +248,14 @@ def test_a_pin_that_is_made_while_a_run_starts_and_clears_leftovers_is_made_agai
 
     monkeypatch.setattr(os, "symlink", make_and_clear)
     commit.point(tmp_path, "pin-epoch_0_step_20", "epoch_0_step_20")
-    assert len(cleared) == 1 and [path.name for path in tmp_path.iterdir()] == ["pin-epoch_0_step_20"]
+    assert len(cleared) == 1 and [path.name for path in tmp_path.iterdir()] == [
+        "pin-epoch_0_step_20"
+    ]
 
 
-def test_where_links_cannot_be_made_a_text_file_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_links_cannot_be_made_a_text_file_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, os.strerror(1))
 
@@ -233,7 +265,10 @@ def test_where_links_cannot_be_made_a_text_file_points(tmp_path: Path, monkeypat
     assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_20"
     monkeypatch.undo()
     commit.point(tmp_path, "LATEST", "epoch_0_step_40")
-    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40" and not (tmp_path / "LATEST.txt").exists()
+    assert (
+        commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
+        and not (tmp_path / "LATEST.txt").exists()
+    )
 
 
 @pytest.mark.parametrize("target", ["../elsewhere", "/etc", "notes", "epoch_0_step_20/model", ""])
@@ -257,8 +292,19 @@ def test_a_withdrawn_checkpoint_is_a_leftover_until_its_files_are_gone(tmp_path:
 
 def test_recovery_removes_its_own_leftovers_and_nothing_else(tmp_path: Path) -> None:
     mine = [".epoch_0_step_20.staging-" + "0" * 32, ".trash-" + "1" * 32, ".LATEST." + "2" * 32]
-    mine += [f".{name}." + "4" * 32 for name in ("run.lock", "pin-epoch_0_step_2", ".verified.json", "LATEST.txt")]
-    foreign = ["epoch_0_step_20", ".git", ".cache.staging-x", ".LATEST.txt", "notes", ".trash-cans", ".env." + "3" * 32]
+    mine += [
+        f".{name}." + "4" * 32
+        for name in ("run.lock", "pin-epoch_0_step_2", ".verified.json", "LATEST.txt")
+    ]
+    foreign = [
+        "epoch_0_step_20",
+        ".git",
+        ".cache.staging-x",
+        ".LATEST.txt",
+        "notes",
+        ".trash-cans",
+        ".env." + "3" * 32,
+    ]
     for name in mine[:2] + foreign:
         (tmp_path / name).mkdir()
     for name in mine[2:]:
@@ -284,7 +330,9 @@ def test_abandoned_checkpoints_take_the_next_free_name(tmp_path: Path) -> None:
         assert commit.supersede(tmp_path, "epoch_0_step_40") == expected
 
 
-def test_what_is_handed_over_may_be_taken_away_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_handed_over_may_be_taken_away_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The leader publishes as soon as it finds the last part, whatever that rank's writer still does."""
     parts, rename = tmp_path / ".parts", os.rename
     parts.mkdir()

@@ -34,8 +34,23 @@ from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 from automodel_ckpt.checkpoint.writing.writer import Export, SharedMemory
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
-from tests.support.shards import Chunk, bits, cut, raw_bytes, record_of, whole, write_checkpoint, write_shards
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    LeaseLost,
+    RecipeError,
+    SaveFailed,
+)
+from tests.support.shards import (
+    Chunk,
+    bits,
+    cut,
+    raw_bytes,
+    record_of,
+    whole,
+    write_checkpoint,
+    write_shards,
+)
 from tools.crash.power import Disk, unsupported
 
 Tensors = dict[str, torch.Tensor]
@@ -71,7 +86,9 @@ def loaded(output: Path) -> Tensors:
         assert {index["weight_map"][fqn] for fqn in part} == {name}
         tensors |= part
     assert tensors.keys() == index["weight_map"].keys()
-    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * t.element_size() for t in tensors.values()
+    )
     return tensors
 
 
@@ -87,7 +104,9 @@ def side_files(checkpoint: Path, **files: object) -> Path:
     directory = checkpoint / "model" / ".hf_metadata"
     directory.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():
-        (directory / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+        (directory / f"{name}.json").write_text(
+            value if isinstance(value, str) else json.dumps(value)
+        )
     return directory
 
 
@@ -120,11 +139,23 @@ def test_tensors_of_many_blocks_are_bit_equal(
     for module in (export_blocks, copy_engine):
         monkeypatch.setattr(module, "BLOCK_BYTES", block)
     monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
-    tensors = {"w": torch.randn(5, 41, 7), "v": torch.randn(1013), "u": torch.randn(3, 5).bfloat16()}
-    pieces = cut("w", tensors["w"], 2, dim=1) + cut("v", tensors["v"], 3) + cut("u", tensors["u"], 4, dim=1)
+    tensors = {
+        "w": torch.randn(5, 41, 7),
+        "v": torch.randn(1013),
+        "u": torch.randn(3, 5).bfloat16(),
+    }
+    pieces = (
+        cut("w", tensors["w"], 2, dim=1)
+        + cut("v", tensors["v"], 3)
+        + cut("u", tensors["u"], 4, dim=1)
+    )
     write_checkpoint(tmp_path / "c", tensors, pieces)
     assert_same(consolidate(tmp_path / "c", num_threads=num_threads).output, tensors)
-    found = loaded(consolidate(tmp_path / "c", tmp_path / "cast", cast_dtype="fp16", num_threads=num_threads).output)
+    found = loaded(
+        consolidate(
+            tmp_path / "c", tmp_path / "cast", cast_dtype="fp16", num_threads=num_threads
+        ).output
+    )
     assert all(torch.equal(found[fqn], tensor.half()) for fqn, tensor in tensors.items())
 
 
@@ -168,7 +199,12 @@ def test_the_bytes_are_the_same_whichever_way_they_are_read(
         return preadv(descriptor, buffers, at)
 
     odd = {"odd": torch.randn(4099).bfloat16()} if way == "unaligned" else {}
-    tensors = {**zoo(), **odd, "large": torch.randn(6 << 20, dtype=torch.float64), "even": torch.randn(3, 4096)}
+    tensors = {
+        **zoo(),
+        **odd,
+        "large": torch.randn(6 << 20, dtype=torch.float64),
+        "even": torch.randn(3, 4096),
+    }
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     monkeypatch.setattr(os, "preadv", read)
     assert_same(consolidate(tmp_path / "c").output, tensors)
@@ -194,7 +230,9 @@ def test_what_the_page_cache_holds_is_read_from_it_and_the_rest_past_it(
     path.read_bytes()
     assert source.is_cached(0, 1 << 20)
     os.posix_fadvise(source.plain, 0, 0, os.POSIX_FADV_DONTNEED)
-    past = source._is_direct and source._map._address is not None and not source.is_cached(0, 1 << 20)
+    past = (
+        source._is_direct and source._map._address is not None and not source.is_cached(0, 1 << 20)
+    )
     source.close()
     if not past:
         pytest.skip("this file system does not let go of its pages")
@@ -210,7 +248,9 @@ def no_map(*_: object) -> int | None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_bare_directory_of_torchs_own_shards_is_exported_and_said_to_be_unchecked(tmp_path: Path) -> None:
+def test_a_bare_directory_of_torchs_own_shards_is_exported_and_said_to_be_unchecked(
+    tmp_path: Path,
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     tensors = {"a": torch.randn(6, 3), "b": torch.randn(4).bfloat16()}
@@ -245,14 +285,21 @@ SHARD = "model/shard-00002-model-00001-of-00001.safetensors"
         (lambda c: flip(c / SHARD, 4090), "no tensor"),
         (lambda c: os.truncate(c / SHARD, 5000), "another size"),
         (lambda c: (c / SHARD).unlink(), "missing"),
-        (lambda c: (c / SHARD).write_bytes((c / SHARD.replace("00002", "00001", 1)).read_bytes()), "file"),
+        (
+            lambda c: (c / SHARD).write_bytes(
+                (c / SHARD.replace("00002", "00001", 1)).read_bytes()
+            ),
+            "file",
+        ),
         (lambda c: (c / SHARD.replace("00002", "00009", 1)).write_bytes(b"x"), "does not know"),
         (lambda c: flip(c / "model/.hf_metadata/config.json", 3), "config.json"),
         (lambda c: flip(c / "MANIFEST.json", 100), "manifest"),
         (lambda c: (c / "MANIFEST.json").write_bytes(b""), "manifest"),
     ],
 )
-def test_damage_is_named_and_nothing_is_written(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_damage_is_named_and_nothing_is_written(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     tensors = {fqn: tensor for fqn, tensor in zoo().items() if fqn in ("bf16.uneven", "f16.cube")}
     side_files(tmp_path / "c", config={"dtype": "float32"})
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2))
@@ -272,8 +319,14 @@ def test_damage_is_named_and_nothing_is_written(tmp_path: Path, damage: Callable
     ("spoil", "message"),
     [
         (lambda d: next(iter(sorted(d.glob("shard-00002*")))).unlink(), "not in any slice"),
-        (lambda d: (d / "z.safetensors").write_bytes(next(d.glob("shard-00001*")).read_bytes()), "overlap"),
-        (lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "), "is not a shard"),
+        (
+            lambda d: (d / "z.safetensors").write_bytes(next(d.glob("shard-00001*")).read_bytes()),
+            "overlap",
+        ),
+        (
+            lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "),
+            "is not a shard",
+        ),
         (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "truncated"),
     ],
 )
@@ -298,7 +351,9 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     ("names", "message"),
     [({"a": 1, "b": 1, "c": 1}, "missing: 'c'"), ({"a": 1}, "not in the base: 'b'")],
 )
-def test_the_tensors_must_be_those_of_the_base(tmp_path: Path, names: dict[str, int], message: str) -> None:
+def test_the_tensors_must_be_those_of_the_base(
+    tmp_path: Path, names: dict[str, int], message: str
+) -> None:
     tensors = {"a": torch.randn(2), "b": torch.randn(2)}
     side_files(tmp_path / "c", fqn_to_file_index_mapping=names)
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
@@ -343,7 +398,12 @@ def test_without_a_base_files_are_split_by_size() -> None:
         for name, n in (("a", 60), ("b", 40), ("c", 1), ("d", 500), ("e", 1))
     }
     plan = export_plan.make_plan(tensors, {}, BaseMaps(), max_file_bytes=100)
-    assert [[t.fqn for t in file.tensors] for file in plan.files] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [[t.fqn for t in file.tensors] for file in plan.files] == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e"],
+    ]
     assert plan.files[0].name == "model-00001-of-00004.safetensors"
 
 
@@ -367,13 +427,20 @@ def test_each_float_takes_the_dtype_of_the_base_and_nothing_else_changes(tmp_pat
     assert torch.equal(loaded(output)["f16.cube"], tensors["f16.cube"].bfloat16())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"]
+)
 def test_a_cast_takes_every_ordinary_float_whatever_the_base_had(tmp_path: Path, name: str) -> None:
     tensors = zoo()
     side_files(tmp_path / "c", fqn_to_dtype_mapping=dict.fromkeys(tensors, "F32"))
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, dim=1))
     found = loaded(consolidate(tmp_path / "c", cast_dtype=name).output)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}.get(name)
+    dtype = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }.get(name)
     dtype = dtype or getattr(torch, name)
     for fqn, tensor in tensors.items():
         ordinary = tensor.dtype.is_floating_point and tensor.dtype != torch.float8_e4m3fn
@@ -382,9 +449,15 @@ def test_a_cast_takes_every_ordinary_float_whatever_the_base_had(tmp_path: Path,
         assert torch.equal(found[fqn].double().nan_to_num(7), want.double().nan_to_num(7)), fqn
 
 
-def test_a_quantized_tensor_saved_as_float_stays_float_and_the_config_says_so(tmp_path: Path) -> None:
+def test_a_quantized_tensor_saved_as_float_stays_float_and_the_config_says_so(
+    tmp_path: Path,
+) -> None:
     tensors = {"w": torch.randn(4, 2).bfloat16()}
-    config = {"torch_dtype": "float16", "text_config": {"dtype": "float16"}, "quantization_config": {"bits": 4}}
+    config = {
+        "torch_dtype": "float16",
+        "text_config": {"dtype": "float16"},
+        "quantization_config": {"bits": 4},
+    }
     side_files(tmp_path / "c", fqn_to_dtype_mapping={"w": "I32"}, config=config)
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     report = consolidate(tmp_path / "c")
@@ -397,7 +470,9 @@ def test_a_quantized_tensor_saved_as_float_stays_float_and_the_config_says_so(tm
 def test_side_files_are_byte_equal_and_a_config_that_agrees_is_not_touched(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(4)}
     text = '{"dtype":\t"float32"  }\r\n'
-    directory = side_files(tmp_path / "c", config=text, tokenizer="{}\n\n", fqn_to_dtype_mapping={"w": "F32"})
+    directory = side_files(
+        tmp_path / "c", config=text, tokenizer="{}\n\n", fqn_to_dtype_mapping={"w": "F32"}
+    )
     (directory / "modeling_x.py").write_bytes(b"x = 1\r\n")
     (directory / "model-9.safetensors").write_bytes(b"stray")
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
@@ -446,7 +521,9 @@ def consolidated_once(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_an_earlier_export_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+def test_an_earlier_export_is_replaced_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
     output = consolidated_once(tmp_path)
     if not exchange:
         monkeypatch.setattr(export_publish.commit, "exchange", lambda *_: False)
@@ -468,7 +545,9 @@ def test_files_that_no_export_made_are_never_replaced(tmp_path: Path) -> None:
     for target in (tmp_path / "home", tmp_path / "home" / "thesis.tex", tmp_path / "c", tmp_path):
         with pytest.raises(SaveFailed):
             consolidate(tmp_path / "c", target)
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "mine" and (output / "notes.txt").exists()
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "mine" and (
+        output / "notes.txt"
+    ).exists()
     (tmp_path / "empty").mkdir()
     assert len(loaded(consolidate(tmp_path / "c", tmp_path / "empty").output)) == 1
 
@@ -495,7 +574,9 @@ def test_a_run_that_lost_its_lease_publishes_no_export(tmp_path: Path) -> None:
     with pytest.raises(LeaseLost, match="another run has taken over"):
         Export([str(tmp_path / "c")], (tmp_path / LOCK_FILE, "ours")).run(SharedMemory(-1))
     assert output.stat().st_ino == before
-    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".consolidated")] == []
+    assert [
+        path.name for path in output.parent.iterdir() if path.name.startswith(".consolidated")
+    ] == []
     with pytest.raises(LeaseLost, match="was removed"):
         Export([str(tmp_path / "c")], (tmp_path / "gone", "ours")).run(SharedMemory(-1))
     Export([str(tmp_path / "c")], (tmp_path / LOCK_FILE, "theirs")).run(SharedMemory(-1))
@@ -558,7 +639,9 @@ def test_a_slice_that_changes_under_the_copy_is_named_and_nothing_is_published(
     monkeypatch.setattr("automodel_ckpt.checkpoint.export.consolidate.verify", lambda *_, **__: [])
     with pytest.raises(CheckpointUnusable, match="changed while it was read"):
         consolidate(tmp_path / "c", num_threads=num_threads)
-    assert [path.name for path in (tmp_path / "c/model").iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
+    assert [path.name for path in (tmp_path / "c/model").iterdir()] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
 
 
 def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -576,8 +659,12 @@ def test_a_worker_process_that_dies_is_an_error_and_leaves_nothing(tmp_path: Pat
         "except BaseException as error: print(type(error).__name__)\n"
     )
     tensors = {name: torch.randn(4096) for name in "ab"}
-    write_checkpoint(tmp_path / "c", tensors, [Chunk(n, whole(t), i) for i, (n, t) in enumerate(tensors.items())])
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60)
+    write_checkpoint(
+        tmp_path / "c", tensors, [Chunk(n, whole(t), i) for i, (n, t) in enumerate(tensors.items())]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "SaveFailed", done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "c/model").iterdir()) == [
         "shard-00001-model-00001-of-00001.safetensors",
@@ -593,7 +680,9 @@ def test_the_tool_imports_no_torch_and_no_numpy_where_nothing_is_cast(tmp_path: 
         "code = main(['-i', sys.argv[1], '-o', sys.argv[2], *sys.argv[3:]])\n"
         "print(code, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    for number, (cast, expected) in enumerate((([], "0 False False"), (["--cast-dtype", "bf16"], "0 False True"))):
+    for number, (cast, expected) in enumerate(
+        (([], "0 False False"), (["--cast-dtype", "bf16"], "0 False True"))
+    ):
         arguments = [sys.executable, "-c", code, tmp_path / "c", tmp_path / str(number), *cast]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1] == expected, done.stderr
@@ -624,7 +713,9 @@ def test_casting_and_gathering_take_no_memory_that_grows_with_the_model(tmp_path
         "consolidate(sys.argv[1], cast_dtype='bf16'); done.set(); thread.join()\n"
         "print((peak[0] - start) // 1024)"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=100
+    )
     assert int(done.stdout) < 100, done.stdout + done.stderr
 
 
@@ -658,11 +749,16 @@ def test_where_the_file_system_shares_blocks_whole_ones_are_cloned_and_still_ind
     real = export_output._clone
     monkeypatch.setattr(export_output, "_clone", clone)
     tensors = {
-        "w": torch.randn(1024, 2048), "odd": torch.randn(5), "v": torch.randn(1024, 512), "cut": torch.randn(64, 64)
-    }  # fmt: skip
+        "w": torch.randn(1024, 2048),
+        "odd": torch.randn(5),
+        "v": torch.randn(1024, 512),
+        "cut": torch.randn(64, 64),
+    }
     pieces = [piece for fqn in ("w", "odd", "v") for piece in cut(fqn, tensors[fqn], 2)]
     with Disk("xfs") as disk:
-        write_checkpoint(disk.mount_point / "c", tensors, pieces + cut("cut", tensors["cut"], 2, dim=1))
+        write_checkpoint(
+            disk.mount_point / "c", tensors, pieces + cut("cut", tensors["cut"], 2, dim=1)
+        )
         report = consolidate(disk.mount_point / "c", disk.mount_point / "out", num_threads=2)
         assert_same(report.output, tensors)
         # Behind the odd tensor source and target no longer have their blocks in common.

@@ -34,10 +34,17 @@ for place in places:
 def tiny_llama(tied: bool, dtype: torch.dtype) -> Any:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.3, eos_token_id=None,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        eos_token_id=None,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     # Not .to(dtype): that rounds the rotary frequencies too, which are no weights and which loading computes anew.
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
@@ -47,19 +54,35 @@ def export(place: Path, tied: bool, dtype: torch.dtype, dim: int) -> Any:
     model = tiny_llama(tied, dtype)
     state, ties = module_state(model)
     write_assets(HFAssets.from_model(model), place / "c" / "model" / ".hf_metadata")
-    write_checkpoint(place / "c", state, [p for f, t in state.items() for p in cut(f, t, 3, dim)], tied=ties)
+    write_checkpoint(
+        place / "c", state, [p for f, t in state.items() for p in cut(f, t, 3, dim)], tied=ties
+    )
     assert consolidate(place / "c").output == place / "c" / "model" / "consolidated"
     return model
 
 
 def test_exports_give_equal_logits(tmp_path: Path, commands: CommandServer) -> None:
-    cases = [(torch.float32, 0, True), (torch.float32, 0, False), (torch.bfloat16, 1, True), (torch.bfloat16, 1, False)]
+    cases = [
+        (torch.float32, 0, True),
+        (torch.float32, 0, False),
+        (torch.bfloat16, 1, True),
+        (torch.bfloat16, 1, False),
+    ]
     places = [tmp_path / str(number) for number in range(len(cases))]
-    models = [export(place, tied, dtype, dim) for place, (dtype, dim, tied) in zip(places, cases, strict=True)]
+    models = [
+        export(place, tied, dtype, dim)
+        for place, (dtype, dim, tied) in zip(places, cases, strict=True)
+    ]
     ids = torch.arange(34).reshape(2, 17) % 97
     torch.save(ids, tmp_path / "ids.pt")
     (tmp_path / "reader.py").write_text(READER)
-    read = commands.run("plain", str(tmp_path / "reader.py"), str(tmp_path / "ids.pt"), *map(str, places), cwd=tmp_path)
+    read = commands.run(
+        "plain",
+        str(tmp_path / "reader.py"),
+        str(tmp_path / "ids.pt"),
+        *map(str, places),
+        cwd=tmp_path,
+    )
     assert read.returncode == 0, read.stderr
     for model, place, (dtype, *_) in zip(models, places, cases, strict=True):
         found = torch.load(place / "out.pt", weights_only=True)

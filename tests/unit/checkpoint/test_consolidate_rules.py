@@ -18,12 +18,24 @@ from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.slices import Box
 from tests.support.shards import Chunk, bits, write_checkpoint
 
-ORDINARY = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ORDINARY = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 INTEGERS = [
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
     torch.bool,
-]  # fmt: skip
+]
 OTHERS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.complex64]
 SHAPES = [(), (0,), (3, 0, 2), (1,), (13,), (7, 5), (4, 1, 9), (2, 3, 4, 5), (130, 33)]
 
@@ -38,9 +50,14 @@ def grid(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
     """Cut unevenly along any of its dimensions, as FSDP, TP, and both in one or two dimensions do."""
     edges = []
     for extent in shape:
-        inner = chance.sample(range(1, extent), chance.randrange(min(4, extent))) if extent > 1 else []
+        inner = (
+            chance.sample(range(1, extent), chance.randrange(min(4, extent))) if extent > 1 else []
+        )
         edges.append(list(itertools.pairwise([0, *sorted(inner), extent])))
-    found = [Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)) for ends in itertools.product(*edges)]
+    found = [
+        Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+        for ends in itertools.product(*edges)
+    ]
     chance.shuffle(found)
     return found
 
@@ -79,13 +96,23 @@ def test_every_tensor_gets_its_dtype_and_keeps_its_values(tmp_path: Path, seed: 
     ]
     side = tmp_path / "c/model/.hf_metadata"
     side.mkdir(parents=True)
-    (side / "config.json").write_text(json.dumps({"torch_dtype": "float16", "inner_config": {"dtype": "float32"}}))
+    (side / "config.json").write_text(
+        json.dumps({"torch_dtype": "float16", "inner_config": {"dtype": "float32"}})
+    )
     if known:
         (side / "fqn_to_dtype_mapping.json").write_text(json.dumps(known))
     write_checkpoint(tmp_path / "c", tensors, pieces)
-    report = consolidate(tmp_path / "c", cast_dtype=cast, num_threads=chance.choice([1, 3]), log=lambda _: None)
-    entries = {f: e for path in report.output.glob("*.safetensors") for f, e in read_header(path).tensors.items()}
-    found = {f: t for path in report.output.glob("*.safetensors") for f, t in load_file(path).items()}
+    report = consolidate(
+        tmp_path / "c", cast_dtype=cast, num_threads=chance.choice([1, 3]), log=lambda _: None
+    )
+    entries = {
+        f: e
+        for path in report.output.glob("*.safetensors")
+        for f, e in read_header(path).tensors.items()
+    }
+    found = {
+        f: t for path in report.output.glob("*.safetensors") for f, t in load_file(path).items()
+    }
     assert found.keys() == tensors.keys()
     for fqn, tensor in tensors.items():
         saved = dtype_code(str(tensor.dtype))
@@ -94,15 +121,23 @@ def test_every_tensor_gets_its_dtype_and_keeps_its_values(tmp_path: Path, seed: 
         expected = tensor if want == saved else tensor.to(ORDINARY[want])
         assert found[fqn].shape == tensor.shape and (bits(found[fqn]) == bits(expected)).all(), fqn
     assert_config_agrees(report.output, {fqn: entries[fqn].dtype for fqn in tensors}, tensors)
-    quantized = {f for f, t in tensors.items() if known.get(f, "F32") not in ORDINARY and t.dtype in ORDINARY.values()}
+    quantized = {
+        f
+        for f, t in tensors.items()
+        if known.get(f, "F32") not in ORDINARY and t.dtype in ORDINARY.values()
+    }
     assert any("stay float" in text for text in report.warnings) is bool(quantized)
 
 
-def assert_config_agrees(output: Path, dtypes: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+def assert_config_agrees(
+    output: Path, dtypes: dict[str, str], tensors: dict[str, torch.Tensor]
+) -> None:
     config = json.loads((output / "config.json").read_bytes())
-    numels = {code: sum(t.numel() for f, t in tensors.items() if dtypes[f] == code) for code in ORDINARY}
+    numels = {
+        code: sum(t.numel() for f, t in tensors.items() if dtypes[f] == code) for code in ORDINARY
+    }
     stated = config["torch_dtype"]
     assert config["inner_config"]["dtype"] == stated
-    assert numels[{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}[stated]] == max(
-        numels.values()
-    )
+    assert numels[
+        {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}[stated]
+    ] == max(numels.values())

@@ -54,7 +54,9 @@ def found(checkpoint: Path) -> str:
         ({"a": {"size": 1, "parts": [[2, "00"]]}}, "byte ranges of 2 bytes for a file of 1"),
     ],
 )
-def test_an_export_that_is_not_what_its_list_says(checkpoint: Path, files: dict[str, object], said: str) -> None:
+def test_an_export_that_is_not_what_its_list_says(
+    checkpoint: Path, files: dict[str, object], said: str
+) -> None:
     export = checkpoint / "model" / layout.CONSOLIDATED
     export.mkdir()
     (export / "a").write_bytes(b"x")
@@ -84,7 +86,9 @@ def test_a_file_of_the_right_size_that_is_nearly_all_hole_is_found_without_readi
     os.truncate(path, SPARSE_FROM_BYTES + 1)
     manifest = Manifest.read(checkpoint)
     manifest.files[f"model/{path.name}"] = FileRecord(SPARSE_FROM_BYTES + 1, "xxh3_128:" + "0" * 32)  # type: ignore[index]
-    monkeypatch.setattr(verify, "_look", lambda *_: pytest.fail("a file that is nearly all hole was read"))
+    monkeypatch.setattr(
+        verify, "_look", lambda *_: pytest.fail("a file that is nearly all hole was read")
+    )
     (problem,) = verify.verify(checkpoint, manifest, level)
     assert "nearly all hole" in problem.what and problem.where == str(path)
 
@@ -95,7 +99,10 @@ def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypat
 
     monkeypatch.setattr(verify, "_look", failing)
     problem = verify.verify(checkpoint, Manifest.read(checkpoint))[0]
-    assert problem.what == "a file of the checkpoint cannot be read" and "Input/output error" in str(problem)
+    assert (
+        problem.what == "a file of the checkpoint cannot be read"
+        and "Input/output error" in str(problem)
+    )
 
 
 def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: Capture) -> None:
@@ -104,9 +111,16 @@ def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: C
     assert "no complete checkpoint found" in capsys.readouterr().err
 
 
-def test_a_number_of_processes_that_is_none(checkpoint: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_a_number_of_processes_that_is_none(
+    checkpoint: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "two")
-    assert consolidate(["--input-dir", str(checkpoint / "model"), "--output-dir", str(checkpoint / "out")]) == 2
+    assert (
+        consolidate(
+            ["--input-dir", str(checkpoint / "model"), "--output-dir", str(checkpoint / "out")]
+        )
+        == 2
+    )
     assert "not a number of processes" in capsys.readouterr().err
 
 
@@ -116,7 +130,9 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: Patch) -> pytest.Log
     return caplog
 
 
-def test_a_pointer_that_cannot_be_moved_is_a_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_pointer_that_cannot_be_moved_is_a_warning(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "LATEST.txt").mkdir()
     recipe = tiny.recipe()
     tiny.train(recipe)
@@ -133,7 +149,10 @@ def test_checkpoints_to_remove_that_cannot_be_looked_for_are_a_warning(
 
     monkeypatch.setattr(links, "protected_names", failing)
     assert RunDirectory(tmp_path, KeepPolicy(last=1), "val_loss").prune("epoch_0_step_1") == ()
-    assert "could not list the checkpoints to remove" in warnings.text and str(tmp_path) in warnings.text
+    assert (
+        "could not list the checkpoints to remove" in warnings.text
+        and str(tmp_path) in warnings.text
+    )
 
 
 class Stubborn(tiny.Counter):
@@ -145,7 +164,9 @@ def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None
     recipe = tiny.recipe(count=tiny.Counter(3))
     tiny.train(recipe)
     tiny.save(tmp_path, recipe)
-    with pytest.raises(CheckpointUnusable, match=r"'count' could not load the state that was saved[\s\S]*another"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"'count' could not load the state that was saved[\s\S]*another"
+    ):
         tiny.load(tmp_path, tiny.recipe(count=Stubborn()))
 
 
@@ -179,7 +200,9 @@ def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_state_that_does_not_fit_into_memory() -> None:
     memory = HostMemory()
-    with pytest.raises(OSError, match=r"needs 1152921504606846976 bytes of host memory, \d+ are available"):
+    with pytest.raises(
+        OSError, match=r"needs 1152921504606846976 bytes of host memory, \d+ are available"
+    ):
         memory.reserve(1 << 60)
     memory.close()
 
@@ -234,7 +257,8 @@ def test_headers_and_placements_that_would_lose_a_tensor() -> None:
     with pytest.raises(ValueError, match="the format allows"):
         build_header([], {"long": "x" * 100_000_001})
     two = {
-        name: Tensor(name, "F32", (1,), (Slice(name, "F32", (0,), (1,), "a", 0, 4, ""),)) for name in ("one", "other")
+        name: Tensor(name, "F32", (1,), (Slice(name, "F32", (0,), (1,), "a", 0, 4, ""),))
+        for name in ("one", "other")
     }
     with pytest.raises(ValueError, match="2 tensors would have 1 keys"):
         place(two, directory="model", keys={"other": "one"})
@@ -261,10 +285,15 @@ def at(offset: int, shape: int) -> dict[str, object]:
         (shard([]), "DCP_SHARDING_INFO is not a mapping"),
         (shard({"w": {}}), "the header does not say where its slice of 'w' belongs"),
         (shard(at(0, 2)) | second(shard(at(1, 3))), "shards disagree on the shape of 'w'"),
-        (shard(at(0, 2)) | second(shard(at(1, 2), "I32")), "shards disagree on the dtype or rank of 'w'"),
+        (
+            shard(at(0, 2)) | second(shard(at(1, 2), "I32")),
+            "shards disagree on the dtype or rank of 'w'",
+        ),
     ],
 )
-def test_bare_shards_that_contradict_themselves(tmp_path: Path, files: dict[str, bytes], said: str) -> None:
+def test_bare_shards_that_contradict_themselves(
+    tmp_path: Path, files: dict[str, bytes], said: str
+) -> None:
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(CheckpointUnusable, match=said):

@@ -25,7 +25,12 @@ def metadata(described: object, stored: object) -> Record:
 
 
 def tensor(chunks: object, dtype: str = "F32", size: object = (1,)) -> Record:
-    return record("TensorStorageMetadata", properties=record("TensorProperties", dtype=dtype), chunks=chunks, size=size)
+    return record(
+        "TensorStorageMetadata",
+        properties=record("TensorProperties", dtype=dtype),
+        chunks=chunks,
+        size=size,
+    )
 
 
 INDEX = record("MetadataIndex", fqn="w", offset=(0,))
@@ -37,10 +42,16 @@ INDEX = record("MetadataIndex", fqn="w", offset=(0,))
         (metadata([], {}), "lacks state_dict_metadata or storage_data"),
         (metadata({3: tensor([])}, {}), "a name in it is not text"),
         (metadata({}, {"w": 3}), "storage_data is of another form"),
-        (metadata({}, {INDEX: record("_StorageInfo", relative_path=3)}), "storage_data is of another form"),
+        (
+            metadata({}, {INDEX: record("_StorageInfo", relative_path=3)}),
+            "storage_data is of another form",
+        ),
         (metadata({"w": tensor([], dtype="float33")}, {}), "'w' is not described in full"),
         (metadata({"w": tensor([3], dtype="F32")}, {}), "a chunk of 'w' is not described"),
-        (metadata({"w": tensor([], dtype="F32", size=-1)}, {}), "a shape or an offset in it is not a list of counts"),
+        (
+            metadata({"w": tensor([], dtype="F32", size=-1)}, {}),
+            "a shape or an offset in it is not a list of counts",
+        ),
     ],
 )
 def test_what_is_of_another_form_is_refused(value: Record, said: str) -> None:

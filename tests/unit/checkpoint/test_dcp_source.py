@@ -49,9 +49,13 @@ def weights() -> dict[str, torch.Tensor]:
     base = torch.arange(24.0)
     found = {f"d.{code}": base[:6].to(dtype).reshape(2, 3) for code, dtype in tiny_dtypes().items()}
     return found | {
-        "scalar": torch.tensor(3), "empty": torch.empty(0, 3), "view": base[3:9], "row": base.reshape(4, 6)[1:3],
-        "parameter": torch.nn.Parameter(base.reshape(2, 3, 4)), "ünï/code \x1b": base[:1].clone(),
-    }  # fmt: skip
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "view": base[3:9],
+        "row": base.reshape(4, 6)[1:3],
+        "parameter": torch.nn.Parameter(base.reshape(2, 3, 4)),
+        "ünï/code \x1b": base[:1].clone(),
+    }
 
 
 def tiny_dtypes() -> dict[str, torch.dtype]:
@@ -71,7 +75,10 @@ def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
 def test_every_dtype_and_shape_comes_out_as_torch_saved_it(tmp_path: Path, nested: bool) -> None:
     state: dict[str, Any] = dict(weights())
     if nested:
-        optimizer = {"state": {"view": {"exp_avg": torch.ones(6), "step": 5}}, "param_groups": [{"lr": 0.1}]}
+        optimizer = {
+            "state": {"view": {"exp_avg": torch.ones(6), "step": 5}},
+            "param_groups": [{"lr": 0.1}],
+        }
         state = {"model": state, "optimizer": optimizer, "epoch": 3}
     assert_same(export(save(tmp_path / "dcp", state)), weights())
 
@@ -81,8 +88,12 @@ def test_a_layout_of_two_ranks_with_both_dimensions_cut_is_put_together(tmp_path
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.arange(35, dtype=torch.float32).reshape(5, 7)
         cuts: dict[str, Any] = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
-        state = {name: distribute_tensor(whole.clone(), mesh, places) for name, places in cuts.items()}
-        save(tmp_path / "dcp", state | {"one": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])})
+        state = {
+            name: distribute_tensor(whole.clone(), mesh, places) for name, places in cuts.items()
+        }
+        save(
+            tmp_path / "dcp", state | {"one": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])}
+        )
 
     ranks.run(on_rank, 2)
     whole = torch.arange(35, dtype=torch.float32).reshape(5, 7)
@@ -93,7 +104,9 @@ def test_a_layout_of_two_ranks_with_both_dimensions_cut_is_put_together(tmp_path
 
 def test_our_own_dcp_model_exports_the_same_when_its_manifest_is_gone(tmp_path: Path) -> None:
     made = tiny.recipe()
-    checkpoint = tiny.save(tmp_path, made, model_save_format="torch_save", save_consolidated=False).path
+    checkpoint = tiny.save(
+        tmp_path, made, model_save_format="torch_save", save_consolidated=False
+    ).path
     (checkpoint / "MANIFEST.json").unlink()
     report = consolidate(checkpoint / "model", output=tmp_path / "out")
     assert not report.checked and "unchecked" in report.warnings[0]
@@ -183,7 +196,7 @@ def _transposed(directory: Path, metadata: Metadata) -> None:
 )
 def test_what_does_not_fit_together_is_refused(
     tmp_path: Path, change: Callable[[Path], None], said: str
-) -> None:  # fmt: skip
+) -> None:
     directory = save(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(3, 2)})
     (directory / "other.distcp").write_bytes(b"")
     change(directory)
@@ -193,8 +206,13 @@ def test_what_does_not_fit_together_is_refused(
 
 
 def test_the_paths_of_a_nested_state_dict_are_known(tmp_path: Path) -> None:
-    content = read_content(save(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "list": [{"x": 1}], "step": 5}))
-    assert content.paths["model.w"] == ("model", "w") and set(content.values) == {"list.0.x", "step"}
+    content = read_content(
+        save(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "list": [{"x": 1}], "step": 5})
+    )
+    assert content.paths["model.w"] == ("model", "w") and set(content.values) == {
+        "list.0.x",
+        "step",
+    }
 
 
 def test_nothing_but_optimizer_state_or_values_is_no_model(tmp_path: Path) -> None:

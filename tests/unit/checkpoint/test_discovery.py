@@ -35,7 +35,9 @@ def stored(state: dict[str, Any]) -> dict[str, str]:
 
 def test_no_name_is_special() -> None:
     names = ["value_head", "latest_eval", "best_loss", "val_tracker", "_private", "config"]
-    found = discover(recipe(**{name: Duck() for name in names}, number=3, text="x", duck_class=Duck))
+    found = discover(
+        recipe(**{name: Duck() for name in names}, number=3, text="x", duck_class=Duck)
+    )
     assert list(found) == names
 
 
@@ -43,15 +45,27 @@ def test_the_kind_comes_from_the_type_and_the_place_from_the_attribute() -> None
     model, value_head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *value_head.parameters()], lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    state = discover(recipe(schedule=schedule, model=model, value_head=value_head, optimizer=optimizer, best=Duck()))
+    state = discover(
+        recipe(
+            schedule=schedule, model=model, value_head=value_head, optimizer=optimizer, best=Duck()
+        )
+    )
     assert stored(state) == {
-        "schedule": "optim/", "model": "model/", "value_head": "value_head/", "optimizer": "optim/", "best": "best.pt",
-    }  # fmt: skip
+        "schedule": "optim/",
+        "model": "model/",
+        "value_head": "value_head/",
+        "optimizer": "optim/",
+        "best": "best.pt",
+    }
 
 
 def test_lists_and_dicts_of_state_are_found_with_escaped_keys() -> None:
     nested = [{"a.b/../c": Duck(), "plain": [Duck()]}, Duck()]
-    assert list(discover(recipe(nested=nested))) == ["nested.0.a%2Eb%2F%2E%2E%2Fc", "nested.0.plain.0", "nested.1"]
+    assert list(discover(recipe(nested=nested))) == [
+        "nested.0.a%2Eb%2F%2E%2E%2Fc",
+        "nested.0.plain.0",
+        "nested.1",
+    ]
 
 
 def test_a_list_that_holds_itself_is_no_endless_search() -> None:
@@ -72,7 +86,11 @@ def test_untracked_names_are_left_out() -> None:
 
 def test_what_is_passed_over_is_told_with_the_reason() -> None:
     held = recipe(
-        kept=Duck(), table={"a": Duck(), "b": Duck()}, loss=torch.nn.CrossEntropyLoss(), left=Duck(), number=3
+        kept=Duck(),
+        table={"a": Duck(), "b": Duck()},
+        loss=torch.nn.CrossEntropyLoss(),
+        left=Duck(),
+        number=3,
     )
     held.untracked = ["left", "table.a", "number", "misspelt"]
     assert list(discover(held)) == ["kept", "table.b"]
@@ -89,7 +107,9 @@ def test_state_of_the_recipes_class_counts() -> None:
     assert discover(held) == {"hidden": own, "shared": Recipe.shared}
 
 
-@pytest.mark.parametrize("attributes", [{"a": {1: Duck(), "1": Duck()}}, {"a": {"b": Duck()}, "a.b": Duck()}])
+@pytest.mark.parametrize(
+    "attributes", [{"a": {1: Duck(), "1": Duck()}}, {"a": {"b": Duck()}, "a.b": Duck()}]
+)
 def test_two_objects_of_one_name_are_refused(attributes: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="two objects with state have the same name"):
         discover(recipe(**attributes))

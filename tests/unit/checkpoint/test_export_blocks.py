@@ -29,17 +29,26 @@ def grid(shape: tuple[int, ...], random_cuts: random.Random) -> list[Box]:
     cuts = []
     for extent in shape:
         inner = (
-            sorted(random_cuts.sample(range(1, extent), random_cuts.randrange(min(3, extent)))) if extent > 1 else []
+            sorted(random_cuts.sample(range(1, extent), random_cuts.randrange(min(3, extent))))
+            if extent > 1
+            else []
         )
         cuts.append(list(itertools.pairwise([0, *inner, extent])))
-    return [Box(tuple(a for a, _ in choice), tuple(b - a for a, b in choice)) for choice in itertools.product(*cuts)]
+    return [
+        Box(tuple(a for a, _ in choice), tuple(b - a for a, b in choice))
+        for choice in itertools.product(*cuts)
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_range_of_elements_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
     numel = math.prod(shape)
     for first, last in itertools.combinations(range(numel + 1), 2):
-        found = [position for box in row_major_boxes(shape, first, last) for position in positions(box, shape)]
+        found = [
+            position
+            for box in row_major_boxes(shape, first, last)
+            for position in positions(box, shape)
+        ]
         assert found == list(range(first, last))
         assert len(list(row_major_boxes(shape, first, last))) <= max(1, 2 * len(shape) - 1)
 
@@ -72,7 +81,11 @@ def test_blocks_fill_every_byte_once_and_read_every_slice_front_to_back(
     for number in range(cuts.randrange(1, 4)):
         shapes = [cuts.choice([*SHAPES, (0, 3), (64, 3)]) for _ in range(cuts.randrange(1, 6))]
         tensors = [
-            ExportTensor(f"{number}.{i}", stored(f"{number}.{i}", cuts.choice(["F32", "F64"]), shape, cuts), "F32")
+            ExportTensor(
+                f"{number}.{i}",
+                stored(f"{number}.{i}", cuts.choice(["F32", "F64"]), shape, cuts),
+                "F32",
+            )
             for i, shape in enumerate(shapes)
         ]
         header = b"h" * cuts.choice([8, 4096])
@@ -83,7 +96,10 @@ def test_blocks_fill_every_byte_once_and_read_every_slice_front_to_back(
     for share in shares(files, cuts.randrange(1, 5)):
         for count, block in enumerate(blocks(share)):
             assert block.number == count and block.start == filled[block.file] < block.stop
-            assert sum(segment.stop - segment.start for segment in block.segments) == block.stop - block.start
+            assert (
+                sum(segment.stop - segment.start for segment in block.segments)
+                == block.stop - block.start
+            )
             filled[block.file] = block.stop
             for segment in block.segments:
                 shape, total = segment.tensor.stored.shape, 0
@@ -92,18 +108,36 @@ def test_blocks_fill_every_byte_once_and_read_every_slice_front_to_back(
                     assert part.is_last is (part.at + part.nbytes == part.piece.nbytes)
                     read[part.piece] = part.at + part.nbytes
                     total += part.nbytes
-                assert total == nbytes_of(segment.tensor.stored.dtype, (segment.last - segment.first,))
+                assert total == nbytes_of(
+                    segment.tensor.stored.dtype, (segment.last - segment.first,)
+                )
                 if segment.as_is:
-                    offsets = [positions(p.piece.box, shape)[p.at // 4 : (p.at + p.nbytes) // 4] for p in segment.reads]
-                    assert list(itertools.chain(*offsets)) == list(range(segment.first, segment.last))
+                    offsets = [
+                        positions(p.piece.box, shape)[p.at // 4 : (p.at + p.nbytes) // 4]
+                        for p in segment.reads
+                    ]
+                    assert list(itertools.chain(*offsets)) == list(
+                        range(segment.first, segment.last)
+                    )
     assert filled == {file.name: file.nbytes for file in files}
-    held = {piece for file in files for tensor in file.tensors for piece in tensor.stored.slices if piece.nbytes}
+    held = {
+        piece
+        for file in files
+        for tensor in file.tensors
+        for piece in tensor.stored.slices
+        if piece.nbytes
+    }
     assert read == {piece: piece.nbytes for piece in held}
 
 
 def test_shares_are_about_equal_in_bytes() -> None:
-    whole = [Tensor(str(n), "U8", (100,), (Slice(str(n), "U8", (0,), (100,), "f", 0, 100),)) for n in range(40)]
-    file = OutputFile("one", b"", 4000, tuple(ExportTensor(tensor.fqn, tensor, "U8") for tensor in whole))
+    whole = [
+        Tensor(str(n), "U8", (100,), (Slice(str(n), "U8", (0,), (100,), "f", 0, 100),))
+        for n in range(40)
+    ]
+    file = OutputFile(
+        "one", b"", 4000, tuple(ExportTensor(tensor.fqn, tensor, "U8") for tensor in whole)
+    )
     for count in (1, 2, 3, 7):
         sizes = [share[0].stop - share[0].start for share in shares([file], count)]
         assert len(sizes) == count and sum(sizes) == 4000 and max(sizes) - min(sizes) <= 100

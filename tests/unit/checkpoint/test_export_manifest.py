@@ -67,11 +67,15 @@ def test_an_intact_export_has_the_digests_of_all_tensors(export: Path) -> None:
     source = open_hf(export)
     assert len(source.tensors["a"].slices) == 3 and source.has_digests and source.notes == ()
     for name, tensor in TENSORS.items():
-        assert all(piece.digest is not None for piece in source.tensors[name].slices if piece.nbytes)
+        assert all(
+            piece.digest is not None for piece in source.tensors[name].slices if piece.nbytes
+        )
         assert whole_checked(export, source.tensors[name]).tobytes() == bits(tensor).tobytes()
 
 
-def test_verify_reports_each_export_in_a_row_of_its_own(checkpoint: Path, export: Path, capsys: Capture) -> None:
+def test_verify_reports_each_export_in_a_row_of_its_own(
+    checkpoint: Path, export: Path, capsys: Capture
+) -> None:
     for path in (checkpoint, checkpoint.parent):
         assert main(["verify", str(path)]) == 0
         assert f"{checkpoint}: ok\n{export}: ok\n" == capsys.readouterr().out
@@ -85,7 +89,9 @@ def test_verify_reports_each_export_in_a_row_of_its_own(checkpoint: Path, export
     assert not json.loads(capsys.readouterr().out)[0]["damaged"]
 
 
-def test_statistics_of_a_damaged_tensor_are_not_printed(checkpoint: Path, export: Path, capsys: Capture) -> None:
+def test_statistics_of_a_damaged_tensor_are_not_printed(
+    checkpoint: Path, export: Path, capsys: Capture
+) -> None:
     damage(export, "b")
     assert main(["show", str(export)]) == 0
     capsys.readouterr()
@@ -103,7 +109,9 @@ def test_statistics_of_a_damaged_tensor_are_not_printed(checkpoint: Path, export
     assert " damaged" in said.out and "is damaged: its digest differs" in said.err
 
 
-def test_diff_does_not_compare_a_damaged_tensor(export: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_diff_does_not_compare_a_damaged_tensor(
+    export: Path, tmp_path: Path, capsys: Capture
+) -> None:
     other = shutil.copytree(export, tmp_path / "other")
     (other / layout.EXPORT_MANIFEST).unlink()
     assert main(["diff", str(export), str(other)]) == 0
@@ -199,8 +207,12 @@ def drop_from_manifest(export: Path) -> None:
     path.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("change", [rename_tensor, truncate, change_index, change_ranges, drop_from_manifest])
-def test_files_that_do_not_fit_the_manifest_are_not_opened(export: Path, change: Callable[[Path], Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [rename_tensor, truncate, change_index, change_ranges, drop_from_manifest]
+)
+def test_files_that_do_not_fit_the_manifest_are_not_opened(
+    export: Path, change: Callable[[Path], Any]
+) -> None:
     change(export)
     for open_it in (open_hf, open_weights):
         with pytest.raises(CheckpointUnusable) as raised:

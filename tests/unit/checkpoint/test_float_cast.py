@@ -22,7 +22,11 @@ def values(dtype: str) -> np.ndarray[Any, Any]:
         return np.arange(65536, dtype=np.uint16)
     anything = random.integers(0, 2 ** BITS[dtype], 200_000, dtype=f"u{BITS[dtype] // 8}")
     sizes = random.normal(size=200_000) * 10.0 ** random.integers(-12, 8, 200_000)
-    halfway = 1 + 2.0**-11 + 2.0**-30 * np.arange(-3, 4) if dtype == "F64" else 1 + 2.0**-11 * np.arange(8)
+    halfway = (
+        1 + 2.0**-11 + 2.0**-30 * np.arange(-3, 4)
+        if dtype == "F64"
+        else 1 + 2.0**-11 * np.arange(8)
+    )
     floats = np.concatenate([sizes, halfway]).astype(f"f{BITS[dtype] // 8}")
     return np.concatenate([anything, floats.view(anything.dtype)])
 
@@ -49,16 +53,35 @@ def test_a_cast_keeps_the_shape_of_strided_and_scalar_values() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [("F32", "F16"), ("F16", "F32"), ("F32", "BF16")])
-def test_a_few_values_that_are_no_normal_numbers_are_cast_like_any_others(source: str, target: str) -> None:
+def test_a_few_values_that_are_no_normal_numbers_are_cast_like_any_others(
+    source: str, target: str
+) -> None:
     """Casts look for them: where they are few they are mended one by one."""
     usual = np.random.default_rng(1).normal(size=5000).astype(np.float16)
-    few = [0.0, -0.0, 6e-8, -3e-5, 6.1e-5, 65504.0, 65519.9, 65520.0, 1e30, np.inf, -np.inf, np.nan, 1e-40]
+    few = [
+        0.0,
+        -0.0,
+        6e-8,
+        -3e-5,
+        6.1e-5,
+        65504.0,
+        65519.9,
+        65520.0,
+        1e30,
+        np.inf,
+        -np.inf,
+        np.nan,
+        1e-40,
+    ]
     with np.errstate(over="ignore"):
         usual[:: len(usual) // len(few)][: len(few)] = few
         both = usual if source == "F16" else usual.astype(np.float32)
         both[:: len(usual) // len(few)][: len(few)] = few
     bits = both.view(f"u{BITS[source] // 8}")
-    found, want = as_torch(cast(both, source, target), target), as_torch(bits, source).to(DTYPES[target])
+    found, want = (
+        as_torch(cast(both, source, target), target),
+        as_torch(bits, source).to(DTYPES[target]),
+    )
     number = ~want.isnan()
     assert torch.equal(found.isnan(), want.isnan()) and not number.all()
     assert torch.equal(found[number].double(), want[number].double())

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, read_maps
@@ -19,8 +25,14 @@ from tests.support.shards import write_assets
 
 
 def model_of(*, tied: bool = False, vocab_size: int = 32) -> Any:
-    config = LlamaConfig(vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-                         num_attention_heads=2, tie_word_embeddings=tied)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -54,10 +66,18 @@ def written(assets: HFAssets, directory: Path) -> set[str]:
 
 def test_with_a_base_its_files_are_copied_byte_for_byte(base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
-    assets = HFAssets.from_model(model, tokenizer=AutoTokenizer.from_pretrained(base), base_dir=base)
+    assets = HFAssets.from_model(
+        model, tokenizer=AutoTokenizer.from_pretrained(base), base_dir=base
+    )
     names = written(assets, tmp_path / "m")
-    copied = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
-              "chat_template.jinja", "modeling_own.py"}  # fmt: skip
+    copied = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "modeling_own.py",
+    }
     assert names == copied | {"config.json"} | MAPS
     for name in copied:
         assert (tmp_path / "m" / name).read_bytes() == (base / name).read_bytes(), name
@@ -72,15 +92,24 @@ def test_the_maps_are_the_bases(base: Path, tmp_path: Path) -> None:
     maps = read_maps(tmp_path / "m")
     index = json.loads((base / "model.safetensors.index.json").read_bytes())["weight_map"]
     files = sorted(set(index.values()))
-    assert len(files) > 1 and maps.file_index == {fqn: files.index(name) + 1 for fqn, name in index.items()}
-    assert maps.file_index == assets.file_index_mapping and maps.dtype == dict.fromkeys(index, "BF16")
+    assert len(files) > 1 and maps.file_index == {
+        fqn: files.index(name) + 1 for fqn, name in index.items()
+    }
+    assert maps.file_index == assets.file_index_mapping and maps.dtype == dict.fromkeys(
+        index, "BF16"
+    )
     assert "lm_head.weight" not in index and maps.names == frozenset(index)
     assert assets.maps == maps
 
 
 def test_without_a_base_transformers_writes_the_files(tmp_path: Path) -> None:
     names = written(HFAssets.from_model(model_of(), tokenizer=tokenizer_of()), tmp_path / "m")
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("b a") == [2, 1]
     maps = read_maps(tmp_path / "m")
     assert maps.file_index and set(maps.file_index.values()) == {1} and maps.dtype is None
@@ -90,7 +119,9 @@ def test_without_a_base_transformers_writes_the_files(tmp_path: Path) -> None:
 def test_a_tokenizer_that_was_changed_is_written_not_copied(base: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["new"])
-    written(HFAssets.from_model(model_of(tied=True), tokenizer=tokenizer, base_dir=base), tmp_path / "m")
+    written(
+        HFAssets.from_model(model_of(tied=True), tokenizer=tokenizer, base_dir=base), tmp_path / "m"
+    )
     assert "new" in AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab()
 
 

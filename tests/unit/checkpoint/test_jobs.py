@@ -40,7 +40,9 @@ def test_an_archive_put_together_is_that_of_torch_save(dtype: torch.dtype) -> No
         torch.save(tensor, buffer)
         if raw:  # torch leaves out the checksum of nothing
             at = buffer.getvalue().find(b"PK\7\b", len(archive.head))
-            assert made[: at + 100] == buffer.getvalue()[: at + 100] and len(made) == len(buffer.getvalue())
+            assert made[: at + 100] == buffer.getvalue()[: at + 100] and len(made) == len(
+                buffer.getvalue()
+            )
 
 
 def test_a_job_writes_its_pieces_and_completes_the_part(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ time.sleep(60)
 
 def holder(root: Path, *arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(root), *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", HOLD, str(root), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -106,20 +109,37 @@ def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:
 
 def elsewhere(root: Path, beat: int, **fields: Any) -> None:
     """Write the lock file as a run does whose locks are not shared with this process: another node, another mount."""
-    content = {"host": "node7", "boot_id": "another", "pid": 1, "command": "ckpt-train x.yaml", "beat": beat}
+    content = {
+        "host": "node7",
+        "boot_id": "another",
+        "pid": 1,
+        "command": "ckpt-train x.yaml",
+        "beat": beat,
+    }
     new = root / "new"
     new.write_text(json.dumps(content | fields).ljust(2048))
-    new.rename(root / LOCK_FILE)  # what a reader's open descriptor shows stays as it was, like a mount's cache
+    new.rename(
+        root / LOCK_FILE
+    )  # what a reader's open descriptor shows stays as it was, like a mount's cache
 
 
-OTHER_MOUNT = {"boot_id": lease.kernel_boot_id(), "pid": os.getpid(), "device": 1, "file_system_id": 1}
+OTHER_MOUNT = {
+    "boot_id": lease.kernel_boot_id(),
+    "pid": os.getpid(),
+    "device": 1,
+    "file_system_id": 1,
+}
 """A run of this node that has the directory through another mount."""
 SAME_NUMBERS = {"device": 0, "file_system_id": 0}
 """A run of another node whose file system happens to have the numbers of this one's."""
 
 
-@pytest.mark.parametrize("fields", [SAME_NUMBERS, OTHER_MOUNT], ids=["another node", "another mount"])
-def test_a_run_elsewhere_whose_heart_beats_is_respected(tmp_path: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [SAME_NUMBERS, OTHER_MOUNT], ids=["another node", "another mount"]
+)
+def test_a_run_elsewhere_whose_heart_beats_is_respected(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     if fields is SAME_NUMBERS:
         fields = {"device": os.stat(tmp_path).st_dev, "file_system_id": os.statvfs(tmp_path).f_fsid}
     elsewhere(tmp_path, 1, **fields)
@@ -140,9 +160,15 @@ def test_a_run_elsewhere_that_is_dead_is_taken_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_on_another_mount_whose_process_is_gone_is_taken_over_immediately(tmp_path: Path) -> None:
+def test_a_run_on_another_mount_whose_process_is_gone_is_taken_over_immediately(
+    tmp_path: Path,
+) -> None:
     ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
-    fields = {**OTHER_MOUNT, "pid": int(ended.stdout), "pid_namespace": os.readlink("/proc/self/ns/pid")}
+    fields = {
+        **OTHER_MOUNT,
+        "pid": int(ended.stdout),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+    }
     elsewhere(tmp_path, 1, **fields)
     Lease(tmp_path, watch_seconds=60).release()
 
@@ -151,7 +177,9 @@ def test_of_two_that_take_over_at_once_where_locks_are_not_shared_one_gives_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(tmp_path, 1)
-    monkeypatch.setattr(lease.time, "sleep", lambda _: elsewhere(tmp_path, 1, token="rival") if replaced() else None)
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda _: elsewhere(tmp_path, 1, token="rival") if replaced() else None
+    )
 
     def replaced() -> bool:
         return "token" in json.loads((tmp_path / LOCK_FILE).read_text())
@@ -164,14 +192,18 @@ def test_of_two_that_take_over_at_once_where_locks_are_not_shared_one_gives_way(
 def test_the_holders_heart_beats(tmp_path: Path) -> None:
     held = Lease(tmp_path, beat_seconds=0.05)
     before, end = json.loads((tmp_path / LOCK_FILE).read_text())["beat"], time.monotonic() + 20
-    while json.loads((tmp_path / LOCK_FILE).read_text())["beat"] == before and time.monotonic() < end:
+    while (
+        json.loads((tmp_path / LOCK_FILE).read_text())["beat"] == before and time.monotonic() < end
+    ):
         time.sleep(0.01)
     assert json.loads((tmp_path / LOCK_FILE).read_text())["beat"] > before
     held.check()
     held.release()
 
 
-def test_a_run_that_lost_its_lease_says_who_has_it_and_leaves_that_ones_file_alone(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lease_says_who_has_it_and_leaves_that_ones_file_alone(
+    tmp_path: Path,
+) -> None:
     held = Lease(tmp_path, beat_seconds=0.02)
     held.check()
     elsewhere(tmp_path, 1, token="theirs")
@@ -226,7 +258,9 @@ def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
     others[0].release()
 
 
-def test_a_run_that_starts_during_the_watch_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_starts_during_the_watch_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere(tmp_path, 1)
     others: list[Lease] = []
 
@@ -235,7 +269,9 @@ def test_a_run_that_starts_during_the_watch_is_respected(tmp_path: Path, monkeyp
             (tmp_path / LOCK_FILE).unlink()
             others.append(Lease(tmp_path))
 
-    monkeypatch.setattr(lease, "_is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds))
+    monkeypatch.setattr(
+        lease, "_is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds)
+    )
     with pytest.raises(RecipeError, match="another run is using"):
         Lease(tmp_path)
     others[0].check()
@@ -257,7 +293,9 @@ def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_there_are_no_locks_the_beat_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_locks_the_beat_alone_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "no locks")
 
@@ -270,7 +308,13 @@ def test_where_there_are_no_locks_the_beat_alone_decides(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\x00 nonsense", b"", b"[]", b'{"host": 1, "boot_id": "", "pid": 2, "command": "", "beat": 0}']
+    "content",
+    [
+        b"\xff\x00 nonsense",
+        b"",
+        b"[]",
+        b'{"host": 1, "boot_id": "", "pid": 2, "command": "", "beat": 0}',
+    ],
 )
 def test_a_lock_file_of_any_other_content_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOCK_FILE).write_bytes(content)
@@ -322,7 +366,9 @@ def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_not
 ) -> None:
     def start(mount: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", HOLD_ON_A_MOUNT, str(mount)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def line(process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None

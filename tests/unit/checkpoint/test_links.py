@@ -47,9 +47,14 @@ def texts(root: Path) -> dict[str, str]:
 
 def followed(root: Path, name: str) -> dict[str, str]:
     return {
-        "LATEST": NAME, f"pin-{name}": name, "mine": name, "best": f"../../{name}/model",
-        "absolute": f"{root}/{name}", "newest": "LATEST", "elsewhere": f"/somewhere/{NAME}",
-    }  # fmt: skip
+        "LATEST": NAME,
+        f"pin-{name}": name,
+        "mine": name,
+        "best": f"../../{name}/model",
+        "absolute": f"{root}/{name}",
+        "newest": "LATEST",
+        "elsewhere": f"/somewhere/{NAME}",
+    }
 
 
 def test_pins_and_links_follow_a_checkpoint_that_is_set_aside_and_go_on_protecting_it(
@@ -58,7 +63,9 @@ def test_pins_and_links_follow_a_checkpoint_that_is_set_aside_and_go_on_protecti
     assert links.set_aside(run, NAME) == ASIDE
     assert texts(run) == followed(run, ASIDE)
     (run / NAME / "model").mkdir(parents=True)  # the run gets there again
-    assert texts(run) == followed(run, ASIDE) and (run / "mine" / layout.MANIFEST).read_text() == "20"
+    assert (
+        texts(run) == followed(run, ASIDE) and (run / "mine" / layout.MANIFEST).read_text() == "20"
+    )
     assert links.pinned_names(run) == {ASIDE} and links.protected_names(run) == {NAME, ASIDE}
     for link in (run / "mine", run / "absolute", run / "paper" / "figures" / "best"):
         link.unlink()
@@ -68,7 +75,9 @@ def test_pins_and_links_follow_a_checkpoint_that_is_set_aside_and_go_on_protecti
     assert ASIDE in capsys.readouterr().out
 
 
-def test_where_pins_are_text_files_they_follow_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_pins_are_text_files_they_follow_too(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(*_: object) -> None:
         raise PermissionError(1, os.strerror(1))
 
@@ -76,7 +85,9 @@ def test_where_pins_are_text_files_they_follow_too(run: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "symlink", unsupported)
     maintenance.pin(run, NAME)
     links.set_aside(run, NAME)
-    assert (run / f"pin-{ASIDE}.txt").read_text() == f"{ASIDE}\n" and not (run / f"pin-{NAME}.txt").exists()
+    assert (run / f"pin-{ASIDE}.txt").read_text() == f"{ASIDE}\n" and not (
+        run / f"pin-{NAME}.txt"
+    ).exists()
     assert links.pinned_names(run) == {ASIDE}
 
 
@@ -140,7 +151,11 @@ def test_prune_decides_when_it_has_the_lease(tmp_path: Path) -> None:
         tiny.save(tmp_path, made, step=step)
     lease = Lease(tmp_path)
     (tmp_path / layout.LOCK_FILE).rename(tmp_path / "lock")
-    content = (tmp_path / "lock").read_text().replace(f'"device": {os.stat(tmp_path).st_dev}', '"device": 1')
+    content = (
+        (tmp_path / "lock")
+        .read_text()
+        .replace(f'"device": {os.stat(tmp_path).st_dev}', '"device": 1')
+    )
     (tmp_path / layout.LOCK_FILE).write_text(content.replace(f'"pid": {os.getpid()}', '"pid": 1'))
     pinned = threading.Timer(0.3, maintenance.pin, (tmp_path, "epoch_0_step_10"))
     pinned.start()
@@ -149,7 +164,10 @@ def test_prune_decides_when_it_has_the_lease(tmp_path: Path) -> None:
         assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     pinned.join()
     lease.release()
-    assert [str(name) for name in resume.checkpoint_names(tmp_path)] == ["epoch_0_step_30", "epoch_0_step_10"]
+    assert [str(name) for name in resume.checkpoint_names(tmp_path)] == [
+        "epoch_0_step_30",
+        "epoch_0_step_10",
+    ]
 
 
 def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> None:
@@ -181,7 +199,10 @@ def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
         (run / name / "model").mkdir(parents=True)
     for name in (f".pin-epoch_0_step_10.{unique}", f".link-{unique}", f"paper/.link-{unique}"):
         (run / name).symlink_to("epoch_0_step_10")
-    assert main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0 and (run / f".trash-{unique}").exists()
+    assert (
+        main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0
+        and (run / f".trash-{unique}").exists()
+    )
     assert main(["prune", str(run), "--keep-last", "9"]) == 0
     assert not [path for path in run.rglob("*") if path.name.startswith(".")]
     assert "epoch_0_step_10" not in links.protected_names(run)
@@ -205,7 +226,10 @@ def moved(tmp_path: Path) -> Path:
 
 
 def test_a_moved_newest_checkpoint_is_resumed_listed_verified_and_kept(
-    moved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    moved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     resumed = tiny.load(moved, tiny.recipe())
     assert resumed is not None and resumed.step == 30
@@ -215,7 +239,9 @@ def test_a_moved_newest_checkpoint_is_resumed_listed_verified_and_kept(
         assert main(["verify", str(path), "--deep"]) == 0
         assert f"{moved}/epoch_0_step_30: ok" in capsys.readouterr().out
         assert main(["show", str(path)]) == 0
-    assert main(["pin", str(moved / "LATEST")]) == 0 and links.pinned_names(moved) == {"epoch_0_step_30"}
+    assert main(["pin", str(moved / "LATEST")]) == 0 and links.pinned_names(moved) == {
+        "epoch_0_step_30"
+    }
     assert main(["unpin", str(moved / "epoch_0_step_30")]) == 0
     tiny.save(moved, tiny.recipe(), step=50)
     assert main(["prune", str(moved), "--keep-last", "1"]) == 0
@@ -224,19 +250,28 @@ def test_a_moved_newest_checkpoint_is_resumed_listed_verified_and_kept(
 
 
 def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside(
-    moved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    moved: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "big").rename(tmp_path / "unmounted")
     made = tiny.recipe()
     saver = tiny.checkpointer(moved)
     resumed = saver.load(tiny.discover(made))
     assert resumed is not None and resumed.step == 20
-    assert "LATEST pointed to" in caplog.text and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
+    assert (
+        "LATEST pointed to" in caplog.text
+        and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
+    )
     saver.save(tiny.discover(made), step=30, epoch=0, config_yaml="", losses={}, progress={})
     saver.save(tiny.discover(made), step=40, epoch=0, config_yaml="", losses={}, progress={})
     saver.close()
     assert "epoch_0_step_40 has the name of a new checkpoint" in caplog.text
-    assert Manifest.read(moved / "epoch_0_step_30").step == 30 and Manifest.read(moved / "epoch_0_step_40").step == 40
+    assert (
+        Manifest.read(moved / "epoch_0_step_30").step == 30
+        and Manifest.read(moved / "epoch_0_step_40").step == 40
+    )
     (tmp_path / "unmounted").rename(tmp_path / "big")
     assert Manifest.read(moved / "epoch_0_step_30.superseded-1").step == 30
     assert os.readlink(moved / "epoch_0_step_40.superseded-1") == "epoch_0_step_20"

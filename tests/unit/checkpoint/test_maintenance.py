@@ -33,7 +33,9 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir() if path.name.startswith("epoch"))
 
 
-def test_prune_previews_and_then_removes_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_previews_and_then_removes_the_same(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = names(run)
     assert main(["prune", str(run), "--keep-last", "1", "--dry-run", "--json"]) == 0
     preview = json.loads(capsys.readouterr().out)
@@ -76,7 +78,9 @@ def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(run: Path) ->
     with pytest.raises(CheckpointUnusable, match="optimizer: here, but not saved"):
         tiny.load(run, tiny.recipe(), restore_from="epoch_0_step_10")
     allowed = ["optimizer", "lr_scheduler"]
-    assert tiny.load(run, tiny.recipe(), restore_from="epoch_0_step_10", allow_missing_state=allowed)
+    assert tiny.load(
+        run, tiny.recipe(), restore_from="epoch_0_step_10", allow_missing_state=allowed
+    )
     assert maintenance.drop_optimizer(run, "epoch_0_step_10") == 0
 
 
@@ -100,7 +104,9 @@ def test_where_directories_cannot_be_swapped_nothing_is_dropped(
 def test_superseded_checkpoints_go_only_when_asked_for(run: Path) -> None:
     commit.supersede(run, "epoch_0_step_40")
     (run / "mine").symlink_to("epoch_0_step_30")
-    assert main(["prune", str(run), "--keep-last", "9"]) == 0 and "epoch_0_step_40.superseded-1" in names(run)
+    assert main(
+        ["prune", str(run), "--keep-last", "9"]
+    ) == 0 and "epoch_0_step_40.superseded-1" in names(run)
     assert main(["prune", str(run), "--superseded"]) == 0
     assert names(run) == [f"epoch_0_step_{step}" for step in (10, 20, 30)]
 
@@ -125,13 +131,19 @@ def test_the_newest_that_has_all_its_files_stays(run: Path) -> None:
     assert names(run) == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40"]
 
 
-@pytest.mark.parametrize("flag", ["--keep-last=0", "--keep-every-steps=0", "--keep-best=-1", "--keep-steps=-5"])
-def test_numbers_that_keep_nothing_are_refused(run: Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flag", ["--keep-last=0", "--keep-every-steps=0", "--keep-best=-1", "--keep-steps=-5"]
+)
+def test_numbers_that_keep_nothing_are_refused(
+    run: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["prune", str(run), "--keep-last", "1", flag]) == 2
     assert "is less than" in capsys.readouterr().err and len(names(run)) == 4
 
 
-def test_prune_takes_a_pointer_or_a_checkpoint_for_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_takes_a_pointer_or_a_checkpoint_for_its_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outputs = []
     for path in (run, run / "LATEST", run / "epoch_0_step_10", run / "epoch_0_step_10" / "model"):
         assert main(["prune", str(path), "--keep-last", "1", "--dry-run"]) == 0
@@ -165,7 +177,9 @@ def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
     shutil.rmtree(run / "epoch_0_step_20")
     shutil.copytree(run / "epoch_0_step_10", run / "epoch_0_step_20")
     assert listed()["epoch_0_step_20"]["verified"] is None
-    (run / ".verified.json").write_text('{"epoch_0_step_10": {"time": "x"}, "../x": {}, "epoch_0_step_30": 1}')
+    (run / ".verified.json").write_text(
+        '{"epoch_0_step_10": {"time": "x"}, "../x": {}, "epoch_0_step_30": 1}'
+    )
     assert {row["verified"] for row in listed().values()} == {None}
 
 
@@ -194,7 +208,9 @@ def test_verify_of_a_run_names_the_damaged_checkpoint_file_and_tensor(
 
 
 @pytest.mark.parametrize("damage", ["foreign", "missing", "longer", "swapped", "fifo", "link"])
-def test_verify_finds_every_kind_of_damage(run: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_every_kind_of_damage(
+    run: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = run / "epoch_0_step_30"
     shard = path / "model/shard-00001-model-00001-of-00001.safetensors"
     if damage == "foreign":
@@ -214,7 +230,9 @@ def test_verify_finds_every_kind_of_damage(run: Path, damage: str, capsys: pytes
     assert "shard-0000" in capsys.readouterr().out
 
 
-def test_only_checkpoints_of_a_run_can_be_pinned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_checkpoints_of_a_run_can_be_pinned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     export = tmp_path / "export"
     export.mkdir()
     (export / "config.json").write_text("{}")

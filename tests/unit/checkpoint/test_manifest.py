@@ -32,14 +32,30 @@ WHERE = Path("MANIFEST.json")
 def example() -> Manifest:
     piece = Slice("w", "F32", (0, 0), (2, 2), "model/a", 8, 16, "xxh3_128:00")
     return Manifest(
-        step=20, epoch=0, created=1.5, world_size=2, dp_size=2, progress={"consumed_samples": 5},
-        losses={"val_loss": None}, validated=True, environment={}, lineage={},
-        state={"model": StateRecord("module", "replicated", "model/"),
-               "rng": StateRecord("object", "rank_rng", "rng", ("rng/r.pt",), ("other",))},
-        trees={"model": Tree("safetensors", {"w": Tensor("w", "F32", (2, 2), (piece,))},
-                             {"x": Blob("x", "model/a", 0, 8, "xxh3_128:11")}, {"tied": "w"})},
+        step=20,
+        epoch=0,
+        created=1.5,
+        world_size=2,
+        dp_size=2,
+        progress={"consumed_samples": 5},
+        losses={"val_loss": None},
+        validated=True,
+        environment={},
+        lineage={},
+        state={
+            "model": StateRecord("module", "replicated", "model/"),
+            "rng": StateRecord("object", "rank_rng", "rng", ("rng/r.pt",), ("other",)),
+        },
+        trees={
+            "model": Tree(
+                "safetensors",
+                {"w": Tensor("w", "F32", (2, 2), (piece,))},
+                {"x": Blob("x", "model/a", 0, 8, "xxh3_128:11")},
+                {"tied": "w"},
+            )
+        },
         files={"model/a": FileRecord(24, "xxh3_128:22"), "rng/r.pt": FileRecord(0, "xxh3_128:33")},
-    )  # fmt: skip
+    )
 
 
 def test_what_is_written_is_read_again() -> None:
@@ -89,7 +105,9 @@ def resealed(text: bytes) -> bytes:
         (b'"format":"automodel_ckpt"', b'"format":"another"', "not a manifest of this format"),
     ],
 )
-def test_a_manifest_that_lies_is_refused_whatever_its_digest(old: bytes, new: bytes, message: str) -> None:
+def test_a_manifest_that_lies_is_refused_whatever_its_digest(
+    old: bytes, new: bytes, message: str
+) -> None:
     data = example().to_bytes()
     assert old in data
     with pytest.raises(CheckpointUnusable, match=message):
@@ -120,11 +138,22 @@ def of_tensors(names: Iterable[str]) -> Manifest:
     """A manifest of tensors of two floats each."""
     tensors, start = {}, 0
     for name in names:
-        piece = Slice(name, "F32", (0,), (2,), "model/a", start, 8, digest_of(name.encode("utf-8", "surrogatepass")))
+        piece = Slice(
+            name,
+            "F32",
+            (0,),
+            (2,),
+            "model/a",
+            start,
+            8,
+            digest_of(name.encode("utf-8", "surrogatepass")),
+        )
         tensors[name] = Tensor(name, "F32", (2,), (piece,))
         start += 8
     files = {"model/a": FileRecord(start, digest_of(b""))}
-    return replace(example(), state={}, trees={"model": Tree("safetensors", tensors, {})}, files=files)
+    return replace(
+        example(), state={}, trees={"model": Tree("safetensors", tensors, {})}, files=files
+    )
 
 
 def test_a_manifest_much_larger_than_the_data_is_read_again(tmp_path: Path) -> None:
@@ -142,7 +171,9 @@ def test_names_as_short_as_can_be_take_no_more_memory_than_readers_allow() -> No
 
 
 @pytest.mark.parametrize("element", [b"[]", b"{}", b'"ab"', b'{"":1}'])
-def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed(element: bytes) -> None:
+def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed(
+    element: bytes,
+) -> None:
     head = b'{"format":"automodel_ckpt","format_version":1,"x":['
     bomb = head + (element + b",") * (FREE_BYTES // len(element)) + b'1],\n"digest": "'
     with pytest.raises(CheckpointUnusable, match="too much memory"):
@@ -153,7 +184,9 @@ def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Pa
     staging = reserve(tmp_path, "epoch_0_step_20")
     tensors = list(of_tensors(["a\ud800b"]).trees["model"].tensors.values())
     part = Part(0, {"model/a": FileRecord(8, digest_of(b""))}, {"model": TreePart(tensors)})
-    partial_manifest = PartialManifest(replace(example(), state={}, trees={}, files={}), {"model": "safetensors"}, {})
+    partial_manifest = PartialManifest(
+        replace(example(), state={}, trees={}, files={}), {"model": "safetensors"}, {}
+    )
     with pytest.raises(SaveFailed, match="not valid Unicode"):
         seal(staging, partial_manifest, [part])
     assert not (staging / "MANIFEST.json").exists()
@@ -163,7 +196,11 @@ def test_the_ranks_parts_are_merged_into_whole_tensors() -> None:
     def part(rank: int) -> Part:
         piece = Slice("w", "F32", (rank, 0), (1, 2), f"model/{rank}", 0, 8, "d")
         tensors = [Tensor("w", "F32", (2, 2), (piece,))]
-        return Part.parse(Part(rank, {f"model/{rank}": FileRecord(8, "d")}, {"model": TreePart(tensors)}).to_bytes())
+        return Part.parse(
+            Part(
+                rank, {f"model/{rank}": FileRecord(8, "d")}, {"model": TreePart(tensors)}
+            ).to_bytes()
+        )
 
     tree = merge_tree("model", "safetensors", [part(0), part(1)], {})
     assert [piece.offsets for piece in tree.tensors["w"].slices] == [(0, 0), (1, 0)]
@@ -174,10 +211,19 @@ def placed() -> Manifest:
     columns = [Slice("w", "F32", (0, at), (2, 1), "m/a", 8, 8, f"d{at}", True) for at in range(2)]
     rows = [Slice("v", "F32", (at,), (1,), "m/a", 24 + 4 * at, 4, f"e{at}") for at in range(2)]
     copy = [replace(piece, fqn="v2", start=piece.start + 8) for piece in rows]
-    tensors = {"w": Tensor("w", "F32", (2, 2), tuple(columns)), "v": Tensor("v", "F32", (2,), tuple(rows))}
+    tensors = {
+        "w": Tensor("w", "F32", (2, 2), tuple(columns)),
+        "v": Tensor("v", "F32", (2,), tuple(rows)),
+    }
     tree = Tree("hf", tensors, {}, {"v2": "v"}, {"v2": Tensor("v2", "F32", (2,), tuple(copy))})
-    return replace(example(), trees={"model": tree}, files={"m/a": FileRecord(40, "xxh3_128_parts:00"),
-                                                            "rng/r.pt": FileRecord(0, "xxh3_128:33")})  # fmt: skip
+    return replace(
+        example(),
+        trees={"model": tree},
+        files={
+            "m/a": FileRecord(40, "xxh3_128_parts:00"),
+            "rng/r.pt": FileRecord(0, "xxh3_128:33"),
+        },
+    )
 
 
 def test_files_that_several_ranks_filled_are_read_again_and_have_to_be_full() -> None:
@@ -188,7 +234,10 @@ def test_files_that_several_ranks_filled_are_read_again_and_have_to_be_full() ->
     elsewhere = Tensor("w", "F32", (2, 2), (first, replace(second, start=12)))
     alone = Tensor("w", "F32", (2, 2), (first, replace(second, interleaved=False)))
     apart = {
-        "v2": replace(tree.copies["v2"], slices=tuple(replace(p, start=p.start + 4) for p in tree.copies["v2"].slices))
+        "v2": replace(
+            tree.copies["v2"],
+            slices=tuple(replace(p, start=p.start + 4) for p in tree.copies["v2"].slices),
+        )
     }
     for changed, what in (
         (replace(tree, tensors=tree.tensors | {"w": elsewhere}), "interleaved, in one place"),
@@ -197,7 +246,12 @@ def test_files_that_several_ranks_filled_are_read_again_and_have_to_be_full() ->
         (replace(tree, copies={}), "do not fill it"),
         (replace(tree, objects={"x": Blob("x", "m/a", 0, 8, "f")}), "among slices"),
         (
-            replace(tree, copies={"v2": replace(tree.copies["v2"], fqn="v2", slices=tree.tensors["v"].slices)}),
+            replace(
+                tree,
+                copies={
+                    "v2": replace(tree.copies["v2"], fqn="v2", slices=tree.tensors["v"].slices)
+                },
+            ),
             "share bytes",
         ),
     ):

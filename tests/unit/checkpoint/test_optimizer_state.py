@@ -36,7 +36,9 @@ class Keeping(torch.optim.Optimizer):
                     self.state[parameter] = self.make(parameter)
 
 
-def keeping(make: Callable[[torch.Tensor], Entry], seed: int = 0, **options: Any) -> SimpleNamespace:
+def keeping(
+    make: Callable[[torch.Tensor], Entry], seed: int = 0, **options: Any
+) -> SimpleNamespace:
     made = tiny.recipe(seed)
     made.optimizer = Keeping(made.optimizer.param_groups[0]["params"], make, **options)
     del made.lr_scheduler
@@ -62,12 +64,31 @@ def alike(one: Any, other: Any) -> bool:
 
 
 KEPT: dict[str, Callable[[torch.Tensor], Entry]] = {
-    "late tensors": lambda p: {"mean": p.detach() * 2, "count": torch.tensor(7), "row": torch.ones(3)},
-    "wider than the parameter": lambda p: {"mean": p.detach().double() / 3, "seen": torch.tensor([2**40])},
-    "text and arrays": lambda p: {"phase": "warm", "raw": b"x", "rows": np.arange(3.0), "rate": np.float32(0.5)},
+    "late tensors": lambda p: {
+        "mean": p.detach() * 2,
+        "count": torch.tensor(7),
+        "row": torch.ones(3),
+    },
+    "wider than the parameter": lambda p: {
+        "mean": p.detach().double() / 3,
+        "seen": torch.tensor([2**40]),
+    },
+    "text and arrays": lambda p: {
+        "phase": "warm",
+        "raw": b"x",
+        "rows": np.arange(3.0),
+        "rate": np.float32(0.5),
+    },
     "integer keys": lambda p: {0: p.detach() + 1, 1: 5, "1.5": "x"},
-    "integer keys within": lambda p: {"history": {10: p.detach() + 1, 20: [p.detach() + 2, None]}, "name": "x"},
-    "lists that grow": lambda p: {"old": [p.detach(), torch.ones(2)], "al": [None, torch.ones(())], "none": []},
+    "integer keys within": lambda p: {
+        "history": {10: p.detach() + 1, 20: [p.detach() + 2, None]},
+        "name": "x",
+    },
+    "lists that grow": lambda p: {
+        "old": [p.detach(), torch.ones(2)],
+        "al": [None, torch.ones(())],
+        "none": [],
+    },
     "empty": lambda p: {"nothing": {}, "ordered": OrderedDict(a={}), "counted": Counter(a=2)},
     "whole": lambda p: {"pair": (torch.ones(2), {3: "x"}), "maybe": None, "flag": True},
     "only an empty one": lambda p: {"nothing": {}},
@@ -85,29 +106,42 @@ def test_state_that_is_made_late_comes_back_as_it_was_again_and_again(
         tiny.save(tmp_path, made, step=number)
         again = keeping(make, seed=9)
         tiny.load(tmp_path, again)
-        mine, theirs = ([one.optimizer.state[p] for p in one.optimizer.param_groups[0]["params"]
-                         if p in one.optimizer.state] for one in (made, again))  # fmt: skip
+        mine, theirs = (
+            [
+                one.optimizer.state[p]
+                for p in one.optimizer.param_groups[0]["params"]
+                if p in one.optimizer.state
+            ]
+            for one in (made, again)
+        )
         assert alike(mine, theirs) and bool(mine) == (number >= 3), f"step {number}"
         again.optimizer.steps = number
         made = again
 
 
 def test_what_was_none_at_first_comes_back_as_the_tensor_that_it_became(tmp_path: Path) -> None:
-    made, again = keeping(lambda p: {"mean": p.detach() + 1}), keeping(lambda p: {"mean": None}, seed=1)
+    made, again = (
+        keeping(lambda p: {"mean": p.detach() + 1}),
+        keeping(lambda p: {"mean": None}, seed=1),
+    )
     made.optimizer.steps = again.optimizer.steps = 2
     step(made)
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, again)
     parameters = [one.optimizer.param_groups[0]["params"] for one in (made, again)]
-    assert [torch.equal(made.optimizer.state[p]["mean"], again.optimizer.state[q]["mean"])
-            for p, q in zip(*parameters, strict=True)] == [True] * 4  # fmt: skip
+    assert [
+        torch.equal(made.optimizer.state[p]["mean"], again.optimizer.state[q]["mean"])
+        for p, q in zip(*parameters, strict=True)
+    ] == [True] * 4
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentum: float) -> None:
     def sgd(seed: int, value: float) -> SimpleNamespace:
         made = tiny.recipe(seed)
-        made.optimizer = torch.optim.SGD(made.optimizer.param_groups[0]["params"], lr=0.1, momentum=value)
+        made.optimizer = torch.optim.SGD(
+            made.optimizer.param_groups[0]["params"], lr=0.1, momentum=value
+        )
         del made.lr_scheduler
         return made
 
@@ -117,18 +151,27 @@ def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentu
     tiny.load(tmp_path, again)
     for one in (made, again):
         step(one)
-    assert torch.equal(made.model.one_row, again.model.one_row) and again.optimizer.param_groups[0]["momentum"] == 0.9
+    assert (
+        torch.equal(made.model.one_row, again.model.one_row)
+        and again.optimizer.param_groups[0]["momentum"] == 0.9
+    )
 
 
 OPTIONS = {
-    "integer keys": {10: 0.1, "20": 0.2}, "within": {"a": {1: [{2: "x"}]}, "b": {}}, "ordered": OrderedDict({3: 1}),
-    "tensors": {5: torch.ones(2), "list": [torch.zeros(1)]}, "array": np.arange(2),
-}  # fmt: skip
+    "integer keys": {10: 0.1, "20": 0.2},
+    "within": {"a": {1: [{2: "x"}]}, "b": {}},
+    "ordered": OrderedDict({3: 1}),
+    "tensors": {5: torch.ones(2), "list": [torch.zeros(1)]},
+    "array": np.arange(2),
+}
 
 
 @pytest.mark.parametrize("value", OPTIONS.values(), ids=OPTIONS)
 def test_an_option_comes_back_with_its_keys(tmp_path: Path, value: Any) -> None:
-    made, again = keeping(dict, plan=value), keeping(dict, plan=type(value)() if isinstance(value, dict) else 0)
+    made, again = (
+        keeping(dict, plan=value),
+        keeping(dict, plan=type(value)() if isinstance(value, dict) else 0),
+    )
     tiny.checkpointer(tmp_path).check(discover(made))
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, again)
@@ -140,24 +183,34 @@ def test_an_optimizer_that_loads_in_its_own_way_is_given_all_of_it(tmp_path: Pat
         def load_state_dict(self, state_dict: Any) -> None:
             self.given = state_dict
 
-    made, again = (keeping(lambda p: {"phase": "warm", "rows": np.ones(1)}, seed) for seed in (0, 1))
+    made, again = (
+        keeping(lambda p: {"phase": "warm", "rows": np.ones(1)}, seed) for seed in (0, 1)
+    )
     again.optimizer.__class__ = Own
     made.optimizer.steps = 2
     step(made)
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, again)
-    assert alike(again.optimizer.given["state"]["model.embed"], {"phase": "warm", "rows": np.ones(1)})
+    assert alike(
+        again.optimizer.given["state"]["model.embed"], {"phase": "warm", "rows": np.ones(1)}
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda p: {"bag": defaultdict(list, {1: p.detach()})}, r"model\.embed(.|\n)*collections\.defaultdict"),
-        (lambda p: {"history": {1: p.detach(), "1": 2}}, r"the same name(.|\n)*embed\.history\.1(.|\n)*differ as text"),
+        (
+            lambda p: {"bag": defaultdict(list, {1: p.detach()})},
+            r"model\.embed(.|\n)*collections\.defaultdict",
+        ),
+        (
+            lambda p: {"history": {1: p.detach(), "1": 2}},
+            r"the same name(.|\n)*embed\.history\.1(.|\n)*differ as text",
+        ),
         (lambda p: {"a": {"b.c": 1}, "a.b": {"c": 2}}, r"the same name(.|\n)*a\.b\.c"),
     ],
     ids=["unknown container", "keys of one text", "dots"],
-)  # fmt: skip
+)
 def test_what_could_not_come_back_is_refused_at_the_save(
     tmp_path: Path, make: Callable[[torch.Tensor], Entry], said: str
 ) -> None:
@@ -175,11 +228,16 @@ def test_keys_of_one_text_in_an_option_are_refused_before_training(tmp_path: Pat
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    made, again = keeping(lambda p: {"mean": p.detach()}), keeping(lambda p: {"other": p.detach()}, seed=1)
+    made, again = (
+        keeping(lambda p: {"mean": p.detach()}),
+        keeping(lambda p: {"other": p.detach()}, seed=1),
+    )
     made.optimizer.steps = again.optimizer.steps = 2
     step(made)
     tiny.save(tmp_path, made)
-    with pytest.raises(CheckpointUnusable, match=r"\+ optimizer\.state\.model\.embed\.other: here, but not saved"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"\+ optimizer\.state\.model\.embed\.other: here, but not saved"
+    ):
         tiny.load(tmp_path, again)
 
 

@@ -26,13 +26,17 @@ print(path)
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
     """A directory that a process made, which has ended."""
-    made = subprocess.run([sys.executable, "-c", MAKE, str(tmp_path)], capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", MAKE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     return Path(made.stdout.strip())
 
 
 def renamed(path: Path, start: int, digits: str) -> Path:
     """The same leftover, made by another process: with other *digits* from *start* in its name."""
-    name = path.name[:-32] + path.name[-32:][:start] + digits + path.name[-32:][start + len(digits) :]
+    name = (
+        path.name[:-32] + path.name[-32:][:start] + digits + path.name[-32:][start + len(digits) :]
+    )
     return path.rename(path.with_name(name))
 
 
@@ -76,7 +80,11 @@ def test_on_another_node_or_mount_only_a_day_without_a_change_counts(left: Path)
 
 
 def test_names_of_one_process_differ_and_say_nothing_of_other_file_systems(tmp_path: Path) -> None:
-    one, other, elsewhere = owner_digits(tmp_path), owner_digits(tmp_path), owner_digits(Path("/proc"))
+    one, other, elsewhere = (
+        owner_digits(tmp_path),
+        owner_digits(tmp_path),
+        owner_digits(Path("/proc")),
+    )
     assert one != other and one[:24] == other[:24] and len(one) == 32
     assert one[:8] != elsewhere[:8] and one[8:24] == elsewhere[8:24]
     int(one, 16)

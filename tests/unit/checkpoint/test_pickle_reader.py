@@ -20,10 +20,31 @@ def saved(value: Any) -> bytes:
 
 
 VALUES: list[Any] = [
-    None, True, 2**70, -3, 1.5, 1j, "é", b"", b"ab\xff", bytearray(), bytearray(b"ab"), torch.Size([1, 2]),
-    torch.float32, torch.float8_e8m0fnu, torch.device("cpu"), torch.strided, {1, 2}, set(), Counter("aab"), Counter(),
-    OrderedDict(a=1), {(1, (2,)): 3}, [1, [2, (3,)]], {index: index for index in range(3000)},
-]  # fmt: skip
+    None,
+    True,
+    2**70,
+    -3,
+    1.5,
+    1j,
+    "é",
+    b"",
+    b"ab\xff",
+    bytearray(),
+    bytearray(b"ab"),
+    torch.Size([1, 2]),
+    torch.float32,
+    torch.float8_e8m0fnu,
+    torch.device("cpu"),
+    torch.strided,
+    {1, 2},
+    set(),
+    Counter("aab"),
+    Counter(),
+    OrderedDict(a=1),
+    {(1, (2,)): 3},
+    [1, [2, (3,)]],
+    {index: index for index in range(3000)},
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
@@ -35,17 +56,26 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(3.0), torch.ones(2, dtype=torch.uint16), torch.ones(2, dtype=torch.float8_e4m3fn),
-        torch.empty(0, 3), torch.tensor(True), torch.ones(3, 2).t(), torch.ones(1).expand(5), torch.arange(9)[2:5],
+        torch.arange(3.0),
+        torch.ones(2, dtype=torch.uint16),
+        torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.empty(0, 3),
+        torch.tensor(True),
+        torch.ones(3, 2).t(),
+        torch.ones(1).expand(5),
+        torch.arange(9)[2:5],
         torch.nn.Parameter(torch.ones(2)),
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
-)  # fmt: skip
+)
 def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
     read = pickle_reader.load(saved({"value": tensor}), "here")["value"]
     assert (read.dtype, read.shape, read.stride(), type(read)) == (
-        tensor.dtype, tensor.shape, tensor.stride(), type(tensor),
-    )  # fmt: skip
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        type(tensor),
+    )
     assert torch.equal(read.float(), tensor.float()) and read.requires_grad == tensor.requires_grad
 
 
@@ -63,7 +93,9 @@ def test_a_modules_state_dict_keeps_its_metadata() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [pickle_reader.Fault, print, torch.nn.Linear(1, 1)], ids=["class", "function", "module"]
+    "value",
+    [pickle_reader.Fault, print, torch.nn.Linear(1, 1)],
+    ids=["class", "function", "module"],
 )
 def test_code_does_not_come_back(value: Any) -> None:
     with pytest.raises(CheckpointUnusable, match=r"it asks for|never writes"):

@@ -24,9 +24,15 @@ from automodel_ckpt.checkpoint.writing.shared_files import SharedFileChunk, Shar
 from tests.support.shards import bits, raw_bytes
 
 DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 Layout = dict[str, Tensor]
 
 
@@ -42,8 +48,9 @@ def random_boxes(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
         )
         cuts.append(list(itertools.pairwise([0, *inner, extent])))
     return [
-        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in itertools.product(*cuts)
-    ]  # fmt: skip
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*cuts)
+    ]
 
 
 def random_layout(rng: random.Random, *, dtypes: list[str]) -> Layout:
@@ -65,7 +72,12 @@ def random_placement(rng: random.Random, tensors: Layout) -> tuple[Placement, di
     if kind == "size":
         return place(tensors, "model", max_file_bytes=rng.choice([1, 20, 200, 10**9])), {}
     if kind == "renamed":
-        return place(tensors, "model", keys={fqn: f"base_model.{fqn}" for fqn in names}, one_file="a.safetensors"), {}
+        return place(
+            tensors,
+            "model",
+            keys={fqn: f"base_model.{fqn}" for fqn in names},
+            one_file="a.safetensors",
+        ), {}
     tied = {"alias": rng.choice(names)}
     kept = rng.choice([[*names, "alias"], [n for n in names if n != tied["alias"]] + ["alias"]])
     shapes = {n: tensors[tied.get(n, n)].shape for n in kept}
@@ -76,8 +88,10 @@ def random_placement(rng: random.Random, tensors: Layout) -> tuple[Placement, di
 def entries(tensors: Layout, placement: Placement) -> list[Tensor]:
     return [
         placement.entry(tensor, piece.box, where)
-        for fqn, tensor in tensors.items() for piece in tensor.slices for where in placement.places[fqn]
-    ]  # fmt: skip
+        for fqn, tensor in tensors.items()
+        for piece in tensor.slices
+        for where in placement.places[fqn]
+    ]
 
 
 def test_every_byte_of_every_file_belongs_to_exactly_one_slice_over_3000_random_layouts() -> None:
@@ -90,7 +104,9 @@ def test_every_byte_of_every_file_belongs_to_exactly_one_slice_over_3000_random_
         }
         for entry in entries(tensors, placement):
             (piece,) = entry.slices
-            ends = [(run.source, run.source + run.nbytes) for run in runs_in_file(piece, entry.shape)]
+            ends = [
+                (run.source, run.source + run.nbytes) for run in runs_in_file(piece, entry.shape)
+            ]
             assert sum(b - a for a, b in ends) == piece.nbytes
             runs[piece.file] += [end for end in ends if end[1] > end[0]]
         for file in placement.files:
@@ -103,7 +119,12 @@ def test_slices_that_are_one_run_are_not_interleaved() -> None:
     def cut(dim: int) -> Tensor:
         boxes = [Box((0, 0), (4, 6) if dim is None else ((2, 6) if dim == 0 else (4, 3)))]
         boxes.append(Box((2, 0) if dim == 0 else (0, 3), boxes[0].sizes))
-        return Tensor(f"w{dim}", "F32", (4, 6), tuple(Slice("", "F32", b.offsets, b.sizes, "", 0, 48) for b in boxes))
+        return Tensor(
+            f"w{dim}",
+            "F32",
+            (4, 6),
+            tuple(Slice("", "F32", b.offsets, b.sizes, "", 0, 48) for b in boxes),
+        )
 
     placement = place({"w0": cut(0), "w1": cut(1)}, "model")
     assert placement.interleaved == {"w1"}
@@ -127,7 +148,13 @@ def random_values(tensor: Tensor, seed: int) -> torch.Tensor:
     return raw.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
-def jobs_of(rng: random.Random, tensors: Layout, placement: Placement, values: dict[str, torch.Tensor], size: int):  # type: ignore[no-untyped-def]
+def jobs_of(
+    rng: random.Random,
+    tensors: Layout,
+    placement: Placement,
+    values: dict[str, torch.Tensor],
+    size: int,
+):  # type: ignore[no-untyped-def]
     """Each of *size* ranks' jobs, its slices drawn by lot; rank 0 makes the files."""
     shares: list[dict[str, list[SharedFileChunk]]] = [
         {f"model/{f.name}": [] for f in placement.files} for _ in range(size)
@@ -142,10 +169,11 @@ def jobs_of(rng: random.Random, tensors: Layout, placement: Placement, values: d
     return [
         [
             SharedFileJob(name, file.nbytes, share[name], "model", None if rank else file.header)
-            for file in placement.files if (name := f"model/{file.name}")
+            for file in placement.files
+            if (name := f"model/{file.name}")
         ]
         for rank, share in enumerate(shares)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("block", [None, 4096])
@@ -168,13 +196,17 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
         (staging / "model").mkdir(parents=True)
         parts = [Part(rank) for rank in range(3)]
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(run_all, jobs_of(rng, tensors, placement, values, 3), [staging] * 3, parts))
+            list(
+                pool.map(run_all, jobs_of(rng, tensors, placement, values, 3), [staging] * 3, parts)
+            )
         parts = [Part.parse(part.to_bytes()) for part in parts]
         found = {}
         for file in placement.files:
             found |= load_file(staging / "model" / file.name)
             assert read_header(staging / "model" / file.name).metadata == {"format": "pt"}
-        by_key = {where.key: values[fqn] for fqn, places in placement.places.items() for where in places}
+        by_key = {
+            where.key: values[fqn] for fqn, places in placement.places.items() for where in places
+        }
         assert found.keys() == by_key.keys()
         assert all((bits(found[key]) == bits(value)).all() for key, value in by_key.items())
         merged = merge_tree("model", "hf", parts, tied)
@@ -187,11 +219,20 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
 def big(rng: random.Random) -> Tensor:
     """Cut unevenly, so that the ends of byte ranges fall in the middle of sectors."""
     boxes = random_boxes(rng, (rng.randint(3, 40), 1000))
-    return Tensor("big", "BF16", (boxes[-1].offsets[0] + boxes[-1].sizes[0], 1000), tuple(
-        Slice("big", "BF16", b.offsets, b.sizes, "", 0, nbytes_of("BF16", b.sizes)) for b in boxes))  # fmt: skip
+    return Tensor(
+        "big",
+        "BF16",
+        (boxes[-1].offsets[0] + boxes[-1].sizes[0], 1000),
+        tuple(
+            Slice("big", "BF16", b.offsets, b.sizes, "", 0, nbytes_of("BF16", b.sizes))
+            for b in boxes
+        ),
+    )
 
 
-def one_file(tmp_path: Path, tensors: Layout, casts: dict[str, str] | None = None) -> tuple[Path, Part, Placement]:
+def one_file(
+    tmp_path: Path, tensors: Layout, casts: dict[str, str] | None = None
+) -> tuple[Path, Part, Placement]:
     maps = BaseMaps(dtype=casts) if casts else None
     placement = place(tensors, "model", maps=maps)
     values = {fqn: random_values(tensor, 5) for fqn, tensor in tensors.items()}
@@ -203,8 +244,12 @@ def one_file(tmp_path: Path, tensors: Layout, casts: dict[str, str] | None = Non
 
 def grid(fqn: str, dtype: str, shape: tuple[int, int], parts: tuple[int, int]) -> Tensor:
     sizes = (shape[0] // parts[0], shape[1] // parts[1])
-    boxes = [Box((i * sizes[0], j * sizes[1]), sizes) for i in range(parts[0]) for j in range(parts[1])]
-    slices = tuple(Slice(fqn, dtype, b.offsets, b.sizes, "", 0, nbytes_of(dtype, b.sizes)) for b in boxes)
+    boxes = [
+        Box((i * sizes[0], j * sizes[1]), sizes) for i in range(parts[0]) for j in range(parts[1])
+    ]
+    slices = tuple(
+        Slice(fqn, dtype, b.offsets, b.sizes, "", 0, nbytes_of(dtype, b.sizes)) for b in boxes
+    )
     return Tensor(fqn, dtype, shape, slices)
 
 
@@ -221,13 +266,19 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
         flipped[index] ^= 1 << (index % 8)
         path.write_bytes(flipped)
         wrong = damaged(tmp_path, f"model/{path.name}", held)
-        inside = [one.piece for one in held for run in runs_in_file(one.piece, one.shape)
-                  if run.source <= index < run.source + run.nbytes]  # fmt: skip
+        inside = [
+            one.piece
+            for one in held
+            for run in runs_in_file(one.piece, one.shape)
+            if run.source <= index < run.source + run.nbytes
+        ]
         assert wrong == inside and len(inside) == (index >= end)
         assert head_fits(tmp_path, f"model/{path.name}", record, held) == (index >= end)
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(["F32", "BF16", "F16", "F64"], 2)])
+@pytest.mark.parametrize(
+    ("source", "target"), [*itertools.permutations(["F32", "BF16", "F16", "F64"], 2)]
+)
 def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str
 ) -> None:

@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from automodel_ckpt.checkpoint.policy import KeepPolicy, Record, best, is_better, metric_of, newest_first
+from automodel_ckpt.checkpoint.policy import (
+    KeepPolicy,
+    Record,
+    best,
+    is_better,
+    metric_of,
+    newest_first,
+)
 
 
 def random_history(rng: random.Random) -> tuple[list[Record], KeepPolicy, set[str]]:
@@ -41,18 +48,27 @@ def test_ten_thousand_histories_keep_what_must_stay_and_remove_all_else() -> Non
         assert newest_first(records)[0] in kept
         assert not gone & protected
         assert all(record.step not in policy.steps for record in removable)
-        assert not policy.every_steps or all(record.step % policy.every_steps for record in removable)
+        assert not policy.every_steps or all(
+            record.step % policy.every_steps for record in removable
+        )
         assert {r.name for r in newest_first(records)[: policy.last]} <= {r.name for r in kept}
         ranked = [record for record in records if metric_of({"m": record.metric}, "m") is not None]
         for record in removable:
             if record in ranked:
                 better = [
-                    r for r in ranked if r.metric == record.metric or is_better(r.metric, record.metric, policy.mode)
+                    r
+                    for r in ranked
+                    if r.metric == record.metric or is_better(r.metric, record.metric, policy.mode)
                 ]
                 assert len([r for r in better if r in kept]) >= policy.best
         why = {r.name for r in newest_first(records)[: max(policy.last, 1)]} | protected
-        surplus = [r for r in kept if r.name not in why and r.step not in policy.steps
-                   and not (policy.every_steps and r.step % policy.every_steps == 0)]  # fmt: skip
+        surplus = [
+            r
+            for r in kept
+            if r.name not in why
+            and r.step not in policy.steps
+            and not (policy.every_steps and r.step % policy.every_steps == 0)
+        ]
         assert len(surplus) <= policy.best
         assert policy.removable(kept, protected) == []
         assert [record.step for record in removable] == sorted(record.step for record in removable)
@@ -62,18 +78,27 @@ def test_ten_thousand_histories_keep_what_must_stay_and_remove_all_else() -> Non
 @pytest.mark.parametrize(
     ("value", "than", "mode", "expected"),
     [
-        (1.0, None, "min", True), (1.0, 2.0, "min", True), (2.0, 2.0, "min", False), (3.0, 2.0, "min", False),
-        (3.0, 2.0, "max", True), (math.nan, None, "min", False), (math.nan, 2.0, "max", False),
-        (-math.inf, 2.0, "min", False), (None, None, "min", False),
+        (1.0, None, "min", True),
+        (1.0, 2.0, "min", True),
+        (2.0, 2.0, "min", False),
+        (3.0, 2.0, "min", False),
+        (3.0, 2.0, "max", True),
+        (math.nan, None, "min", False),
+        (math.nan, 2.0, "max", False),
+        (-math.inf, 2.0, "min", False),
+        (None, None, "min", False),
     ],
-)  # fmt: skip
-def test_only_a_strictly_better_number_is_better(value: float, than: float, mode: str, expected: bool) -> None:
+)
+def test_only_a_strictly_better_number_is_better(
+    value: float, than: float, mode: str, expected: bool
+) -> None:
     assert is_better(value, than, mode) is expected  # type: ignore[arg-type]
 
 
 def test_of_equals_the_earliest_is_the_best_and_nan_never_is() -> None:
     records = [
-        Record(f"epoch_0_step_{s}", s, 0, v) for s, v in [(1, math.nan), (2, 2.0), (3, 1.0), (4, 1.0), (5, None)]
+        Record(f"epoch_0_step_{s}", s, 0, v)
+        for s, v in [(1, math.nan), (2, 2.0), (3, 1.0), (4, 1.0), (5, None)]
     ]
     assert (best(records, "min") or records[0]).step == 3
     assert (best(records, "max") or records[0]).step == 2

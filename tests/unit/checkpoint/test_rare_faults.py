@@ -60,7 +60,10 @@ END = int.from_bytes(ARCHIVE[-34:-26], "little")
     ("data", "said"),
     [
         (changed(ARCHIVE, END + 48, bytes(8)), "not where it should be"),
-        (changed(ARCHIVE, END + 32, (1).to_bytes(8, "little")), "the archive's directory is damaged"),
+        (
+            changed(ARCHIVE, END + 32, (1).to_bytes(8, "little")),
+            "the archive's directory is damaged",
+        ),
         (changed(ARCHIVE, 0, b"XX"), "does not begin where the directory says"),
     ],
 )
@@ -84,7 +87,9 @@ class OfAModule(pickle.Pickler):
 def archive_of(program: bytes, **others: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for name, data in ({"data.pkl": program, "byteorder": b"little", "version": b"3\n"} | others).items():
+        for name, data in (
+            {"data.pkl": program, "byteorder": b"little", "version": b"3\n"} | others
+        ).items():
             archive.writestr(f"archive/{name}", data)
     return buffer.getvalue()
 
@@ -182,14 +187,23 @@ def full(directory: Path) -> object:
     [
         (links_to_itself, "a checkpoint contains a symbolic link"),
         (broken_map, "this side file cannot be read"),
-        (lambda d: base_maps._file_numbers({"a": 0}, d), "no.* file numbers from 1|not give file numbers"),
+        (
+            lambda d: base_maps._file_numbers({"a": 0}, d),
+            "no.* file numbers from 1|not give file numbers",
+        ),
         (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
         (lambda d: hugging_face._safetensors(d / "gone"), "the directory cannot be read"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),
-        (lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)), "no usable value"),
-        (lambda d: import_checkpoint.prepare(d / ("x" * 300), d), "a file to import cannot be read"),
+        (
+            lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)),
+            "no usable value",
+        ),
+        (
+            lambda d: import_checkpoint.prepare(d / ("x" * 300), d),
+            "a file to import cannot be read",
+        ),
         (full, "ENOSPC"),
     ],
 )
@@ -211,7 +225,12 @@ def test_a_side_file_that_is_too_large_to_be_one(
     manifest = checkpoint / layout.MANIFEST
     manifest.unlink()
     monkeypatch.setattr(export_files, "_MAX_SIDE_BYTES", 1)
-    assert consolidate(["--input-dir", str(checkpoint / "model"), "--output-dir", str(tmp_path / "out")]) == 3
+    assert (
+        consolidate(
+            ["--input-dir", str(checkpoint / "model"), "--output-dir", str(tmp_path / "out")]
+        )
+        == 3
+    )
     assert "a side file cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -243,7 +262,13 @@ def test_a_stream_has_no_length() -> None:
             yield from ()
 
     loader = GlobalBatchLoader(
-        Stream(), global_batch_size=1, local_batch_size=1, collate_fn=dict, dp_rank=0, dp_size=1, seed=0
+        Stream(),
+        global_batch_size=1,
+        local_batch_size=1,
+        collate_fn=dict,
+        dp_rank=0,
+        dp_size=1,
+        seed=0,
     )  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="has no length"):
         len(loader)

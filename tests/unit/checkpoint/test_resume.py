@@ -69,7 +69,9 @@ def test_choosing_with_ten_bad_ones_ahead_and_a_thousand_behind_takes_less_than_
     assert path.name == "epoch_0_step_997" and min(times) < 0.05
 
 
-def test_restore_from_applies_again_when_the_newest_checkpoint_was_saved_without_it(tmp_path: Path) -> None:
+def test_restore_from_applies_again_when_the_newest_checkpoint_was_saved_without_it(
+    tmp_path: Path,
+) -> None:
     """Only the newest checkpoint tells whether the run has continued from the one named; older ones do not."""
     made = tiny.recipe()
     tiny.save(tmp_path, made, step=10)
@@ -89,7 +91,9 @@ def note_the_path(checkpoint: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["now", "before"])
-def test_a_run_that_was_moved_goes_on_instead_of_rewinding_again(tmp_path: Path, version: str) -> None:
+def test_a_run_that_was_moved_goes_on_instead_of_rewinding_again(
+    tmp_path: Path, version: str
+) -> None:
     before, after, made = tmp_path / "before", tmp_path / "after", tiny.recipe()
     tiny.save(before, made, step=10)
     path = tiny.save(before, made, step=20, restore_from="epoch_0_step_10").path
@@ -99,13 +103,19 @@ def test_a_run_that_was_moved_goes_on_instead_of_rewinding_again(tmp_path: Path,
     for request in ("epoch_0_step_10", str(before / "epoch_0_step_10")):
         assert not resume.candidates(before, request).by_name
     before.rename(after)
-    for request in ("epoch_0_step_10", str(after / "epoch_0_step_10"), str(before / "epoch_0_step_10")):
+    for request in (
+        "epoch_0_step_10",
+        str(after / "epoch_0_step_10"),
+        str(before / "epoch_0_step_10"),
+    ):
         assert resume.candidates(after, request).candidates[0].name == "epoch_0_step_20"
     shutil.copytree(after, before)
     assert not resume.candidates(after, "epoch_0_step_10").by_name
 
 
-def test_a_checkpoint_of_another_run_that_has_the_same_name_is_another_request(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_that_has_the_same_name_is_another_request(
+    tmp_path: Path,
+) -> None:
     run, other, made = tmp_path / "run", tmp_path / "other", tiny.recipe()
     tiny.save(other, made, step=10)
     tiny.train(made, 1)
@@ -119,7 +129,14 @@ def test_a_checkpoint_of_another_run_that_has_the_same_name_is_another_request(t
 
 
 def test_names_are_ordered_by_step_and_strangers_passed_over(tmp_path: Path) -> None:
-    for name in ("epoch_0_step_9", "epoch_1_step_10", "epoch_0_step_10", "epoch_0_step_011", "epoch_0_step_5x", "x"):
+    for name in (
+        "epoch_0_step_9",
+        "epoch_1_step_10",
+        "epoch_0_step_10",
+        "epoch_0_step_011",
+        "epoch_0_step_5x",
+        "x",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "epoch_0_step_99").write_text("a file")
     os.symlink("epoch_0_step_9", tmp_path / "epoch_0_step_98")

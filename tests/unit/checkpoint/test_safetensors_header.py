@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from automodel_ckpt.checkpoint.files.safetensors_header import MAX_HEADER_BYTES, TensorEntry, build_header, read_header
+from automodel_ckpt.checkpoint.files.safetensors_header import (
+    MAX_HEADER_BYTES,
+    TensorEntry,
+    build_header,
+    read_header,
+)
 from automodel_ckpt.errors import CheckpointUnusable
 
 
@@ -34,11 +39,17 @@ def fault_of(path: Path) -> str:
 
 def test_a_built_file_is_read_by_the_safetensors_library_and_by_us(tmp_path: Path) -> None:
     matrix, flag = np.arange(6, dtype=np.float32).reshape(2, 3), np.array(True)
-    header, starts = build_header([("m", "F32", (2, 3)), ("é\n", "BOOL", ()), ("e", "I64", (0, 4))], {"format": "pt"})
+    header, starts = build_header(
+        [("m", "F32", (2, 3)), ("é\n", "BOOL", ()), ("e", "I64", (0, 4))], {"format": "pt"}
+    )
     path = tmp_path / "f.safetensors"
     path.write_bytes(header + matrix.tobytes() + flag.tobytes())
     loaded = load_file(path)
-    assert np.array_equal(loaded["m"], matrix) and loaded["é\n"] == flag and loaded["e"].shape == (0, 4)
+    assert (
+        np.array_equal(loaded["m"], matrix)
+        and loaded["é\n"] == flag
+        and loaded["e"].shape == (0, 4)
+    )
     read = read_header(path)
     assert read.tensors["m"] == TensorEntry("F32", (2, 3), 4096, 4120) and starts["é\n"] == 4120
     assert read.metadata == {"format": "pt"} and read.data_start == len(header) == 4096
@@ -48,7 +59,11 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     save_file({"a": np.zeros((3, 2), np.float16), "b": np.ones(5, np.int8)}, path, {"k": "v"})
     header = read_header(path)
-    assert header.tensors["a"].shape == (3, 2) and header.tensors["b"].dtype == "I8" and header.metadata == {"k": "v"}
+    assert (
+        header.tensors["a"].shape == (3, 2)
+        and header.tensors["b"].dtype == "I8"
+        and header.metadata == {"k": "v"}
+    )
 
 
 @pytest.mark.parametrize("align", [1, 8, 512, 4096])
@@ -90,7 +105,9 @@ def test_a_name_given_twice_or_reserved_is_not_built() -> None:
         (b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "not valid Unicode"),
     ],
 )
-def test_a_malformed_file_is_refused_with_its_fault(tmp_path: Path, document: object, body: bytes, fault: str) -> None:
+def test_a_malformed_file_is_refused_with_its_fault(
+    tmp_path: Path, document: object, body: bytes, fault: str
+) -> None:
     assert fault in fault_of(write_raw(tmp_path / "f.safetensors", document, body))
 
 
@@ -109,7 +126,9 @@ def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
         ((50).to_bytes(8, "little") + b"{}", "the file has 10"),
     ],
 )
-def test_a_stated_length_is_checked_before_it_is_read(tmp_path: Path, content: bytes, fault: str) -> None:
+def test_a_stated_length_is_checked_before_it_is_read(
+    tmp_path: Path, content: bytes, fault: str
+) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(content)
     assert fault in fault_of(path)

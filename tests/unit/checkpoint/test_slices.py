@@ -16,7 +16,9 @@ def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
 
     def box() -> Box:
         offsets = tuple(draw(st.integers(0, extent)) for extent in shape)
-        sizes = tuple(draw(st.integers(0, extent - o)) for extent, o in zip(shape, offsets, strict=True))
+        sizes = tuple(
+            draw(st.integers(0, extent - o)) for extent, o in zip(shape, offsets, strict=True)
+        )
         return Box(offsets, sizes)
 
     return shape, box(), box()
@@ -29,7 +31,9 @@ def part(array: np.ndarray, box: Box) -> np.ndarray:
 
 @settings(max_examples=500, deadline=None)
 @given(two_boxes())
-def test_copying_the_runs_of_two_boxes_copies_exactly_what_they_share(case: tuple[tuple[int, ...], Box, Box]) -> None:
+def test_copying_the_runs_of_two_boxes_copies_exactly_what_they_share(
+    case: tuple[tuple[int, ...], Box, Box],
+) -> None:
     shape, source, target = case
     whole = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
     source_bytes = part(whole, source).tobytes()
@@ -40,7 +44,9 @@ def test_copying_the_runs_of_two_boxes_copies_exactly_what_they_share(case: tupl
         expected[index] = whole[index]
     copied = bytearray(part(np.full(shape, -1, np.int32), target).tobytes())
     for run in overlap(source, target, 4):
-        copied[run.target : run.target + run.nbytes] = source_bytes[run.source : run.source + run.nbytes]
+        copied[run.target : run.target + run.nbytes] = source_bytes[
+            run.source : run.source + run.nbytes
+        ]
     assert bytes(copied) == part(expected, target).tobytes()
 
 
@@ -51,7 +57,9 @@ def test_runs_are_as_long_as_the_layout_allows() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(two_boxes())
-def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(case: tuple[tuple[int, ...], Box, Box]) -> None:
+def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(
+    case: tuple[tuple[int, ...], Box, Box],
+) -> None:
     shape, a, b = case
     count = np.zeros(shape, np.int32)
     for box in (a, b):
@@ -70,7 +78,9 @@ def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(case: tu
         ([Box((), ()), Box((), ())], (), "overlap"),
     ],
 )
-def test_a_fault_in_the_tiling_is_described(boxes: list[Box], shape: tuple[int, ...], message: str) -> None:
+def test_a_fault_in_the_tiling_is_described(
+    boxes: list[Box], shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(tiling_fault(boxes, shape))
 

@@ -47,19 +47,27 @@ def in_each_other(levels: int) -> Any:
         (torch.empty(1, dtype=torch.uint4), "value", "torch.uint4"),
         (torch.eye(2).to_sparse(), "value", "sparse"),
         (torch.ones(1).expand(1000), "value", "share memory"),
-        ([t := torch.ones(2), t.view(torch.int32)], "value[1]", "shares memory with a tensor of another type"),
+        (
+            [t := torch.ones(2), t.view(torch.int32)],
+            "value[1]",
+            "shares memory with a tensor of another type",
+        ),
         (in_each_other(40), "value", "nested more than 25 levels"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
-def test_state_that_could_not_be_read_back_is_refused_by_attribute_and_key(value: Any, key: str, found: str) -> None:
+def test_state_that_could_not_be_read_back_is_refused_by_attribute_and_key(
+    value: Any, key: str, found: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         check_safe("tracker", {"value": value})
     message = str(caught.value)
     assert "'tracker'" in message and key in message and found in message and "untracked" in message
 
 
-def test_containers_that_hold_each_other_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_that_hold_each_other_without_end_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(storable, "_MAX_REPEATED", 1000)
     value: list[Any] = [1]
     for _ in range(22):
@@ -71,11 +79,24 @@ def test_containers_that_hold_each_other_without_end_are_refused(monkeypatch: py
 @pytest.mark.parametrize(
     "value",
     [
-        [[0.0] * 300] * 300, 10**5000, "a lone \ud800", {(1, "x"): 1}, with_attribute(torch.ones(1), [1]),
-        with_attribute(torch.nn.Parameter(torch.ones(1)), "x"), with_attribute(OrderedDict(a=1), 2),
+        [[0.0] * 300] * 300,
+        10**5000,
+        "a lone \ud800",
+        {(1, "x"): 1},
+        with_attribute(torch.ones(1), [1]),
+        with_attribute(torch.nn.Parameter(torch.ones(1)), "x"),
+        with_attribute(OrderedDict(a=1), 2),
     ],
-    ids=["rows held twice", "large number", "surrogate", "tuple key", "tensor", "parameter", "mapping"],
-)  # fmt: skip
+    ids=[
+        "rows held twice",
+        "large number",
+        "surrogate",
+        "tuple key",
+        "tensor",
+        "parameter",
+        "mapping",
+    ],
+)
 def test_what_is_not_refused_comes_back_as_it_was(value: Any) -> None:
     check_safe("tracker", value)
     read = pickle_reader.load(bytes(saved(value)), "here")
@@ -84,19 +105,30 @@ def test_what_is_not_refused_comes_back_as_it_was(value: Any) -> None:
 
 
 ARRAYS = [
-    np.arange(6.0).reshape(2, 3)[:, ::-1], np.array(3), np.empty((0, 2), np.float16), np.array([True]),
-    np.array([1j], np.complex64), np.array([2**64 - 1], np.uint64),
-]  # fmt: skip
+    np.arange(6.0).reshape(2, 3)[:, ::-1],
+    np.array(3),
+    np.empty((0, 2), np.float16),
+    np.array([True]),
+    np.array([1j], np.complex64),
+    np.array([2**64 - 1], np.uint64),
+]
 
 
-@pytest.mark.parametrize("value", [*ARRAYS, *(a.reshape(-1)[0] for a in ARRAYS if a.size)], ids=repr)
-def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "value", [*ARRAYS, *(a.reshape(-1)[0] for a in ARRAYS if a.size)], ids=repr
+)
+def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(
+    value: Any, tmp_path: Path
+) -> None:
     check_safe("tracker", {"value": value})
     (tmp_path / "file").write_bytes(saved({"value": value}))
     read = pickle_reader.load((tmp_path / "file").read_bytes(), "here")["value"]
     assert (type(read), read.dtype, read.shape, read.tobytes()) == (
-        type(value), value.dtype, value.shape, value.tobytes(),
-    )  # fmt: skip
+        type(value),
+        value.dtype,
+        value.shape,
+        value.tobytes(),
+    )
     elsewhere = torch.load(tmp_path / "file", weights_only=True)["value"]
     assert type(elsewhere) is torch.Tensor and elsewhere.tolist() == value.tolist()
 
@@ -112,12 +144,20 @@ def test_numpys_generators_and_keys_come_back() -> None:
 
 
 def test_the_digest_tells_values_apart() -> None:
-    state = {"t": torch.ones(2), "n": None, "c": Counter("aab"), "l": [1, 2.5, True, "x", b"y", (1,), {3}]}
+    state = {
+        "t": torch.ones(2),
+        "n": None,
+        "c": Counter("aab"),
+        "l": [1, 2.5, True, "x", b"y", (1,), {3}],
+    }
     assert check_safe("x", state) == check_safe("x", {**state, "t": torch.ones(2)})
     others: list[dict[str, Any]] = [
-        {"t": torch.zeros(2)}, {"t": torch.ones(2, dtype=torch.float64)}, {"l": [1, 2.5, 1, "x"]}, {"t": np.ones(2)},
+        {"t": torch.zeros(2)},
+        {"t": torch.ones(2, dtype=torch.float64)},
+        {"l": [1, 2.5, 1, "x"]},
+        {"t": np.ones(2)},
         {"t": with_attribute(torch.ones(2), 1)},
-    ]  # fmt: skip
+    ]
     assert len({check_safe("x", {**state, **changed}) for changed in [{}, *others]}) == 6
 
 
@@ -138,7 +178,9 @@ class Stubborn(torch.optim.SGD):
 def stubborn(seed: int) -> SimpleNamespace:
     made = tiny.recipe(seed)
     made.optimizer = Stubborn(made.optimizer.param_groups[0]["params"], lr=0.1)
-    made.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(made.optimizer, lambda step: np.cos(step / 10))
+    made.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        made.optimizer, lambda step: np.cos(step / 10)
+    )
     return made
 
 
@@ -166,7 +208,9 @@ def test_an_optimizer_that_cannot_make_its_state_is_named(tmp_path: Path) -> Non
     del made.lr_scheduler
     made.optimizer = Failing(made.optimizer.param_groups[0]["params"])
     tiny.save(tmp_path, made)
-    with pytest.raises(RecipeError, match=r"cannot create its state(.|\n)*'optimizer'(.|\n)*zero gradients"):
+    with pytest.raises(
+        RecipeError, match=r"cannot create its state(.|\n)*'optimizer'(.|\n)*zero gradients"
+    ):
         tiny.load(tmp_path, made)
 
 
@@ -189,10 +233,22 @@ def test_an_option_that_becomes_unsafe_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda made: made.optimizer.param_groups[0].update(where=Path("/")), "'param_groups.0.where'"),
-        (lambda made: made.model.register_buffer("odd", torch.eye(2).to_sparse()), "odd(.|\n)*sparse"),
-        (lambda made: made.model.register_buffer("odd", torch.empty(2, dtype=torch.uint4)), "odd(.|\n)*uint4"),
-        (lambda made: made.model.register_buffer("odd", torch.ones(1).expand(9)), "odd(.|\n)*share memory"),
+        (
+            lambda made: made.optimizer.param_groups[0].update(where=Path("/")),
+            "'param_groups.0.where'",
+        ),
+        (
+            lambda made: made.model.register_buffer("odd", torch.eye(2).to_sparse()),
+            "odd(.|\n)*sparse",
+        ),
+        (
+            lambda made: made.model.register_buffer("odd", torch.empty(2, dtype=torch.uint4)),
+            "odd(.|\n)*uint4",
+        ),
+        (
+            lambda made: made.model.register_buffer("odd", torch.ones(1).expand(9)),
+            "odd(.|\n)*share memory",
+        ),
     ],
     ids=["option", "sparse", "type", "expanded"],
 )
@@ -217,12 +273,18 @@ def test_a_conjugate_buffer_is_read_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- attributes that come and go
 
 
-def with_head(seed: int = 0, *, own_group: bool = False, name: str = "value_head") -> SimpleNamespace:
+def with_head(
+    seed: int = 0, *, own_group: bool = False, name: str = "value_head"
+) -> SimpleNamespace:
     made = tiny.recipe(seed)
     head = torch.nn.Linear(2, 1)
     setattr(made, name, head)
     mine = made.optimizer.param_groups[0]["params"]
-    groups = [{"params": mine}, {"params": head.parameters(), "lr": 0.5}] if own_group else [*mine, *head.parameters()]
+    groups = (
+        [{"params": mine}, {"params": head.parameters(), "lr": 0.5}]
+        if own_group
+        else [*mine, *head.parameters()]
+    )
     made.optimizer = torch.optim.AdamW(groups, lr=0.1)
     del made.lr_scheduler
     return made
@@ -243,24 +305,39 @@ def without_schedule(seed: int = 0) -> SimpleNamespace:
     return made
 
 
-@pytest.mark.parametrize("own_group", [False, True], ids=["in a group with others", "in a group of its own"])
-def test_a_module_that_is_new_with_leave_is_new_to_its_optimizer_too(tmp_path: Path, own_group: bool) -> None:
+@pytest.mark.parametrize(
+    "own_group", [False, True], ids=["in a group with others", "in a group of its own"]
+)
+def test_a_module_that_is_new_with_leave_is_new_to_its_optimizer_too(
+    tmp_path: Path, own_group: bool
+) -> None:
     tiny.save(tmp_path, saved_one := step(without_schedule()))
     made = with_head(1, own_group=own_group)
     fresh = made.value_head.weight.clone()
     with pytest.raises(CheckpointUnusable, match=r"\+ value_head: here, but not saved"):
         tiny.load(tmp_path, made)
     tiny.load(tmp_path, made, allow_missing_state=["value_head"])
-    assert torch.equal(made.value_head.weight, fresh) and made.value_head.weight not in made.optimizer.state
-    assert torch.equal(made.optimizer.state[made.model.one_row]["exp_avg"],
-                       saved_one.optimizer.state[saved_one.model.one_row]["exp_avg"])  # fmt: skip
-    assert [group["lr"] for group in made.optimizer.param_groups] == ([0.1, 0.5] if own_group else [0.1])
+    assert (
+        torch.equal(made.value_head.weight, fresh)
+        and made.value_head.weight not in made.optimizer.state
+    )
+    assert torch.equal(
+        made.optimizer.state[made.model.one_row]["exp_avg"],
+        saved_one.optimizer.state[saved_one.model.one_row]["exp_avg"],
+    )
+    assert [group["lr"] for group in made.optimizer.param_groups] == (
+        [0.1, 0.5] if own_group else [0.1]
+    )
     step(made)
     assert made.optimizer.state[made.value_head.weight]["step"] == 1
 
 
-@pytest.mark.parametrize("own_group", [False, True], ids=["in a group with others", "in a group of its own"])
-def test_a_module_that_is_gone_or_renamed_with_leave_takes_its_state_along(tmp_path: Path, own_group: bool) -> None:
+@pytest.mark.parametrize(
+    "own_group", [False, True], ids=["in a group with others", "in a group of its own"]
+)
+def test_a_module_that_is_gone_or_renamed_with_leave_takes_its_state_along(
+    tmp_path: Path, own_group: bool
+) -> None:
     tiny.save(tmp_path, step(with_head(own_group=own_group)))
     for made in (without_schedule(1), with_head(1, own_group=own_group, name="head")):
         tiny.load(tmp_path, made, allow_missing_state=["value_head", "head"])
@@ -268,7 +345,9 @@ def test_a_module_that_is_gone_or_renamed_with_leave_takes_its_state_along(tmp_p
         step(made)
 
 
-def test_groups_that_were_cut_otherwise_are_refused_and_those_in_another_order_are_not(tmp_path: Path) -> None:
+def test_groups_that_were_cut_otherwise_are_refused_and_those_in_another_order_are_not(
+    tmp_path: Path,
+) -> None:
     def grouped(*groups: list[int]) -> SimpleNamespace:
         made = without_schedule()
         every = made.optimizer.param_groups[0]["params"]
@@ -278,11 +357,19 @@ def test_groups_that_were_cut_otherwise_are_refused_and_those_in_another_order_a
         return made
 
     tiny.save(tmp_path, step(grouped([0, 1], [2, 3])))
-    with pytest.raises(CheckpointUnusable, match=r"param_groups\.1: saved as groups 0 and 1 with different options"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"param_groups\.1: saved as groups 0 and 1 with different options"
+    ):
         tiny.load(tmp_path, grouped([0], [1, 2, 3]))
-    with pytest.raises(CheckpointUnusable, match=r"- optimizer\.param_groups\.1: trained model\.brief, which is not"):
+    with pytest.raises(
+        CheckpointUnusable,
+        match=r"- optimizer\.param_groups\.1: trained model\.brief, which is not",
+    ):
         tiny.load(tmp_path, grouped([0, 1], [2]))
-    for groups, rates in (([3, 2], [1, 0]), [2.1, 0.1]), (([1], [3], [2], [0]), [0.1, 2.1, 2.1, 0.1]):
+    for groups, rates in (
+        (([3, 2], [1, 0]), [2.1, 0.1]),
+        (([1], [3], [2], [0]), [0.1, 2.1, 2.1, 0.1]),
+    ):
         made = grouped(*groups)
         tiny.load(tmp_path, made)
         assert [group["lr"] for group in made.optimizer.param_groups] == rates
@@ -292,8 +379,13 @@ def test_a_schedules_rates_follow_the_groups_of_their_parameters(tmp_path: Path)
     def grouped(*groups: list[int]) -> SimpleNamespace:
         made = tiny.recipe()
         every = made.optimizer.param_groups[0]["params"]
-        made.optimizer = torch.optim.AdamW([{"params": [every[i] for i in g], "lr": 1 + g[0]} for g in groups])
-        schedules = [torch.optim.lr_scheduler.ConstantLR(made.optimizer, 0.5, total_iters=9) for _ in range(2)]
+        made.optimizer = torch.optim.AdamW(
+            [{"params": [every[i] for i in g], "lr": 1 + g[0]} for g in groups]
+        )
+        schedules = [
+            torch.optim.lr_scheduler.ConstantLR(made.optimizer, 0.5, total_iters=9)
+            for _ in range(2)
+        ]
         made.lr_scheduler = torch.optim.lr_scheduler.SequentialLR(made.optimizer, schedules, [2])
         return made
 
@@ -303,7 +395,9 @@ def test_a_schedules_rates_follow_the_groups_of_their_parameters(tmp_path: Path)
     made = grouped([2], [3], [1, 0])
     tiny.load(tmp_path, made)
     inner = made.lr_scheduler._schedulers[0]
-    assert inner.base_lrs == [3, 3, 1] and made.lr_scheduler._last_lr == [g["lr"] for g in made.optimizer.param_groups]
+    assert inner.base_lrs == [3, 3, 1] and made.lr_scheduler._last_lr == [
+        g["lr"] for g in made.optimizer.param_groups
+    ]
     tiny.train(saved), tiny.train(made)
     rates = [g["lr"] for g in saved.optimizer.param_groups]
     assert [g["lr"] for g in made.optimizer.param_groups] == [rates[1], rates[1], rates[0]]
@@ -325,7 +419,9 @@ def test_a_schedule_comes_and_goes_with_leave(tmp_path: Path) -> None:
 def test_an_attribute_that_became_something_else_is_named(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
     made = tiny.recipe(thing=torch.nn.Linear(1, 1))
-    with pytest.raises(CheckpointUnusable, match=r"~ thing: saved as object, here module(.|\n)*allow_missing_state"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"~ thing: saved as object, here module(.|\n)*allow_missing_state"
+    ):
         tiny.load(tmp_path, made)
     tiny.load(tmp_path, made, allow_missing_state=["thing"])
 
@@ -338,12 +434,17 @@ class Own(tiny.Counter):
         raise KeyError("mine")
 
 
-def test_a_mistake_in_the_recipes_own_code_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_the_recipes_own_code_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(user_code, "_user_modules", {__name__})
     with pytest.raises(
-        SaveFailed, match=r"in user code that the recipe names(.|\n)*test_storable.py:\d+ in state_dict"
+        SaveFailed,
+        match=r"in user code that the recipe names(.|\n)*test_storable.py:\d+ in state_dict",
     ):
         tiny.save(tmp_path, tiny.recipe(thing=Own()))
     tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
-    with pytest.raises(CheckpointUnusable, match=r"could not load(.|\n)*test_storable.py:\d+ in load_state_dict"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"could not load(.|\n)*test_storable.py:\d+ in load_state_dict"
+    ):
         tiny.load(tmp_path, tiny.recipe(thing=Own()))

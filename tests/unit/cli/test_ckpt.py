@@ -25,7 +25,9 @@ def rows(path: Path, capsys: Capture) -> dict[str, dict[str, object]]:
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
 
 
-def test_ls_lists_complete_torn_foreign_and_unfinished_directories(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_lists_complete_torn_foreign_and_unfinished_directories(
+    tmp_path: Path, capsys: Capture
+) -> None:
     for step in (20, 100):
         checkpoint_in(tmp_path, step)
     (checkpoint_in(tmp_path, 40) / "MANIFEST.json").write_bytes(b"{}")
@@ -39,10 +41,18 @@ def test_ls_lists_complete_torn_foreign_and_unfinished_directories(tmp_path: Pat
     assert [name for name in found if name.startswith("epoch")][:5] == [
         f"epoch_0_step_{step}" for step in (20, 40, 50, 100, 105)
     ]
-    assert found["epoch_0_step_20"]["train_loss"] == 1.5 and found["epoch_0_step_20"]["val_loss"] == 1.25
+    assert (
+        found["epoch_0_step_20"]["train_loss"] == 1.5
+        and found["epoch_0_step_20"]["val_loss"] == 1.25
+    )
     assert found["epoch_0_step_105"]["pointers"] == ["LATEST"]
     complete = {name for name, row in found.items() if row["complete"]}
-    assert complete == {"epoch_0_step_20", "epoch_0_step_100", "epoch_0_step_105", "epoch_0_step_110.superseded-1"}
+    assert complete == {
+        "epoch_0_step_20",
+        "epoch_0_step_100",
+        "epoch_0_step_105",
+        "epoch_0_step_110.superseded-1",
+    }
     reasons = {
         "epoch_0_step_40": "damaged",
         "epoch_0_step_50": "no MANIFEST",
@@ -58,7 +68,9 @@ def test_ls_lists_complete_torn_foreign_and_unfinished_directories(tmp_path: Pat
     assert "LATEST" in text and "1.2500" in text and "\x1b" not in text
 
 
-def test_a_run_a_pointer_a_text_pointer_and_a_checkpoint_all_lead_to_it(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_a_pointer_a_text_pointer_and_a_checkpoint_all_lead_to_it(
+    tmp_path: Path, capsys: Capture
+) -> None:
     run = tmp_path / "job" / "checkpoints"
     checkpoint_in(run, 20)
     newest = checkpoint_in(run, 40)
@@ -85,8 +97,17 @@ def test_consolidate_prints_the_directory_it_wrote(tmp_path: Path, capsys: Captu
     checkpoint = checkpoint_in(tmp_path, 20)
     assert main(["consolidate", str(tmp_path / "LATEST")]) == 0
     captured = capsys.readouterr()
-    assert captured.out == f"{checkpoint}/model/consolidated\n" and "digests checked" in captured.err
-    arguments = ["consolidate", str(checkpoint / "model"), "--output", str(tmp_path / "out"), "--cast-dtype", "bf16"]
+    assert (
+        captured.out == f"{checkpoint}/model/consolidated\n" and "digests checked" in captured.err
+    )
+    arguments = [
+        "consolidate",
+        str(checkpoint / "model"),
+        "--output",
+        str(tmp_path / "out"),
+        "--cast-dtype",
+        "bf16",
+    ]
     assert main([*arguments, "--nproc", "1", "--num-threads", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["casts"] == {"F32->BF16": 1} and report["output"] == str(tmp_path / "out")
@@ -94,10 +115,19 @@ def test_consolidate_prints_the_directory_it_wrote(tmp_path: Path, capsys: Captu
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["ls"], 3), (["show", "LATEST"], 3), (["consolidate", "missing"], 3), (["consolidate", "."], 3)],
+    [
+        (["ls"], 3),
+        (["show", "LATEST"], 3),
+        (["consolidate", "missing"], 3),
+        (["consolidate", "."], 3),
+    ],
 )
 def test_where_there_is_nothing_it_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], code: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    arguments: list[str],
+    code: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
@@ -106,11 +136,20 @@ def test_where_there_is_nothing_it_says_so_once(
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["ls", "nowhere"], 3), (["show", "."], 3), (["ls", "--bogus"], 2), (["verify", "x" * 300], 3),
-     (["plot", "run", "-o", "no/such/place.html"], 4)],
-)  # fmt: skip
+    [
+        (["ls", "nowhere"], 3),
+        (["show", "."], 3),
+        (["ls", "--bogus"], 2),
+        (["verify", "x" * 300], 3),
+        (["plot", "run", "-o", "no/such/place.html"], 4),
+    ],
+)
 def test_with_json_an_error_is_a_document_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], code: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    arguments: list[str],
+    code: int,
 ) -> None:
     checkpoint_in(tmp_path / "run", 20)
     (tmp_path / "empty").mkdir()
@@ -118,8 +157,13 @@ def test_with_json_an_error_is_a_document_too(
     assert main([*arguments, "--json"]) == code
     captured = capsys.readouterr()
     error = json.loads(captured.out)["error"]
-    assert error["code"] == code and [{*p} for p in error["problems"]] == [{"what", "where", "value", "remedy"}]
-    assert captured.err.startswith(f"error: {error['problems'][0]['what']}") and "internal" not in captured.err
+    assert error["code"] == code and [{*p} for p in error["problems"]] == [
+        {"what", "where", "value", "remedy"}
+    ]
+    assert (
+        captured.err.startswith(f"error: {error['problems'][0]['what']}")
+        and "internal" not in captured.err
+    )
 
 
 def test_a_directory_of_runs_is_a_row_for_each(tmp_path: Path, capsys: Capture) -> None:
@@ -130,8 +174,9 @@ def test_a_directory_of_runs_is_a_row_for_each(tmp_path: Path, capsys: Capture) 
     assert main(["ls", str(tmp_path), "--json"]) == 0
     found = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
     assert {name: (row["num_checkpoints"], row["newest"]) for name, row in found.items()} == {
-        "a": (2, "epoch_0_step_40"), "group/b/checkpoints": (1, "epoch_0_step_7"),
-    }  # fmt: skip
+        "a": (2, "epoch_0_step_40"),
+        "group/b/checkpoints": (1, "epoch_0_step_7"),
+    }
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["a", "2", "epoch_0_step_40"]
 
@@ -142,7 +187,9 @@ def test_a_pointer_to_nothing_says_where_it_points(tmp_path: Path, capsys: Captu
     assert "it points to epoch_0_step_99" in capsys.readouterr().err
 
 
-def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(tmp_path: Path, capsys: Capture) -> None:
+def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(
+    tmp_path: Path, capsys: Capture
+) -> None:
     checkpoint = checkpoint_in(tmp_path, 20)
     assert main(["show", str(checkpoint / "model"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(checkpoint)
@@ -159,7 +206,11 @@ def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(tmp_pa
     (export / "export_manifest.json").unlink()
     assert main(["verify", str(export)]) == 3
     text = capsys.readouterr().out
-    assert "unverifiable: no manifest" in text and "unverifiable: no digests" in text and "damaged" not in text
+    assert (
+        "unverifiable: no manifest" in text
+        and "unverifiable: no digests" in text
+        and "damaged" not in text
+    )
 
 
 def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
@@ -167,12 +218,16 @@ def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
     assert lines == ["name   n", "漢字  10  x", "a\u0301      2  y"]
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(999, "999 B"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (0, "0 B")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(999, "999 B"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (0, "0 B")]
+)
 def test_a_size_never_has_four_digits(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
 
 
-def test_colour_follows_the_terminal_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_follows_the_terminal_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert coloured("a", "red", sys.__stdout__) == "a" or sys.__stdout__.isatty()
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -205,9 +260,18 @@ def test_help_and_version_are_instant_and_no_command_imports_torch(tmp_path: Pat
     checkpoint_in(tmp_path, 20)
     code = "import sys; from automodel_ckpt.cli.ckpt import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    for arguments in (["--help"], ["ls", "--help"], ["--version"], ["ls", "."], ["show", "."], ["consolidate", "."]):
+    for arguments in (
+        ["--help"],
+        ["ls", "--help"],
+        ["--version"],
+        ["ls", "."],
+        ["show", "."],
+        ["consolidate", "."],
+    ):
         started = seconds_of_children()
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=tmp_path, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", code, *arguments], check=True, cwd=tmp_path, capture_output=True
+        )
         assert seconds_of_children() - started < 1
 
 
@@ -244,14 +308,20 @@ def test_a_long_note_continues_on_the_next_line_of_a_narrow_terminal(
     assert "superseded: the run was resumed from an earlier step" in words
 
 
-def test_ls_lists_all_runs_of_a_directory_that_has_checkpoints_too(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_lists_all_runs_of_a_directory_that_has_checkpoints_too(
+    tmp_path: Path, capsys: Capture
+) -> None:
     checkpoint_in(tmp_path / "checkpoints", 20)
     assert main(["ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "epoch_0_step_20"
     for other in ("a", "b/checkpoints"):
         checkpoint_in(tmp_path / other, 30)
     assert main(["ls", str(tmp_path), "--json"]) == 0
-    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == ["a", "b/checkpoints", "checkpoints"]
+    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == [
+        "a",
+        "b/checkpoints",
+        "checkpoints",
+    ]
 
 
 def test_ls_reports_a_pointer_without_its_checkpoint(tmp_path: Path, capsys: Capture) -> None:
@@ -263,10 +333,15 @@ def test_ls_reports_a_pointer_without_its_checkpoint(tmp_path: Path, capsys: Cap
     assert main(["ls", str(tmp_path), "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["epoch_0_step_20"]["complete"] and not rows["epoch_0_step_30"]["complete"]
-    assert rows["epoch_0_step_30"]["pointers"] == ["LATEST"] and "missing" in rows["epoch_0_step_30"]["reason"]
+    assert (
+        rows["epoch_0_step_30"]["pointers"] == ["LATEST"]
+        and "missing" in rows["epoch_0_step_30"]["reason"]
+    )
 
 
-def test_a_hostile_name_of_a_whole_checkpoint_cannot_steer_the_terminal_either(tmp_path: Path, capsys: Capture) -> None:
+def test_a_hostile_name_of_a_whole_checkpoint_cannot_steer_the_terminal_either(
+    tmp_path: Path, capsys: Capture
+) -> None:
     run = tmp_path / "run"
     checkpoint_in(run, 20)
     os.rename(checkpoint_in(run, 40), run / "evil\x1b]0;owned")

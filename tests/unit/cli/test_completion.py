@@ -13,7 +13,9 @@ def completed(script: str, function: str, *words: str) -> list[str]:
     """What bash offers for the last of *words*."""
     line = " ".join(f"'{word}'" for word in words)
     tell = f'{script}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words) - 1}\n{function}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
-    shell = subprocess.run(["bash", "--norc", "-c", tell], capture_output=True, text=True, check=True)
+    shell = subprocess.run(
+        ["bash", "--norc", "-c", tell], capture_output=True, text=True, check=True
+    )
     assert shell.stderr == ""
     return shell.stdout.split()
 
@@ -32,7 +34,9 @@ def test_bash_completes_commands_and_their_options(bash: str) -> None:
 
 
 def test_bash_completes_the_keys_and_flags_of_a_recipe(bash: str) -> None:
-    assert completed(bash, "_ckpt_train", "ckpt-train", "--checkpoint.keep_b") == ["--checkpoint.keep_best"]
+    assert completed(bash, "_ckpt_train", "ckpt-train", "--checkpoint.keep_b") == [
+        "--checkpoint.keep_best"
+    ]
     assert completed(bash, "_ckpt_train", "ckpt-train", "x.yaml", "--nproc") == ["--nproc-per-node"]
     assert completed(bash, "_ckpt_train", "ckpt-train", "--see") == ["--seed"]
     assert "--selftest-resume" in completed(bash, "_ckpt_train", "ckpt-train", "--self")
@@ -45,5 +49,7 @@ def test_each_shell_takes_its_script(shell: str, capsys: pytest.CaptureFixture[s
     script = capsys.readouterr().out
     assert "keep-last" in script
     if shutil.which(shell):
-        checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False)
+        checked = subprocess.run(
+            [shell, "-n"], input=script, capture_output=True, text=True, check=False
+        )
         assert (checked.returncode, checked.stderr) == (0, "")

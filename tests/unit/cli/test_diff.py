@@ -27,8 +27,12 @@ from tests.support.training import RECIPE, train, write_recipe
 Capture = pytest.CaptureFixture[str]
 
 
-def checkpoint(path: Path, tensors: dict[str, torch.Tensor], num_ranks: int = 2, dim: int = 0) -> Path:
-    write_checkpoint(path, tensors, [p for f, t in tensors.items() for p in cut(f, t, num_ranks, dim)])
+def checkpoint(
+    path: Path, tensors: dict[str, torch.Tensor], num_ranks: int = 2, dim: int = 0
+) -> Path:
+    write_checkpoint(
+        path, tensors, [p for f, t in tensors.items() for p in cut(f, t, num_ranks, dim)]
+    )
     return path
 
 
@@ -40,27 +44,37 @@ def shown(capsys: Capture, one: Path, other: Path) -> Any:
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
-        "same": torch.randn(5, 4, generator=generator), "moved": torch.randn(6, 4, generator=generator),
-        "brief": torch.randn(4, 2, generator=generator).to(torch.bfloat16), "count": torch.tensor(7),
-        "mask": torch.tensor([True, False]), "tiny": torch.zeros(3).to(torch.float8_e4m3fn), "empty": torch.empty(0, 2),
-    }  # fmt: skip
+        "same": torch.randn(5, 4, generator=generator),
+        "moved": torch.randn(6, 4, generator=generator),
+        "brief": torch.randn(4, 2, generator=generator).to(torch.bfloat16),
+        "count": torch.tensor(7),
+        "mask": torch.tensor([True, False]),
+        "tiny": torch.zeros(3).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 2),
+    }
 
 
 @pytest.mark.parametrize(("num_ranks", "dim"), [(2, 0), (3, 1)], ids=["same cuts", "other cuts"])
-def test_changes_are_measured_whatever_the_cuts(tmp_path: Path, capsys: Capture, num_ranks: int, dim: int) -> None:
+def test_changes_are_measured_whatever_the_cuts(
+    tmp_path: Path, capsys: Capture, num_ranks: int, dim: int
+) -> None:
     before, after = weights(), weights()
     after["moved"][2, 1] += 0.5
     after["brief"] = after["brief"] * 2
     after["count"] += 3
     after["tiny"][1] = 1.0
-    tree = shown(capsys, checkpoint(tmp_path / "a", before), checkpoint(tmp_path / "b", after, num_ranks, dim))["trees"]
+    tree = shown(
+        capsys,
+        checkpoint(tmp_path / "a", before),
+        checkpoint(tmp_path / "b", after, num_ranks, dim),
+    )["trees"]
     model = tree["model"]
     changes = {change["fqn"]: change for change in model["changed"]}
     assert changes.keys() == {"moved", "brief", "count", "tiny"}
     want = 0.5 / before["moved"].double().norm().item()
-    assert changes["moved"]["max_abs"] == pytest.approx(0.5) and changes["moved"]["relative"] == pytest.approx(
-        want, 1e-6
-    )
+    assert changes["moved"]["max_abs"] == pytest.approx(0.5) and changes["moved"][
+        "relative"
+    ] == pytest.approx(want, 1e-6)
     assert changes["moved"]["num_changed"] == 1 and changes["moved"]["numel"] == 24
     assert changes["brief"]["relative"] == pytest.approx(1.0) and changes["count"]["max_abs"] == 3
     assert changes["tiny"]["max_abs"] is None and changes["tiny"]["num_changed"] == 1
@@ -84,7 +98,11 @@ def test_what_digests_show_to_be_equal_is_not_read(
     monkeypatch.setattr(box_reader, "open_safely", None)
     assert main(["diff", str(one), str(tmp_path / "b")]) == 0
     text = capsys.readouterr().out
-    assert "7 equal (7 by digest), 0 changed" in text and "no difference" in text and "\x1b" not in text
+    assert (
+        "7 equal (7 by digest), 0 changed" in text
+        and "no difference" in text
+        and "\x1b" not in text
+    )
 
 
 def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture) -> None:
@@ -104,7 +122,11 @@ def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture)
 def test_another_programs_files_are_compared_and_marked(tmp_path: Path, capsys: Capture) -> None:
     tensors = {name: tensor for name, tensor in weights().items() if name != "empty"}
     (tmp_path / "hf").mkdir()
-    save_file(tensors | {"moved": tensors["moved"] + 1}, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    save_file(
+        tensors | {"moved": tensors["moved"] + 1},
+        tmp_path / "hf" / "model.safetensors",
+        {"format": "pt"},
+    )
     document = shown(capsys, checkpoint(tmp_path / "a", tensors), tmp_path / "hf")
     assert document["foreign"] == [str(tmp_path / "hf")]
     assert [change["fqn"] for change in document["trees"]["model"]["changed"]] == ["moved"]
@@ -118,14 +140,19 @@ def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
     arguments = [str(tmp_path / f"epoch_0_step_{step}") for step in (10, 20)]
     done = subprocess.run(
-        [sys.executable, "-c", code, "diff", *arguments, "--json"], check=True, capture_output=True, text=True
+        [sys.executable, "-c", code, "diff", *arguments, "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     document = json.loads(done.stdout)
     changed = {change["fqn"] for change in document["trees"]["optimizer"]["changed"]}
     assert any("exp_avg" in name for name in changed) and document["general"]["step"] == [10, 20]
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5, 2), (1000, 700), (3, 300_000), (2, 600_000, 1)])
+@pytest.mark.parametrize(
+    "shape", [(), (0, 3), (7,), (3, 5, 2), (1000, 700), (3, 300_000), (2, 600_000, 1)]
+)
 def test_boxes_make_up_the_tensor(shape: tuple[int, ...]) -> None:
     found = list(boxes(shape))
     assert tiling_fault(found, shape) is None and all(box.numel <= 256 << 10 for box in found)
@@ -136,14 +163,35 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     """Two short runs of recipes that differ in what a resume cares about."""
     found = []
     for number, changes in enumerate(
-        ((), ("--step_scheduler.max_steps", "6", "--optimizer.lr", "5e-3", "--seed", "8",
-              "--optimizer.weight_decay", "0.5",
-              "--dataset.max_samples", "40", "--step_scheduler.global_batch_size", "4"))
-    ):  # fmt: skip
+        (
+            (),
+            (
+                "--step_scheduler.max_steps",
+                "6",
+                "--optimizer.lr",
+                "5e-3",
+                "--seed",
+                "8",
+                "--optimizer.weight_decay",
+                "0.5",
+                "--dataset.max_samples",
+                "40",
+                "--step_scheduler.global_batch_size",
+                "4",
+            ),
+        )
+    ):
         directory = tmp_path_factory.mktemp(f"run{number}")
         recipe = write_recipe(directory, RECIPE)
         where = str(directory / "checkpoints")
-        train(recipe, "--checkpoint.checkpoint_dir", where, "--checkpoint.save_consolidated", "false", *changes)
+        train(
+            recipe,
+            "--checkpoint.checkpoint_dir",
+            where,
+            "--checkpoint.save_consolidated",
+            "false",
+            *changes,
+        )
         found.append(Path(where) / ("epoch_0_step_6" if changes else "epoch_0_step_5"))
     return found
 
@@ -153,9 +201,15 @@ def test_what_a_resume_would_change_is_said(runs: Sequence[Path], capsys: Captur
     assert document["recipe"]["optimizer.lr"] == ["0.01", "0.005"]
     said = "\n".join(document["resume"])
     assert "planned for 6 steps instead of 12: 1 left after step 5" in said
-    assert "optimizer.weight_decay stays 0.01 as saved; 0.5 in the recipe only applies to new runs" in said
+    assert (
+        "optimizer.weight_decay stays 0.01 as saved; 0.5 in the recipe only applies to new runs"
+        in said
+    )
     assert "peak learning rate stays 0.01" in said and "learning rate of step 6 is" in said
-    assert "the data set has 40 samples instead of 44" in said and "order of samples stays as saved (seed 7)" in said
+    assert (
+        "the data set has 40 samples instead of 44" in said
+        and "order of samples stays as saved (seed 7)" in said
+    )
     assert "takes 4 samples instead of 8, from sample 40" in said
 
 
@@ -171,13 +225,18 @@ def test_equal_recipes_change_nothing(runs: Sequence[Path], capsys: Capture) -> 
 
 
 def test_state_that_only_one_has_stops_a_resume_and_no_rate_is_told() -> None:
-    recipes = {"optimizer.lr": "0.1", "lr_scheduler.name": "cosine"}, {"optimizer.lr": "0.1", "lr_scheduler": "null"}
+    recipes = (
+        {"optimizer.lr": "0.1", "lr_scheduler.name": "cosine"},
+        {"optimizer.lr": "0.1", "lr_scheduler": "null"},
+    )
     states = frozenset({"model", "lr_scheduler"}), frozenset({"model"})
     a, b = (
         Side(Path(), {"step": 8}, recipe=recipe, state=state)
         for recipe, state in zip(recipes, states, strict=True)
-    )  # fmt: skip
+    )
     (said,) = resume_lines(a, b)
-    assert said.startswith("the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': saved in")
+    assert said.startswith(
+        "the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': saved in"
+    )
     (said,) = resume_lines(b, a)
     assert said.endswith("saved in B, missing in A")

@@ -33,14 +33,18 @@ def test_ls_lists_a_run_of_automodel(tmp_path: Path, capsys: Capture) -> None:
     checkpoint_in(tmp_path / "run", 20)
     rows = {row["name"]: row for row in shown(capsys, "ls", str(tmp_path / "run"))}
     foreign, ours = rows["epoch_0_step_1"], rows["epoch_0_step_20"]
-    assert foreign["foreign"] and not foreign["complete"] and ours["complete"] and not ours["foreign"]
+    assert (
+        foreign["foreign"] and not foreign["complete"] and ours["complete"] and not ours["foreign"]
+    )
     assert foreign["step"] == 1 and foreign["train_loss"] == 1.25 and foreign["nbytes"] > 40_000
     assert "model: safetensors shards, optim: PyTorch DCP" in foreign["reason"]
     assert main(["ls", str(tmp_path / "run")]) == 0
     assert "external, unverified" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("form", "kind"), [("safetensors", "safetensors shards"), ("torch_save", "PyTorch DCP")])
+@pytest.mark.parametrize(
+    ("form", "kind"), [("safetensors", "safetensors shards"), ("torch_save", "PyTorch DCP")]
+)
 def test_show_gives_automodels_tensors(capsys: Capture, form: str, kind: str) -> None:
     path = AUTOMODEL / form / "epoch_0_step_1"
     document = shown(capsys, "show", str(path))
@@ -61,22 +65,30 @@ def test_an_optimizer_of_automodel_is_understood(capsys: Capture) -> None:
 
 def hf_directory(path: Path) -> Path:
     path.mkdir()
-    for name, tensors in {"a": {"w": torch.ones(2, 3)}, "b": {"v": torch.zeros(4, dtype=torch.bfloat16)}}.items():
+    for name, tensors in {
+        "a": {"w": torch.ones(2, 3)},
+        "b": {"v": torch.zeros(4, dtype=torch.bfloat16)},
+    }.items():
         save_file(tensors, path / f"{name}.safetensors", {"format": "pt"})
     weight_map = {"w": "a.safetensors", "v": "b.safetensors"}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return path
 
 
-def test_whole_files_adapters_and_our_exports_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
+def test_whole_files_adapters_and_our_exports_are_told_apart(
+    tmp_path: Path, capsys: Capture
+) -> None:
     hf_directory(tmp_path / "hf")
     (tmp_path / "adapter").mkdir()
     save_file({"lora_A": torch.ones(2, 2)}, tmp_path / "adapter" / "adapter_model.safetensors")
     exported = consolidate(checkpoint_in(tmp_path / "run", 20)).output
     for path, kind, count in (
-        (tmp_path / "hf", "Hugging Face files", 2), (tmp_path / "adapter", "PEFT adapter", 1),
+        (tmp_path / "hf", "Hugging Face files", 2),
+        (tmp_path / "adapter", "PEFT adapter", 1),
         (exported, "Hugging Face files", 2),
-    ):  # fmt: skip
+    ):
         tree = shown(capsys, "show", str(path))["trees"]["."]
         assert tree["format"] == kind and len(tree["tensors"]) == count and not tree["problem"]
     rows = {row["name"]: row["reason"] for row in shown(capsys, "ls", str(tmp_path / "hf"))}
@@ -95,11 +107,14 @@ def test_what_is_damaged_is_shown_with_what_is_wrong(tmp_path: Path, capsys: Cap
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ({"weight_map": {"w": "../x.safetensors"}}, "'..'"), ({"weight_map": ["w"]}, "weight_map"),
-        ({"weight_map": {"w": "b.safetensors"}}, "not in its file"), ([], "not a JSON mapping"),
-        ({"weight_map": {"w": "c.safetensors"}}, "c.safetensors"), ("{", "cannot be read"),
+        ({"weight_map": {"w": "../x.safetensors"}}, "'..'"),
+        ({"weight_map": ["w"]}, "weight_map"),
+        ({"weight_map": {"w": "b.safetensors"}}, "not in its file"),
+        ([], "not a JSON mapping"),
+        ({"weight_map": {"w": "c.safetensors"}}, "c.safetensors"),
+        ("{", "cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: Any, said: str) -> None:
     path = hf_directory(tmp_path / "hf")
     text = index if isinstance(index, str) else json.dumps(index)
@@ -123,5 +138,11 @@ def test_a_tensor_in_two_files_and_a_shard_among_whole_files_are_refused(tmp_pat
 def test_no_torch_is_needed() -> None:
     code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
     for command in ("ls", "show"):
-        arguments = [sys.executable, "-c", code, command, str(AUTOMODEL / "torch_save" / "epoch_0_step_1")]
+        arguments = [
+            sys.executable,
+            "-c",
+            code,
+            command,
+            str(AUTOMODEL / "torch_save" / "epoch_0_step_1"),
+        ]
         subprocess.run(arguments, check=True, capture_output=True)

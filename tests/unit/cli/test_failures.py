@@ -49,7 +49,10 @@ def called_in(module: str, text: str) -> RuntimeError:
     """A RuntimeError that compiled code raised, which a module called: here the C function of a generator's throw."""
     error = RuntimeError(text)
     with contextlib.suppress(RuntimeError):
-        exec(compile("throw(error)", module, "exec"), {"__name__": module, "error": error, "throw": ended().throw})
+        exec(
+            compile("throw(error)", module, "exec"),
+            {"__name__": module, "error": error, "throw": ended().throw},
+        )
     return error
 
 
@@ -68,7 +71,9 @@ def test_the_earliest_primary_record_decides() -> None:
 
 
 def test_a_broken_connection_is_an_echo_and_so_is_what_it_caused() -> None:
-    closed = raised("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1", TORCH)
+    closed = raised(
+        "[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1", TORCH
+    )
     assert not record_of(closed, 0).primary
     wrapped = SaveFailed("cannot write", where="", value="", remedy="")
     wrapped.__cause__ = closed
@@ -81,19 +86,35 @@ def test_torchs_own_network_errors_are_echoes() -> None:
 
     assert lost_peer(dist.DistNetworkError("reset"))
     assert lost_peer(dist.DistBackendError("aborted"))
-    gone = record_of(dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), 1)
-    assert gone.message.startswith("error: the connection to another rank broke") and not gone.details
-    assert lost_peer(raised("Read error: this is typically caused by a remote worker crashing.", TORCH))
+    gone = record_of(
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), 1
+    )
+    assert (
+        gone.message.startswith("error: the connection to another rank broke") and not gone.details
+    )
+    assert lost_peer(
+        raised("Read error: this is typically caused by a remote worker crashing.", TORCH)
+    )
     assert not lost_peer(raised("shape mismatch", TORCH))
     assert not lost_peer(raised("this is typically caused by a remote worker hanging", TORCH))
     assert not lost_peer(ValueError("Connection closed by peer"))
 
 
-@pytest.mark.parametrize("module", ["__main__", "my_package.data", "torch._utils", "requests.adapters"])
 @pytest.mark.parametrize(
-    "text", ["Connection reset by peer", "gloo/ NCCL Broken pipe", "Timed out waiting 5ms", "connectFullMesh failed"]
+    "module", ["__main__", "my_package.data", "torch._utils", "requests.adapters"]
 )
-def test_an_exception_that_other_code_raises_is_no_lost_rank_whatever_its_text(module: str, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Connection reset by peer",
+        "gloo/ NCCL Broken pipe",
+        "Timed out waiting 5ms",
+        "connectFullMesh failed",
+    ],
+)
+def test_an_exception_that_other_code_raises_is_no_lost_rank_whatever_its_text(
+    module: str, text: str
+) -> None:
     error = raised(f"tracking server: {text}", module)
     found = record_of(error, 1)
     assert not lost_peer(error)
@@ -133,7 +154,10 @@ def test_only_an_internal_error_carries_its_traceback() -> None:
 
 
 def test_a_death_is_told_by_signal_or_exit_code() -> None:
-    assert death_of(1, -signal.SIGKILL, 0).message == "error: rank 1 was killed by SIGKILL (out of memory?)"
+    assert (
+        death_of(1, -signal.SIGKILL, 0).message
+        == "error: rank 1 was killed by SIGKILL (out of memory?)"
+    )
     assert death_of(1, -signal.SIGSEGV, 0).message == "error: rank 1 was killed by SIGSEGV"
     assert (
         death_of(0, 7, 0).message
@@ -144,7 +168,11 @@ def test_a_death_is_told_by_signal_or_exit_code() -> None:
 
 def test_a_board_keeps_each_ranks_first_record_by_attempt(tmp_path: Path) -> None:
     failure_dir = FailureDirectory(tmp_path)
-    assert (failure_dir.attempts(), failure_dir.records(0), failure_dir.stop_signals()) == ([], [], b"")
+    assert (failure_dir.attempts(), failure_dir.records(0), failure_dir.stop_signals()) == (
+        [],
+        [],
+        b"",
+    )
     failure_dir.sign_in(0, 1)
     failure_dir.write(0, record(1, 1, code=4))
     failure_dir.write(0, record(2, 1, code=1))
@@ -169,12 +197,18 @@ def test_an_ended_process_is_gone_before_its_parent_asked() -> None:
 
 
 def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_one_spoke() -> None:
-    waited = FailureRecord(1.0, 0, 1, "internal error: Timed out waiting 12000ms", False, "Traceback", timed_out=True)
+    waited = FailureRecord(
+        1.0, 0, 1, "internal error: Timed out waiting 12000ms", False, "Traceback", timed_out=True
+    )
     told = {
-        (ranks, is_all): naming_the_silent(waited, [waited], ranks, is_all=is_all).message.splitlines()[0]
+        (ranks, is_all): naming_the_silent(
+            waited, [waited], ranks, is_all=is_all
+        ).message.splitlines()[0]
         for ranks in ((0, 1), (0,))
         for is_all in (True, False)
     }
     assert told[(0, 1), True] == told[(0, 1), False] == "error: rank 1 did not answer in time"
     assert told[(0,), False] == "error: another machine did not answer in time"
-    assert told[(0,), True] == waited.message, "ranks that wait for each other in vain: the traceback tells where"
+    assert told[(0,), True] == waited.message, (
+        "ranks that wait for each other in vain: the traceback tells where"
+    )

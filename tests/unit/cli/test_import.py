@@ -55,9 +55,11 @@ def weights() -> Tensors:
     generator = torch.Generator().manual_seed(5)
     return {
         "model.embed_tokens.weight": torch.randn(7, 4, generator=generator).to(torch.bfloat16),
-        "model.norm.weight": torch.randn(4, generator=generator), "model.empty": torch.empty(0, 3),
-        "model.scalar": torch.tensor(3), "model.small": torch.ones(5).to(torch.float8_e4m3fn),
-    }  # fmt: skip
+        "model.norm.weight": torch.randn(4, generator=generator),
+        "model.empty": torch.empty(0, 3),
+        "model.scalar": torch.tensor(3),
+        "model.small": torch.ones(5).to(torch.float8_e4m3fn),
+    }
 
 
 def hugging_face(path: Path, tensors: Tensors, config: dict[str, Any] | None = None) -> Path:
@@ -66,9 +68,14 @@ def hugging_face(path: Path, tensors: Tensors, config: dict[str, Any] | None = N
     files = {"a.safetensors": names[:2], "b.safetensors": names[2:]}
     for file, held in files.items():
         save_file({name: tensors[name] for name in held}, path / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, held in files.items() for name in held},
+    }
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **(config or {})}))
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "dtype": "bfloat16", **(config or {})})
+    )
     (path / "tokenizer.json").write_text("{}")
     (path / "notes.md").write_text("not needed")
     return path
@@ -76,7 +83,11 @@ def hugging_face(path: Path, tensors: Tensors, config: dict[str, Any] | None = N
 
 def plain_dcp(path: Path, tensors: Tensors) -> Path:
     warnings.simplefilter("ignore")  # of torch, which asks whether one process is meant
-    dcp.save({"model": tensors, "optim": {"lr": 0.5, "moment": torch.ones(3)}}, checkpoint_id=path, no_dist=True)
+    dcp.save(
+        {"model": tensors, "optim": {"lr": 0.5, "moment": torch.ones(3)}},
+        checkpoint_id=path,
+        no_dist=True,
+    )
     return path
 
 
@@ -89,18 +100,28 @@ def test_weights_of_every_dtype_come_over_bit_by_bit_into_a_complete_checkpoint(
     path = tmp_path / "run" / "epoch_0_step_0"
     assert document["checkpoint"] == str(path) and document["num_tensors"] == len(tensors)
     manifest = Manifest.read(path)
-    assert verify_deep(path, manifest) == [] and os.readlink(tmp_path / "run" / "LATEST") == path.name
+    assert (
+        verify_deep(path, manifest) == [] and os.readlink(tmp_path / "run" / "LATEST") == path.name
+    )
     found = stored(path)
     assert found.keys() == tensors.keys()
-    assert all(found[name].dtype == t.dtype and (bits(found[name]) == bits(t)).all() for name, t in tensors.items())
+    assert all(
+        found[name].dtype == t.dtype and (bits(found[name]) == bits(t)).all()
+        for name, t in tensors.items()
+    )
     opened = open_weights(tmp_path / "run").modules["model"].tensors
-    assert {name: t.shape for name, t in opened.items()} == {name: tuple(t.shape) for name, t in tensors.items()}
+    assert {name: t.shape for name, t in opened.items()} == {
+        name: tuple(t.shape) for name, t in tensors.items()
+    }
     assert main(["verify", "--deep", str(tmp_path / "run")]) == 0
 
 
 def test_what_is_left_out_and_what_is_not_known_is_said(tmp_path: Path, capsys: Capture) -> None:
     document = imported(capsys, plain_dcp(tmp_path / "source", weights()), tmp_path / "run")
-    assert document["left_out"] == ["1 tensor that is not the model's", "1 value that is not a tensor"]
+    assert document["left_out"] == [
+        "1 tensor that is not the model's",
+        "1 value that is not a tensor",
+    ]
     assert "optimizer" in document["absent"] and "data position" in document["absent"]
     assert not document["has_config"] and document["kind"] == "PyTorch DCP"
 
@@ -112,10 +133,15 @@ def test_a_checkpoint_of_automodel_comes_over(tmp_path: Path, capsys: Capture, f
     path = tmp_path / "run" / "epoch_0_step_1"
     expected = load_file(AUTOMODEL / "expected.safetensors")
     found = stored(path)
-    assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[n], t) for n, t in expected.items()
+    )
     assert json.loads((path / "losses.json").read_text()) == {
-        "step": 1, "epoch": 0, "train_loss": 1.25, "val_loss": 1.5,
-    }  # fmt: skip
+        "step": 1,
+        "epoch": 0,
+        "train_loss": 1.25,
+        "val_loss": 1.5,
+    }
     assert (path / "config.yaml").read_text() == (source / "config.yaml").read_text()
     if form == "safetensors":
         assert document["left_out"] == ["optim: PyTorch DCP"] and document["has_config"]
@@ -126,26 +152,47 @@ def test_a_checkpoint_of_automodel_comes_over(tmp_path: Path, capsys: Capture, f
 def test_side_files_come_with_it_and_nothing_else(tmp_path: Path, capsys: Capture) -> None:
     imported(capsys, hugging_face(tmp_path / "source", weights()), tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run" / "epoch_0_step_0" / "model").iterdir())
-    assert names == ["config.json", "consolidate.sh", "model-00001-of-00001.safetensors",
-                     "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
+    assert names == [
+        "config.json",
+        "consolidate.sh",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_head_that_is_the_embedding_is_stored_as_tied(tmp_path: Path, capsys: Capture, same: bool) -> None:
+def test_a_head_that_is_the_embedding_is_stored_as_tied(
+    tmp_path: Path, capsys: Capture, same: bool
+) -> None:
     tensors = weights()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() + (0 if same else 1)
-    imported(capsys, hugging_face(tmp_path / "source", tensors, {"tie_word_embeddings": True}), tmp_path / "run")
+    imported(
+        capsys,
+        hugging_face(tmp_path / "source", tensors, {"tie_word_embeddings": True}),
+        tmp_path / "run",
+    )
     tree = Manifest.read(tmp_path / "run" / "epoch_0_step_0").trees["model"]
     assert dict(tree.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if same else {})
     assert ("lm_head.weight" in tree.tensors) is not same
-    assert verify_deep(tmp_path / "run" / "epoch_0_step_0", Manifest.read(tmp_path / "run" / "epoch_0_step_0")) == []
+    assert (
+        verify_deep(
+            tmp_path / "run" / "epoch_0_step_0", Manifest.read(tmp_path / "run" / "epoch_0_step_0")
+        )
+        == []
+    )
 
 
 def test_a_dry_run_shows_it_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     source = hugging_face(tmp_path / "source", weights())
     assert main(["import", str(source), str(tmp_path / "run"), "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "5 tensors" in text and "config.json, tokenizer.json" in text and "optimizer" in text and "\x1b" not in text
+    assert (
+        "5 tensors" in text
+        and "config.json, tokenizer.json" in text
+        and "optimizer" in text
+        and "\x1b" not in text
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -161,7 +208,9 @@ def test_a_model_in_the_hubs_cache_is_read_through_its_links_and_others_are_refu
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
         (tmp_path / "elsewhere" / name).symlink_to(real / name)
     assert imported(capsys, hub / "snapshots" / "abc", tmp_path / "run")["num_tensors"] == 5
-    assert "symbolic link points outside" in refused(capsys, tmp_path / "elsewhere", tmp_path / "other")
+    assert "symbolic link points outside" in refused(
+        capsys, tmp_path / "elsewhere", tmp_path / "other"
+    )
 
 
 def adapter(path: Path) -> Path:
@@ -191,11 +240,15 @@ def config_link(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: checkpoint_in(path, 20), "already a check"), (adapter, "init_from.path"), (pickled, "pickle"),
-        (lambda path: path, "nothing to import"), (taken, "already"), (config_link, "symbolic link points outside"),
+        (lambda path: checkpoint_in(path, 20), "already a check"),
+        (adapter, "init_from.path"),
+        (pickled, "pickle"),
+        (lambda path: path, "nothing to import"),
+        (taken, "already"),
+        (config_link, "symbolic link points outside"),
         (lambda path: path.mkdir() or path, "it is empty"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_imported_is_refused_with_the_reason(
     tmp_path: Path, capsys: Capture, make: Callable[[Path], Path], said: str
 ) -> None:
@@ -205,7 +258,9 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(
 
 def megatron(path: Path) -> Path:
     path.mkdir()
-    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     for name in (".metadata", "__0_0.distcp"):
         (path / name).write_bytes(b"x")
     torch.save({"args": 1}, path / "common.pt")
@@ -259,15 +314,18 @@ def nemo_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "said"),
     [
-        ("m.pt", torch_file, "archive of torch.save"), ("pytorch_model.bin", torch_file, "can run code"),
-        ("epoch=3.ckpt", torch_file, "archive of torch.save"), ("m.pth", old_torch_file, "a pickle"),
-        ("m.nemo", nemo_file, ".nemo"), ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "llama.cpp"),
+        ("m.pt", torch_file, "archive of torch.save"),
+        ("pytorch_model.bin", torch_file, "can run code"),
+        ("epoch=3.ckpt", torch_file, "archive of torch.save"),
+        ("m.pth", old_torch_file, "a pickle"),
+        ("m.nemo", nemo_file, ".nemo"),
+        ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "llama.cpp"),
         ("m.npz", lambda path: np.savez(path, w=np.ones(2)), "NumPy"),
         ("m.h5", lambda path: path.write_text("x"), "unknown"),
         ("empty.pt", lambda path: path.write_bytes(b""), "unknown"),
         ("m.safetensors", lambda path: path.write_bytes(b"\x05"), "too few for a header"),
     ],
-)  # fmt: skip
+)
 def test_a_single_file_is_refused_by_the_name_of_its_format(
     tmp_path: Path, capsys: Capture, name: str, write: Callable[[Path], object], said: str
 ) -> None:
@@ -278,7 +336,9 @@ def test_a_single_file_is_refused_by_the_name_of_its_format(
     assert said in str(raised.value)
 
 
-def test_a_single_safetensors_file_is_imported_with_what_is_beside_it(tmp_path: Path, capsys: Capture) -> None:
+def test_a_single_safetensors_file_is_imported_with_what_is_beside_it(
+    tmp_path: Path, capsys: Capture
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file(weights(), source / "model.safetensors", {"format": "pt"})
@@ -286,15 +346,20 @@ def test_a_single_safetensors_file_is_imported_with_what_is_beside_it(tmp_path: 
     document = imported(capsys, source / "model.safetensors", tmp_path / "run")
     assert document["kind"] == "a safetensors file" and document["has_config"]
     found = stored(tmp_path / "run" / "epoch_0_step_0")
-    assert found.keys() == weights().keys() and all(bits(found[n]).tobytes() == bits(t).tobytes()
-                                                    for n, t in weights().items())  # fmt: skip
+    assert found.keys() == weights().keys() and all(
+        bits(found[n]).tobytes() == bits(t).tobytes() for n, t in weights().items()
+    )
     hugging_face(tmp_path / "parts", weights())
-    assert "a part of a model" in refused(capsys, tmp_path / "parts" / "a.safetensors", tmp_path / "run2")
+    assert "a part of a model" in refused(
+        capsys, tmp_path / "parts" / "a.safetensors", tmp_path / "run2"
+    )
     shard = AUTOMODEL / "safetensors" / "epoch_0_step_1" / "model"
     assert "a rank's shard" in refused(capsys, next(shard.glob("*.safetensors")), tmp_path / "run2")
 
 
-def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(tmp_path: Path, capsys: Capture) -> None:
+def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(
+    tmp_path: Path, capsys: Capture
+) -> None:
     made = tiny.recipe()
     tiny.save(tmp_path / "run", made, step=20, losses={}, validated=False)
     source = hugging_face(tmp_path / "source", weights())
@@ -310,7 +375,9 @@ def test_a_negative_step_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert "--step" in refused(capsys, tmp_path, tmp_path / "run", "--step", "-1")
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = hugging_face(tmp_path / "source", weights())
 
     def full(*_: object) -> None:
@@ -325,14 +392,22 @@ def test_a_manifest_that_would_not_hold_is_never_written(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Manifest, "fault", lambda _: "made up")
-    assert main(["import", str(hugging_face(tmp_path / "source", weights())), str(tmp_path / "run")]) == 4
+    assert (
+        main(["import", str(hugging_face(tmp_path / "source", weights())), str(tmp_path / "run")])
+        == 4
+    )
     assert "made up" in capsys.readouterr().err and not [*(tmp_path / "run").glob("*epoch*")]
 
 
 def test_a_recipe_resumes_from_it_when_told_what_it_lacks(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
-    recipe = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=tiny.Counter(3))
-    save_file({name: t.clone() for name, t in recipe.model.state_dict().items()}, _made(tmp_path) / "m.safetensors")
+    recipe = SimpleNamespace(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=tiny.Counter(3)
+    )
+    save_file(
+        {name: t.clone() for name, t in recipe.model.state_dict().items()},
+        _made(tmp_path) / "m.safetensors",
+    )
     assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 0
     before = recipe.model.weight.detach().clone()
     with torch.no_grad():

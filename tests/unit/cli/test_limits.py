@@ -27,17 +27,29 @@ NO_THREAD = RuntimeError("can't start new thread")
         (NO_THREAD, "ulimit -u is "),
         (MemoryError(), "ulimit -v is "),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "ulimit -v is "),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "ulimit -v is "),
-        (RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
-         "ulimit -n is "),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "ulimit -v is ",
+        ),
+        (
+            RuntimeError(
+                "unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"
+            ),
+            "ulimit -n is ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_limit_is_named_wherever_the_error_passes(error: Exception, limit: str) -> None:
     later = RuntimeError("a loader's worker failed")
     later.__cause__ = error
     for each in (error, later):
         code, message = describe(each)
-        assert code == 1 and message.startswith("error: ") and limit in message and "internal" not in message
+        assert (
+            code == 1
+            and message.startswith("error: ")
+            and limit in message
+            and "internal" not in message
+        )
         assert record_of(each, 0).details == ""
         assert limit in str(_portable(each))
     failure = as_failure(error, "saving step 3", Path("run"))
@@ -46,18 +58,26 @@ def test_the_limit_is_named_wherever_the_error_passes(error: Exception, limit: s
 
 
 def test_other_errors_are_no_limits() -> None:
-    for error in (ValueError("can't start new thread"), OSError(errno.ENOSPC, "No space left on device"), KeyError(1)):
+    for error in (
+        ValueError("can't start new thread"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        KeyError(1),
+    ):
         assert limit_error(error) is None
     replaced = ValueError("replaced")
     replaced.__context__, replaced.__suppress_context__ = MemoryError(), True
     assert limit_error(replaced) is None
-    problem = os_problem(TOO_MANY, "prepared data cannot be stored", remedy="choose another directory")
+    problem = os_problem(
+        TOO_MANY, "prepared data cannot be stored", remedy="choose another directory"
+    )
     assert "EMFILE" in str(problem.value) and "ulimit -n" in problem.remedy
 
 
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:
     line = f'{limits}; exec "$@"'
-    return subprocess.run(["bash", "-c", line, "-", *command], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", "-c", line, "-", *command], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_commands_name_the_limits_that_stop_them(tmp_path: Path) -> None:
@@ -68,9 +88,22 @@ def test_commands_name_the_limits_that_stop_them(tmp_path: Path) -> None:
         "step_scheduler: {global_batch_size: 1, local_batch_size: 1}\n"
     )
     done = run("ulimit -n 32", str(binaries / "ckpt-train"), str(recipe))
-    assert done.returncode == 1 and "ulimit -n\n  value:  32\n" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and "ulimit -n\n  value:  32\n" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     checkpoint_in(tmp_path / "run", 20)
     # A thread's stack takes more address space than there is.
-    done = run("ulimit -s 4000000; ulimit -v 3000000", str(binaries / "ckpt"), "verify", str(tmp_path / "run"))
-    assert done.returncode == 1 and "start a thread" in done.stderr and "ulimit -v is 3000000" in done.stderr
+    done = run(
+        "ulimit -s 4000000; ulimit -v 3000000",
+        str(binaries / "ckpt"),
+        "verify",
+        str(tmp_path / "run"),
+    )
+    assert (
+        done.returncode == 1
+        and "start a thread" in done.stderr
+        and "ulimit -v is 3000000" in done.stderr
+    )
     assert isinstance(limit_error(NO_THREAD), SystemLimit)

@@ -6,7 +6,12 @@ import fcntl
 import os
 from pathlib import Path
 
-from automodel_ckpt.cli.launch.shared_directory import FRESH_SECONDS, PREFIX, clear_left_over, scratch_directory
+from automodel_ckpt.cli.launch.shared_directory import (
+    FRESH_SECONDS,
+    PREFIX,
+    clear_left_over,
+    scratch_directory,
+)
 
 
 def test_what_a_killed_launcher_left_goes_and_what_a_live_one_has_stays(tmp_path: Path) -> None:

@@ -36,10 +36,15 @@ def expected(tensor: torch.Tensor) -> dict[str, float | None]:
     wide = tensor.to(torch.float64).flatten()
     finite = wide[wide.isfinite()]
     values = {
-        "min": finite.min(), "max": finite.max(), "mean": finite.mean(), "std": finite.std(unbiased=False),
-        "norm": finite.norm(), "num_nan": wide.isnan().sum(), "num_inf": wide.isinf().sum(),
+        "min": finite.min(),
+        "max": finite.max(),
+        "mean": finite.mean(),
+        "std": finite.std(unbiased=False),
+        "norm": finite.norm(),
+        "num_nan": wide.isnan().sum(),
+        "num_inf": wide.isinf().sum(),
         "num_zero": (wide == 0).sum(),
-    }  # fmt: skip
+    }
     return {name: value.item() for name, value in values.items()} | {"numel": tensor.numel()}
 
 
@@ -50,20 +55,40 @@ def test_statistics_of_every_dtype_are_those_that_torch_computes(
     monkeypatch.setattr(box_reader, "_BLOCK_ELEMENTS", 7)
     values = torch.randn(6, 5, generator=torch.Generator().manual_seed(3)) * 3 + 1
     values[1, 2:4] = 0
-    tensors = {str(dtype): values.to(dtype) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16,
-               torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)}  # fmt: skip
+    tensors = {
+        str(dtype): values.to(dtype)
+        for dtype in (
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int8,
+            torch.int64,
+            torch.bool,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        )
+    }
     tensors["odd"] = values.clone()
     tensors["odd"].view(-1)[[3, 7, 11]] = torch.tensor([math.nan, math.inf, -math.inf])
     tensors["scalar"] = torch.tensor(-2.5)
     path = tmp_path / "c"
-    write_checkpoint(path, tensors, [p for f, t in tensors.items() for p in cut(f, t, num_ranks, dim)])
+    write_checkpoint(
+        path, tensors, [p for f, t in tensors.items() for p in cut(f, t, num_ranks, dim)]
+    )
     found = shown(capsys, str(path), "--stats")["trees"]["model"]["tensors"]
     for name, tensor in tensors.items():
-        assert found[name]["statistics"] == pytest.approx(expected(tensor), rel=1e-12, abs=1e-14), name
+        assert found[name]["statistics"] == pytest.approx(expected(tensor), rel=1e-12, abs=1e-14), (
+            name
+        )
 
 
 def test_what_has_no_values_or_no_order_has_no_statistics(tmp_path: Path, capsys: Capture) -> None:
-    tensors = {"empty": torch.empty(0, 3), "nan": torch.full((2,), math.nan), "complex": torch.ones(2) * 1j}
+    tensors = {
+        "empty": torch.empty(0, 3),
+        "nan": torch.full((2,), math.nan),
+        "complex": torch.ones(2) * 1j,
+    }
     write_checkpoint(tmp_path / "c", tensors, [p for f, t in tensors.items() for p in cut(f, t, 1)])
     found = shown(capsys, str(tmp_path / "c"), "--stats")["trees"]["model"]["tensors"]
     for name, counts in {"empty": (0, 0), "nan": (2, 2), "complex": (0, 2)}.items():
@@ -78,17 +103,24 @@ def test_what_has_no_values_or_no_order_has_no_statistics(tmp_path: Path, capsys
 def test_eight_bit_floats_have_the_values_that_torch_gives_them(code: str) -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     want = bits.view(DTYPES[code]).to(torch.float32).to(torch.float64)
-    assert torch.equal(torch.from_numpy(eight_bit_values(code).copy()).nan_to_num(7e200), want.nan_to_num(7e200))
+    assert torch.equal(
+        torch.from_numpy(eight_bit_values(code).copy()).nan_to_num(7e200), want.nan_to_num(7e200)
+    )
 
 
 def test_a_mean_far_from_zero_costs_no_digits() -> None:
-    sums, values = _Sums(), torch.randn(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1e9
+    sums, values = (
+        _Sums(),
+        torch.randn(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1e9,
+    )
     for block in values.split(999):
         sums.take(block.numpy())
     assert sums.result().std == pytest.approx(values.std(unbiased=False).item(), rel=1e-7)
 
 
-@pytest.mark.parametrize("layout", [{}, {"model_save_format": "torch_save"}, {"model_layout": "hf"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"model_save_format": "torch_save"}, {"model_layout": "hf"}], ids=str
+)
 def test_statistics_parameter_groups_and_position_of_a_training_checkpoint(
     tmp_path: Path, capsys: Capture, layout: Any
 ) -> None:
@@ -99,18 +131,26 @@ def test_statistics_parameter_groups_and_position_of_a_training_checkpoint(
     for name, value in recipe.model.state_dict().items():
         stored = document["trees"]["model"]["tensors"].get(name)
         if stored is not None and value.numel() and value.dtype != torch.bool:
-            assert stored["statistics"]["norm"] == pytest.approx(value.double().norm().item(), rel=1e-9, abs=1e-12)
+            assert stored["statistics"]["norm"] == pytest.approx(
+                value.double().norm().item(), rel=1e-9, abs=1e-12
+            )
     (group, *_) = document["trees"]["optimizer"]["groups"]
     assert group["lr"] == recipe.optimizer.param_groups[0]["lr"]
     assert group["params"] == len(recipe.optimizer.param_groups[0]["params"])
     assert document["data_position"] == {"value": {"consumed_samples": 160}}
     assert main(["show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert f"{group['params']} parameters: lr" in text and "data position" in text and "\x1b" not in text
+    assert (
+        f"{group['params']} parameters: lr" in text
+        and "data position" in text
+        and "\x1b" not in text
+    )
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])
-def test_statistics_of_what_another_program_saved(capsys: Capture, form: str, tmp_path: Path) -> None:
+def test_statistics_of_what_another_program_saved(
+    capsys: Capture, form: str, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
 
     shutil.copytree(AUTOMODEL / form / "epoch_0_step_1" / "model", tmp_path / "model")
@@ -137,20 +177,40 @@ def test_a_tensor_whose_file_went_meanwhile_is_named(tmp_path: Path) -> None:
 def test_statistics_need_no_torch(tmp_path: Path) -> None:
     path = checkpoint_in(tmp_path, 20)
     code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, "show", str(path), "--stats"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "show", str(path), "--stats"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "norm" in done.stdout, done.stderr
 
 
-def test_tensors_whose_names_differ_in_numbers_share_a_line(tmp_path: Path, capsys: Capture) -> None:
+def test_tensors_whose_names_differ_in_numbers_share_a_line(
+    tmp_path: Path, capsys: Capture
+) -> None:
     shapes = {"model.layers.{}.q.weight": (2, 3), "model.layers.{}.norm": (3,)}
-    tensors = {name.format(n): torch.ones(shape) for n in range(12) for name, shape in shapes.items()}
-    tensors |= {f"experts.{n}.up": torch.ones(2) for n in (0, 2, 5)} | {"head": torch.ones(4, dtype=torch.bfloat16)}
+    tensors = {
+        name.format(n): torch.ones(shape) for n in range(12) for name, shape in shapes.items()
+    }
+    tensors |= {f"experts.{n}.up": torch.ones(2) for n in (0, 2, 5)} | {
+        "head": torch.ones(4, dtype=torch.bfloat16)
+    }
     tensors["model.layers.7.norm"] = torch.ones(5)
     write_checkpoint(tmp_path / "c", tensors, [p for f, t in tensors.items() for p in cut(f, t, 1)])
     assert main(["show", str(tmp_path / "c")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["model.layers.{0..11}.q.weight", "F32", "[2,", "3]", "12", "tensors"] in lines
-    assert ["model.layers.{0,", "1,", "2,", "3,", "4,", "5,", "...}.norm", "F32", "[3]", "11", "tensors"] in lines
+    assert [
+        "model.layers.{0,",
+        "1,",
+        "2,",
+        "3,",
+        "4,",
+        "5,",
+        "...}.norm",
+        "F32",
+        "[3]",
+        "11",
+        "tensors",
+    ] in lines
     assert ["model.layers.7.norm", "F32", "[5]"] in lines and ["head", "BF16", "[4]"] in lines
     assert ["experts.{0,", "2,", "5}.up", "F32", "[2]", "3", "tensors"] in lines
     assert main(["show", str(tmp_path / "c"), "--tensors"]) == 0

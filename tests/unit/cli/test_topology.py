@@ -25,7 +25,13 @@ from automodel_ckpt.cli.launch.topology import (
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
-STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
 
@@ -40,7 +46,9 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT"
         (STEP, LaunchFlags(nproc_per_node="8", nnodes="4"), "nobody"),
     ],
 )
-def test_who_started_this_process(environment: dict[str, str], flags: LaunchFlags, who: str) -> None:
+def test_who_started_this_process(
+    environment: dict[str, str], flags: LaunchFlags, who: str
+) -> None:
     assert started_by(environment, flags) == who
 
 
@@ -54,7 +62,9 @@ def test_flags_that_ask_for_ranks_are_refused_under_torchrun() -> None:
         started_by(TORCHRUN, LaunchFlags(nproc_per_node="2"))
 
 
-@pytest.mark.parametrize("wrong", [{"RANK": "2"}, {"RANK": "a"}, {"MASTER_PORT": ""}, {"LOCAL_RANK": "x"}])
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "2"}, {"RANK": "a"}, {"MASTER_PORT": ""}, {"LOCAL_RANK": "x"}]
+)
 def test_variables_that_make_no_rank_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(RecipeError, match="these variables make no rank"):
         started_by(TORCHRUN | wrong, LaunchFlags())
@@ -75,14 +85,21 @@ def test_what_a_shell_has_left_over_of_a_rank_is_forgotten_and_what_looks_like_o
 def test_a_task_of_srun_that_sees_its_own_gpu_alone_takes_that() -> None:
     own = {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}
     devices = [
-        slurm_ranks(STEP | gpu, LaunchFlags())["LOCAL_RANK"] for gpu in (own, own | {"CUDA_VISIBLE_DEVICES": "0,1"})
+        slurm_ranks(STEP | gpu, LaunchFlags())["LOCAL_RANK"]
+        for gpu in (own, own | {"CUDA_VISIBLE_DEVICES": "0,1"})
     ]
     assert devices == ["0", "1"]
-    assert slurm_ranks(STEP | {"RANK": "0", "WORLD_SIZE": "1"}, LaunchFlags())["RANK"] == "3", "a stale one"
+    assert slurm_ranks(STEP | {"RANK": "0", "WORLD_SIZE": "1"}, LaunchFlags())["RANK"] == "3", (
+        "a stale one"
+    )
 
 
 def test_sruns_variables_become_torchs() -> None:
-    nodes = {"SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "gpu[07-09],login", "SLURM_CPUS_PER_TASK": "6"}
+    nodes = {
+        "SLURM_NNODES": "2",
+        "SLURM_STEP_NODELIST": "gpu[07-09],login",
+        "SLURM_CPUS_PER_TASK": "6",
+    }
     ranks = slurm_ranks(STEP | nodes, LaunchFlags())
     assert ranks == {
         "RANK": "3",
@@ -93,13 +110,25 @@ def test_sruns_variables_become_torchs() -> None:
         "OMP_NUM_THREADS": "6",
     }
     assert 20000 <= int(ranks["MASTER_PORT"]) < 30000
-    assert slurm_ranks(STEP | nodes | {"SLURM_PROCID": "0"}, LaunchFlags())["MASTER_PORT"] == ranks["MASTER_PORT"]
+    assert (
+        slurm_ranks(STEP | nodes | {"SLURM_PROCID": "0"}, LaunchFlags())["MASTER_PORT"]
+        == ranks["MASTER_PORT"]
+    )
 
 
 def test_what_the_user_set_stays_under_srun() -> None:
-    given = {"MASTER_ADDR": "mine", "MASTER_PORT": "1", "OMP_NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "6"}
+    given = {
+        "MASTER_ADDR": "mine",
+        "MASTER_PORT": "1",
+        "OMP_NUM_THREADS": "2",
+        "SLURM_CPUS_PER_TASK": "6",
+    }
     ranks = slurm_ranks(STEP | given, LaunchFlags())
-    assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"], ranks["OMP_NUM_THREADS"]) == ("mine", "1", "2")
+    assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"], ranks["OMP_NUM_THREADS"]) == (
+        "mine",
+        "1",
+        "2",
+    )
 
 
 def test_slurms_numbers_per_node_are_added_up() -> None:
@@ -110,10 +139,17 @@ def test_slurms_numbers_per_node_are_added_up() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("SLURM_NTASKS", "2(x2"), ("SLURM_NTASKS", "two"), ("SLURM_PROCID", "-1"), ("SLURM_NNODES", "1-2")],
+    [
+        ("SLURM_NTASKS", "2(x2"),
+        ("SLURM_NTASKS", "two"),
+        ("SLURM_PROCID", "-1"),
+        ("SLURM_NNODES", "1-2"),
+    ],
 )
 def test_a_variable_of_slurm_that_is_no_number_is_named(name: str, text: str) -> None:
-    with pytest.raises(RecipeError, match=rf"not a number\n  where:  {name}\n  value:  {re.escape(text)}\n"):
+    with pytest.raises(
+        RecipeError, match=rf"not a number\n  where:  {name}\n  value:  {re.escape(text)}\n"
+    ):
         slurm_ranks(STEP | {name: text}, LaunchFlags())
 
 
@@ -142,13 +178,25 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     [
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 2.5),
         ("0::/unseen/name\n", {"cpu.max": "400000 100000\n"}, 4),
-        ("5:memory:/m\n4:cpu,cpuacct:/d\n", {"cpu,cpuacct/d/cpu.cfs_quota_us": "150000\n",
-                                             "cpu,cpuacct/d/cpu.cfs_period_us": "100000\n"}, 1.5),
-        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        (
+            "5:memory:/m\n4:cpu,cpuacct:/d\n",
+            {
+                "cpu,cpuacct/d/cpu.cfs_quota_us": "150000\n",
+                "cpu,cpuacct/d/cpu.cfs_period_us": "100000\n",
+            },
+            1.5,
+        ),
+        (
+            "4:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            math.inf,
+        ),
         ("0::/\n", {"cpu.max": "nonsense"}, math.inf),
     ],
-)  # fmt: skip
-def test_a_containers_quota_of_cores(tmp_path: Path, membership: str, files: dict[str, str], quota: float) -> None:
+)
+def test_a_containers_quota_of_cores(
+    tmp_path: Path, membership: str, files: dict[str, str], quota: float
+) -> None:
     (tmp_path / "membership").write_text(membership)
     for name, text in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -166,15 +214,36 @@ def test_one_machine_meets_itself_on_a_free_port_or_the_given_one() -> None:
 
 def test_several_machines_meet_as_with_torchrun() -> None:
     elastic = rendezvous(LaunchFlags(nnodes="2:4", rdzv_endpoint="head:29400", rdzv_id="job"), {})
-    assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes, elastic.run_id) == ("c10d", 2, 4, "job")
+    assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes, elastic.run_id) == (
+        "c10d",
+        2,
+        4,
+        "job",
+    )
     assert rendezvous(LaunchFlags(rdzv_endpoint="head"), {}).rdzv_endpoint == "head:29400"
     assert rendezvous(LaunchFlags(rdzv_endpoint="[fd00::1]"), {}).rdzv_endpoint == "[fd00::1]:29400"
-    assert [meet.restarts(asked) for meet in (elastic, rendezvous(LaunchFlags(), {})) for asked in (None, 0, 5)] == [
-        3, 0, 5, 0, 0, 5,
-    ]  # fmt: skip
+    assert [
+        meet.restarts(asked)
+        for meet in (elastic, rendezvous(LaunchFlags(), {}))
+        for asked in (None, 0, 5)
+    ] == [
+        3,
+        0,
+        5,
+        0,
+        0,
+        5,
+    ]
     static = rendezvous(LaunchFlags(nnodes="2", master_addr="head", node_rank=1), {})
-    assert (static.rdzv_backend, static.rdzv_endpoint, static.node_rank) == ("static", "head:29500", 1)
-    assert rendezvous(LaunchFlags(nnodes="2", master_addr="head"), {"SLURM_NODEID": "1"}).node_rank == 1
+    assert (static.rdzv_backend, static.rdzv_endpoint, static.node_rank) == (
+        "static",
+        "head:29500",
+        1,
+    )
+    assert (
+        rendezvous(LaunchFlags(nnodes="2", master_addr="head"), {"SLURM_NODEID": "1"}).node_rank
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +254,10 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         (LaunchFlags(nnodes="2", master_addr="head"), "--node-rank"),
         (LaunchFlags(nnodes="2", master_addr="head", node_rank=2), "--node-rank"),
         (LaunchFlags(node_rank=1), "--node-rank"),
-        (LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1), "--max-restarts"),
+        (
+            LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1),
+            "--max-restarts",
+        ),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", node_rank=0), "--node-rank"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", master_port=5), "--master-port"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:port"), "--rdzv-endpoint"),
@@ -193,7 +265,9 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         (LaunchFlags(nnodes="2", rdzv_endpoint="fd00::1:29400"), "--rdzv-endpoint"),
     ],
 )
-def test_flags_that_contradict_each_other_or_say_too_little_are_refused(flags: LaunchFlags, where: str) -> None:
+def test_flags_that_contradict_each_other_or_say_too_little_are_refused(
+    flags: LaunchFlags, where: str
+) -> None:
     with pytest.raises(RecipeError) as raised:
         rendezvous(flags, {})
     assert raised.value.problems[0].where.startswith(where)
@@ -248,7 +322,10 @@ def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> No
     for environment in ({"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}):
         with pytest.raises(RecipeError, match="mpirun"):
             started_by(environment, LaunchFlags())
-    assert started_by({"OMPI_COMM_WORLD_SIZE": "2"}, LaunchFlags(nproc_per_node="8", nnodes="2")) == "nobody"
+    assert (
+        started_by({"OMPI_COMM_WORLD_SIZE": "2"}, LaunchFlags(nproc_per_node="8", nnodes="2"))
+        == "nobody"
+    )
     assert started_by({"OMPI_COMM_WORLD_SIZE": "1"}, LaunchFlags()) == "nobody"
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
     assert started_by({"OMPI_COMM_WORLD_SIZE": "2", **ranks}, LaunchFlags()) == "torchrun"

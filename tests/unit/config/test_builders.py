@@ -11,13 +11,22 @@ import pytest
 from automodel_ckpt.config.builders import signature
 
 NAMES = [
-    "automodel_ckpt.data.text.text", "automodel_ckpt.data.text.prompt_completion", "automodel_ckpt.data.chat.messages",
-    "automodel_ckpt.data.squad.squad", "automodel_ckpt.data.hellaswag.hellaswag",
+    "automodel_ckpt.data.text.text",
+    "automodel_ckpt.data.text.prompt_completion",
+    "automodel_ckpt.data.chat.messages",
+    "automodel_ckpt.data.squad.squad",
+    "automodel_ckpt.data.hellaswag.hellaswag",
     "automodel_ckpt.data.vlm.conversations",
-    "automodel_ckpt.data.python_docs.language_modeling", "automodel_ckpt.data.python_docs.train_tokenizer",
-    "automodel_ckpt.data.digits.scans", "automodel_ckpt.data.collate.PadCollator",
-    "torch.optim.SGD", "torch.optim.AdamW", "torch.optim.adamw.AdamW", "torch.optim.Muon", "torch.nn.CrossEntropyLoss",
-]  # fmt: skip
+    "automodel_ckpt.data.python_docs.language_modeling",
+    "automodel_ckpt.data.python_docs.train_tokenizer",
+    "automodel_ckpt.data.digits.scans",
+    "automodel_ckpt.data.collate.PadCollator",
+    "torch.optim.SGD",
+    "torch.optim.AdamW",
+    "torch.optim.adamw.AdamW",
+    "torch.optim.Muon",
+    "torch.nn.CrossEntropyLoss",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,16 +40,24 @@ def test_parameters_read_from_the_source_are_those_of_the_imported_callable(name
         key: each.default is each.empty for key, each in real.items()
     }
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    plain = {key: each.annotation for key, each in found.items() if "Tensor" not in str(each.annotation)}
-    assert {key: hint for key, hint in plain.items() if hint is not typing.Any and hint != hints[key]} == {}
+    plain = {
+        key: each.annotation for key, each in found.items() if "Tensor" not in str(each.annotation)
+    }
+    assert {
+        key: hint for key, hint in plain.items() if hint is not typing.Any and hint != hints[key]
+    } == {}
     assert not name.startswith("automodel_ckpt.data.text") or plain["path"] == str | list[str]
 
 
 UNKNOWN = [
-    "torch.optim.Nope", "torch.optim", "torch.optim..SGD", "torch.optim.lr_scheduler.lr.x",
+    "torch.optim.Nope",
+    "torch.optim",
+    "torch.optim..SGD",
+    "torch.optim.lr_scheduler.lr.x",
     "automodel_ckpt.data.text.nope",
-    "automodel_ckpt.nope.text", "os.x",
-]  # fmt: skip
+    "automodel_ckpt.nope.text",
+    "os.x",
+]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume, recipe_of
+from automodel_ckpt.config.changes import (
+    changed_keys,
+    check_overrides,
+    ignored_by_resume,
+    recipe_of,
+)
 from automodel_ckpt.errors import RecipeError
 
 SAVED = """
@@ -38,7 +43,9 @@ def test_changed_settings_are_named_with_both_values_and_defaults_of_younger_key
     ]
 
 
-def test_what_a_resume_takes_from_the_checkpoint_is_ignored_unless_that_has_no_optimizer_or_the_recipe_counts() -> None:
+def test_what_a_resume_takes_from_the_checkpoint_is_ignored_unless_that_has_no_optimizer_or_the_recipe_counts() -> (
+    None
+):
     changes = changed_keys(recipe_of(SAVED), recipe_of(NOW), {"optimizer.given"})
 
     def ignored(saved: set[str], on_resume: str) -> list[str]:
@@ -49,13 +56,23 @@ def test_what_a_resume_takes_from_the_checkpoint_is_ignored_unless_that_has_no_o
 
 
 @pytest.mark.parametrize("flag", ["optimizer.betas", "optimizer.betas.1", "optimizer"])
-def test_an_override_that_a_resume_would_ignore_is_rejected_with_the_ways_to_proceed(flag: str) -> None:
+def test_an_override_that_a_resume_would_ignore_is_rejected_with_the_ways_to_proceed(
+    flag: str,
+) -> None:
     changes = changed_keys(recipe_of(SAVED), recipe_of(NOW), {"optimizer.given"})
     ignored = ignored_by_resume(changes, {"optimizer"}, "checkpoint")
-    check_overrides(ignored, ["optimizer.bet", "seed_of_something", "lr_scheduler.name"], Path("epoch_0_step_4"))
+    check_overrides(
+        ignored, ["optimizer.bet", "seed_of_something", "lr_scheduler.name"], Path("epoch_0_step_4")
+    )
     with pytest.raises(RecipeError) as rejected:
         check_overrides(ignored, [flag], Path("runs/epoch_0_step_4"))
     text = str(rejected.value)
-    assert f"--{flag}\n" in text and "[0.9, 0.95]; epoch_0_step_4 was saved with [0.9, 0.99]" in text
-    for way in ("remove the override", "--init_from.path runs/epoch_0_step_4", "--optimizer.on_resume recipe"):
+    assert (
+        f"--{flag}\n" in text and "[0.9, 0.95]; epoch_0_step_4 was saved with [0.9, 0.99]" in text
+    )
+    for way in (
+        "remove the override",
+        "--init_from.path runs/epoch_0_step_4",
+        "--optimizer.on_resume recipe",
+    ):
         assert way in text

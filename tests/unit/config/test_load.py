@@ -36,7 +36,9 @@ dataset:
 SECRET = "hunter2-do-not-show"
 
 
-def load(tmp_path: Path, text: str = "", *words: str, schema: type[RecipeConfig] | None = None) -> LoadedRecipe:
+def load(
+    tmp_path: Path, text: str = "", *words: str, schema: type[RecipeConfig] | None = None
+) -> LoadedRecipe:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(BASE + text)
     line = parse(words)
@@ -160,7 +162,9 @@ def test_the_word_null_in_quotes_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["none", "None", "null", "~"])
-@pytest.mark.parametrize("key", ["checkpoint.checkpoint_dir", "logging.level", "checkpoint.keep_steps.0", "seed"])
+@pytest.mark.parametrize(
+    "key", ["checkpoint.checkpoint_dir", "logging.level", "checkpoint.keep_steps.0", "seed"]
+)
 def test_null_where_there_must_be_a_value_is_rejected_and_text_is_written_in_quotes(
     tmp_path: Path, key: str, word: str
 ) -> None:
@@ -196,7 +200,9 @@ def optional_sections(schema: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("key", list(optional_sections(RecipeConfig)))
-def test_an_optional_section_without_content_is_rejected_with_its_line(tmp_path: Path, key: str) -> None:
+def test_an_optional_section_without_content_is_rejected_with_its_line(
+    tmp_path: Path, key: str
+) -> None:
     lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))]
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, "\n".join([*lines, "  # r: 8", "seed: 3"]) + "\n")
@@ -214,12 +220,23 @@ def test_an_empty_section_that_the_command_line_fills_is_that_section(tmp_path: 
 
 @pytest.mark.parametrize("value", ["final", "every", "true", "false", "null"])
 @pytest.mark.parametrize("layout", ["null", "adapter", "shards"])
-def test_with_adapters_every_value_of_save_consolidated_is_accepted(tmp_path: Path, value: str, layout: str) -> None:
-    words = ["--checkpoint.save_consolidated", value, "--checkpoint.model_layout", layout, "--checkpoint.export_best",
-             "--validation_dataset._target_=automodel_ckpt.data.text.TextDataset"]  # fmt: skip
+def test_with_adapters_every_value_of_save_consolidated_is_accepted(
+    tmp_path: Path, value: str, layout: str
+) -> None:
+    words = [
+        "--checkpoint.save_consolidated",
+        value,
+        "--checkpoint.model_layout",
+        layout,
+        "--checkpoint.export_best",
+        "--validation_dataset._target_=automodel_ckpt.data.text.TextDataset",
+    ]
     loaded = load(tmp_path, "peft: {}\n", *words)
     assert loaded.config.checkpoint.export_best
-    assert str(loaded.config.checkpoint.save_consolidated).lower() in (value, "none" if value == "null" else value)
+    assert str(loaded.config.checkpoint.save_consolidated).lower() in (
+        value,
+        "none" if value == "null" else value,
+    )
 
 
 def test_a_union_section_is_a_plug_in_when_it_has_a_target(tmp_path: Path) -> None:
@@ -232,7 +249,9 @@ def test_plug_ins_may_stand_among_the_arguments_of_plug_ins(tmp_path: Path) -> N
     assert loaded.config.dataset.kwargs["parts"] == [Target("a.b", {"n": 1})]
 
 
-@pytest.mark.skipif(omegaconf.__version__ < "2.4", reason="omegaconf 2.3 has no unions of dataclasses")
+@pytest.mark.skipif(
+    omegaconf.__version__ < "2.4", reason="omegaconf 2.3 has no unions of dataclasses"
+)
 def test_the_schema_is_an_omegaconf_structured_config() -> None:
     config = RecipeConfig(dataset=Target("a.b", {"n": 1}))
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config
@@ -269,7 +288,9 @@ NUMBER_KEYS = [
 
 @pytest.mark.parametrize("number", ["1_000", "1_0.5", "\uff11\uff12", "\u0661", "1e1_0", "0x1_0"])
 @pytest.mark.parametrize(("key", "form"), NUMBER_KEYS)
-def test_a_number_has_ascii_digits_and_no_underscores(tmp_path: Path, key: str, form: str, number: str) -> None:
+def test_a_number_has_ascii_digits_and_no_underscores(
+    tmp_path: Path, key: str, form: str, number: str
+) -> None:
     value = form.format(number)
     section, _, name = key.rpartition(".")
     text = f"{section}:\n  {name}: {value}\n" if section else f"{name}: {value}\n"
@@ -279,9 +300,13 @@ def test_a_number_has_ascii_digits_and_no_underscores(tmp_path: Path, key: str, 
     assert load(tmp_path, "", f"--dataset.x={number}").config.dataset.kwargs["x"] == number
 
 
-@pytest.mark.parametrize("flag", ["nproc-per-node", "nnodes", "node-rank", "master-port", "max-restarts"])
+@pytest.mark.parametrize(
+    "flag", ["nproc-per-node", "nnodes", "node-rank", "master-port", "max-restarts"]
+)
 @pytest.mark.parametrize("number", ["1_0", "\uff11"])
-def test_a_number_of_a_launch_flag_has_ascii_digits_and_no_underscores(flag: str, number: str) -> None:
+def test_a_number_of_a_launch_flag_has_ascii_digits_and_no_underscores(
+    flag: str, number: str
+) -> None:
     assert f"{flag.replace('-', '_')} must be" in str(parse([f"--{flag}={number}"]).problems[0])
 
 
@@ -303,9 +328,14 @@ def test_references_are_resolved_in_the_configuration_and_saved_as_references(
         assert "${oc.env:CKPT_NOT_SET,7}" in shown
 
 
-def test_a_resolved_value_is_not_resolved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolved_value_is_not_resolved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPT_TEST", "${oc.env:HOME}")
-    assert load(tmp_path, "", "--dataset.x=${oc.env:CKPT_TEST}").config.dataset.kwargs["x"] == "${oc.env:HOME}"
+    assert (
+        load(tmp_path, "", "--dataset.x=${oc.env:CKPT_TEST}").config.dataset.kwargs["x"]
+        == "${oc.env:HOME}"
+    )
 
 
 def test_an_escaped_reference_is_text(tmp_path: Path) -> None:
@@ -326,7 +356,9 @@ def test_an_escaped_reference_is_text(tmp_path: Path) -> None:
         ["--dataset.x=${oc.env:${oc.env:CKPT_TEST}}"],
     ],
 )
-def test_no_message_shows_a_resolved_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+def test_no_message_shows_a_resolved_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
     monkeypatch.setenv("CKPT_TEST", SECRET)
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, "", *words)
@@ -334,7 +366,9 @@ def test_no_message_shows_a_resolved_value(tmp_path: Path, monkeypatch: pytest.M
     assert words[0].partition("=")[0] in str(caught.value)
 
 
-def test_errors_that_come_up_later_show_the_reference_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_come_up_later_show_the_reference_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(errors, "_hidden", {})
     monkeypatch.setenv("CKPT_TEST", SECRET)
     monkeypatch.setenv("CKPT_WORD", "abc")
@@ -346,7 +380,10 @@ def test_errors_that_come_up_later_show_the_reference_too(tmp_path: Path, monkey
     )
     for error in (
         RecipeError(
-            f"no {SECRET}", where="here", value=Path(loaded.config.dataset.kwargs["x"]), remedy="abc, not abcd 7"
+            f"no {SECRET}",
+            where="here",
+            value=Path(loaded.config.dataset.kwargs["x"]),
+            remedy="abc, not abcd 7",
         ),
         ValueError(f"no {SECRET} {loaded.config.dataset.kwargs['x']!r} abc, not abcd 7"),
     ):
@@ -359,7 +396,15 @@ def test_errors_that_come_up_later_show_the_reference_too(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     "text",
-    ["${seed}", "${oc.select:seed}", "${oc.env:HOME}${now:}", "a${", "${oc.env:HOME", "${oc.create:[1]}", "${.x}"],
+    [
+        "${seed}",
+        "${oc.select:seed}",
+        "${oc.env:HOME}${now:}",
+        "a${",
+        "${oc.env:HOME",
+        "${oc.create:[1]}",
+        "${.x}",
+    ],
 )
 def test_any_other_interpolation_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(RecipeError, match="interpolation"):
@@ -373,7 +418,9 @@ def test_a_seed_that_torch_cannot_take_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("minutes", ["0.05", "1e30"])
 def test_a_wait_that_no_group_of_ranks_takes_is_refused(tmp_path: Path, minutes: str) -> None:
-    with pytest.raises(RecipeError, match=r"distributed.timeout_minutes must be from 0.1 to 1000000"):
+    with pytest.raises(
+        RecipeError, match=r"distributed.timeout_minutes must be from 0.1 to 1000000"
+    ):
         load(tmp_path, "", f"--distributed.timeout_minutes={minutes}")
 
 
@@ -386,23 +433,41 @@ def test_a_missing_variable_is_named(tmp_path: Path) -> None:
 
 
 def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -> None:
-    words = ["--optimizer.lr", "1e-5", "--seed=017", "--checkpoint.checkpoint_dir=017", "--checkpoint.is_async=on",
-             "--model.attn_implementation=off", "--checkpoint.keep_steps=[0x10]", "--clip_grad_norm=None",
-             "--checkpoint.keep_last=2",
-             "--dataset.id", "017", "--dataset.word=None", "--dataset.table={on: [no, 1e5]}"]  # fmt: skip
+    words = [
+        "--optimizer.lr",
+        "1e-5",
+        "--seed=017",
+        "--checkpoint.checkpoint_dir=017",
+        "--checkpoint.is_async=on",
+        "--model.attn_implementation=off",
+        "--checkpoint.keep_steps=[0x10]",
+        "--clip_grad_norm=None",
+        "--checkpoint.keep_last=2",
+        "--dataset.id",
+        "017",
+        "--dataset.word=None",
+        "--dataset.table={on: [no, 1e5]}",
+    ]
     loaded = load(tmp_path, "", *words)
     assert loaded.config.dataset.kwargs["word"] is None
     as_printed = yaml.safe_load(loaded.explain())["dataset"]
     assert as_printed == {
-        "_target_": "automodel_ckpt.data.text.TextDataset", "path": "data.jsonl", "id": "017", "word": "None",
+        "_target_": "automodel_ckpt.data.text.TextDataset",
+        "path": "data.jsonl",
+        "id": "017",
+        "word": "None",
         "table": {"on": ["no", "1e5"]},
-    }  # fmt: skip
+    }
     settle(loaded.tree, loaded.config, with_arguments=True)
     saved = yaml.safe_load(loaded.to_yaml())
     assert saved["dataset"]["table"] == {"on": ["no", 1e5]}
     assert (saved["optimizer"]["lr"], saved["seed"], saved["clip_grad_norm"]) == (1e-5, 17, None)
     assert saved["model"]["attn_implementation"] == "off"
-    assert [saved["checkpoint"][key] for key in ("checkpoint_dir", "is_async", "keep_steps")] == ["017", True, [16]]
+    assert [saved["checkpoint"][key] for key in ("checkpoint_dir", "is_async", "keep_steps")] == [
+        "017",
+        True,
+        [16],
+    ]
     (tmp_path / "again.yaml").write_text(loaded.to_yaml())
     assert load_recipe(tmp_path / "again.yaml").config == loaded.config
 
@@ -411,7 +476,11 @@ PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
-@given(text=PLAIN, rate=st.floats(0, 1e6), items=st.lists(PLAIN.filter(lambda t: t.isprintable()), max_size=3))
+@given(
+    text=PLAIN,
+    rate=st.floats(0, 1e6),
+    items=st.lists(PLAIN.filter(lambda t: t.isprintable()), max_size=3),
+)
 def test_any_recipe_as_run_loads_to_the_same_configuration(
     tmp_path: Path, text: str, rate: float, items: list[str]
 ) -> None:
@@ -421,7 +490,9 @@ def test_any_recipe_as_run_loads_to_the_same_configuration(
     words.append("--model.freeze=[" + ", ".join(f"'{item}'" for item in quoted) + "]")
     try:
         loaded = load(tmp_path, "", *words)
-    except RecipeError as error:  # YAML inside a plug-in may have a reference or a section's mistake; all else loads
+    except (
+        RecipeError
+    ) as error:  # YAML inside a plug-in may have a reference or a section's mistake; all else loads
         assert text[:1] in ("[", "{"), error  # noqa: PT017
         return
     again = tmp_path / "again.yaml"
@@ -430,16 +501,23 @@ def test_any_recipe_as_run_loads_to_the_same_configuration(
     assert load_recipe(again).to_yaml() == loaded.to_yaml()
 
 
-@pytest.mark.parametrize("text", ["1e-5", "017", "12", "true", "null", "", "~", "on", "2024-01-02", "[a]", "a: b", "#"])
+@pytest.mark.parametrize(
+    "text", ["1e-5", "017", "12", "true", "null", "", "~", "on", "2024-01-02", "[a]", "a: b", "#"]
+)
 def test_quoted_text_in_a_plug_in_stays_text_when_saved(tmp_path: Path, text: str) -> None:
     loaded = load(tmp_path, f"  x: '{text}'\n  y: [\"{text}\"]\n")
     again = tmp_path / "again.yaml"
     again.write_text(loaded.to_yaml())
-    assert load_recipe(again).config.dataset.kwargs == {"path": "data.jsonl", "x": text, "y": [text]}
+    assert load_recipe(again).config.dataset.kwargs == {
+        "path": "data.jsonl",
+        "x": text,
+        "y": [text],
+    }
 
 
 @pytest.mark.parametrize(
-    "value", ["", "null", "None", "017", "12", "True", True, None, 1e-8, float("inf"), [1, "a"], {"a": ""}]
+    "value",
+    ["", "null", "None", "017", "12", "True", True, None, 1e-8, float("inf"), [1, "a"], {"a": ""}],
 )
 def test_a_default_is_shown_as_text_that_reads_back(tmp_path: Path, value: object) -> None:
     loaded = load(tmp_path, f"  x: {node_of(value)}\n")
@@ -499,14 +577,24 @@ def test_the_sections_of_a_custom_recipe_wait_for_its_dataclass(tmp_path: Path) 
         load(tmp_path, text, "--extra.dept=1", schema=CustomConfig)
 
 
-def test_the_base_sections_of_a_custom_recipe_are_checked_before_it_is_imported(tmp_path: Path) -> None:
+def test_the_base_sections_of_a_custom_recipe_are_checked_before_it_is_imported(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(RecipeError, match=r"unknown key optimizer\.lrr"):
         load(tmp_path, "recipe: mine.MyRecipe\n", "--optimizer.lrr=1")
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90.0), ("1.5", 1.5), ("02:30", 150.0), ("01:00:00", 3600.0), ("0", None), ("1:99", None), ("soon", None)],
+    [
+        ("90", 90.0),
+        ("1.5", 1.5),
+        ("02:30", 150.0),
+        ("01:00:00", 3600.0),
+        ("0", None),
+        ("1:99", None),
+        ("soon", None),
+    ],
 )
 def test_durations_are_seconds_or_clock_times(text: str, seconds: float | None) -> None:
     assert parse_duration(text) == seconds

@@ -43,10 +43,15 @@ def test_a_value_follows_after_a_space_or_an_equals_sign() -> None:
 
 
 def test_a_negative_number_is_a_value() -> None:
-    assert pairs("--optimizer.lr", "-1", "--dataset.x", "-2e-3") == {"optimizer.lr": "-1", "dataset.x": "-2e-3"}
+    assert pairs("--optimizer.lr", "-1", "--dataset.x", "-2e-3") == {
+        "optimizer.lr": "-1",
+        "dataset.x": "-2e-3",
+    }
 
 
-@pytest.mark.parametrize("key", ["checkpoint.enabled", "deterministic", "step_scheduler.ckpt_on_best"])
+@pytest.mark.parametrize(
+    "key", ["checkpoint.enabled", "deterministic", "step_scheduler.ckpt_on_best"]
+)
 def test_a_bare_boolean_takes_the_next_word_only_if_it_reads_as_a_boolean(key: str) -> None:
     line = parse([f"--{key}", "recipe.yaml"])
     assert (line.words, line.overrides[0].node.value) == (["recipe.yaml"], "true")
@@ -76,25 +81,37 @@ def test_a_list_is_replaced_or_changed_item_by_item(recipe: Path) -> None:
     assert load(recipe, "--model.freeze", "[c]").config.model.freeze == ["c"]
     assert load(recipe, "--model.freeze.0", "c").config.model.freeze == ["c", "b"]
     assert load(recipe, "--model.freeze.2", "c").config.model.freeze == ["a", "b", "c"]
-    assert load(recipe, "--model.freeze=[c, d]", "--model.freeze.1=e").config.model.freeze == ["c", "e"]
+    assert load(recipe, "--model.freeze=[c, d]", "--model.freeze.1=e").config.model.freeze == [
+        "c",
+        "e",
+    ]
     assert load(recipe, "--dataset.columns.1=z").config.dataset.kwargs["columns"] == ["x", "z"]
 
 
 def test_an_item_of_a_default_list_can_be_changed(recipe: Path) -> None:
     words = ["--optimizer={lr: 1}", "--optimizer.betas.0=0.5"]
     assert load(recipe, *words).config.optimizer.betas == (0.5, 0.999)
-    assert load(recipe, "--checkpoint.allow_missing_state.0=x").config.checkpoint.allow_missing_state == ["x"]
+    assert load(
+        recipe, "--checkpoint.allow_missing_state.0=x"
+    ).config.checkpoint.allow_missing_state == ["x"]
 
 
-@pytest.mark.parametrize("key", ["model.freeze.7", "model.freeze.x", "checkpoint.allow_missing_state.3"])
+@pytest.mark.parametrize(
+    "key", ["model.freeze.7", "model.freeze.x", "checkpoint.allow_missing_state.3"]
+)
 def test_an_item_beyond_the_list_is_refused(recipe: Path, key: str) -> None:
     with pytest.raises(RecipeError, match=key.rpartition(".")[0]):
         load(recipe, f"--{key}=1")
 
 
 def test_a_whole_section_may_be_inline_yaml(recipe: Path) -> None:
-    loaded = load(recipe, "--lr_scheduler", "{name: linear, warmup_steps: 5}", "--lr_scheduler.warmup_steps=6")
-    assert (loaded.config.lr_scheduler.name, loaded.config.lr_scheduler.warmup_steps) == ("linear", 6)
+    loaded = load(
+        recipe, "--lr_scheduler", "{name: linear, warmup_steps: 5}", "--lr_scheduler.warmup_steps=6"
+    )
+    assert (loaded.config.lr_scheduler.name, loaded.config.lr_scheduler.warmup_steps) == (
+        "linear",
+        6,
+    )
 
 
 def test_a_section_can_be_set_below_null(recipe: Path) -> None:
@@ -107,10 +124,19 @@ def test_null_unsets(recipe: Path) -> None:
 
 
 def test_brackets_are_characters_in_a_text_field(recipe: Path) -> None:
-    assert load(recipe, "--model.attn_implementation", "[x]").config.model.attn_implementation == "[x]"
+    assert (
+        load(recipe, "--model.attn_implementation", "[x]").config.model.attn_implementation == "[x]"
+    )
 
 
-TEMPLATES = ["{{ text }}", "{% if a %}{{ b }}{% endif %}", "[INST] {{ q }} [/INST]", "[INST] {x}", "{x}: {y", "[*.x]"]
+TEMPLATES = [
+    "{{ text }}",
+    "{% if a %}{{ b }}{% endif %}",
+    "[INST] {{ q }} [/INST]",
+    "[INST] {x}",
+    "{x}: {y",
+    "[*.x]",
+]
 
 
 @pytest.mark.parametrize("text", TEMPLATES)
@@ -133,7 +159,9 @@ def test_a_text_parameter_takes_brackets_as_characters(recipe: Path, text: str) 
     assert loaded.tree.at("dataset.chat_template").value == text  # type: ignore[union-attr]
 
 
-def test_text_with_brackets_that_is_no_yaml_is_rejected_where_a_list_is_needed(recipe: Path) -> None:
+def test_text_with_brackets_that_is_no_yaml_is_rejected_where_a_list_is_needed(
+    recipe: Path,
+) -> None:
     loaded = load(recipe, "--dataset.columns=[*.x]")
     binder = Binder(RecipeConfig, [])
     binder.value(list[str], loaded.tree.at("dataset.columns"), "dataset.columns")  # type: ignore[arg-type]
@@ -151,7 +179,9 @@ def test_the_later_override_wins(recipe: Path) -> None:
 
 def test_overrides_can_be_applied_twice(recipe: Path) -> None:
     """A custom recipe is loaded again when its dataclass is known."""
-    line = parse(["--optimizer={lr: 1}", "--optimizer.betas=[0.5, 0.5]", "--optimizer.betas.0=0.25"])
+    line = parse(
+        ["--optimizer={lr: 1}", "--optimizer.betas=[0.5, 0.5]", "--optimizer.betas.0=0.25"]
+    )
     before = [str(override.node.value) for override in line.overrides]
     loaded = [load_recipe(recipe, line.overrides) for _ in range(2)]
     assert loaded[0].to_yaml() == loaded[1].to_yaml()
@@ -172,11 +202,22 @@ def test_launch_flags_have_two_spellings_and_two_forms(spelling: str, value: str
 
 def test_all_launch_flags_are_read() -> None:
     words = (
-        "--nnodes 1:2 --node-rank 1 --rdzv-endpoint h:1 --rdzv-id j --master-addr h --master-port 99 --max-restarts 3"
+        "--nnodes 1:2 --node-rank 1 --rdzv-endpoint h:1 --rdzv-id "
+        "j --master-addr h --master-port 99 --max-restarts 3"
     )
     flags = parse([*words.split(), "--trust", "a", "--trust=b"]).flags
-    assert (flags.nnodes, flags.node_rank, flags.rdzv_endpoint, flags.rdzv_id) == ("1:2", 1, "h:1", "j")
-    assert (flags.master_addr, flags.master_port, flags.max_restarts, flags.trust) == ("h", 99, 3, ["a", "b"])
+    assert (flags.nnodes, flags.node_rank, flags.rdzv_endpoint, flags.rdzv_id) == (
+        "1:2",
+        1,
+        "h:1",
+        "j",
+    )
+    assert (flags.master_addr, flags.master_port, flags.max_restarts, flags.trust) == (
+        "h",
+        99,
+        3,
+        ["a", "b"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,15 @@ from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import Rejected, Trust, _check_names, build, check_targets, prepare, resolve
+from automodel_ckpt.config.targets import (
+    Rejected,
+    Trust,
+    _check_names,
+    build,
+    check_targets,
+    prepare,
+    resolve,
+)
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -89,11 +97,15 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").write_text("")
     (package / "things.py").write_text(THINGS)
     (package / "custom.py").write_text(CUSTOM)
-    (tmp_path / "untrusted_pkg.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(): ...\n")
+    (tmp_path / "untrusted_pkg.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(): ...\n"
+    )
     (tmp_path / "own.py").write_text(CUSTOM)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("trusted_pkg", "untrusted_pkg")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("trusted_pkg", "untrusted_pkg")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
     return tmp_path / "recipe.yaml"
@@ -167,7 +179,9 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "../evil.py",
     ],
 )
-@pytest.mark.parametrize("trust", [(), ("os", "builtins", "subprocess", "posix", "functools", "importlib", "pathlib")])
+@pytest.mark.parametrize(
+    "trust", [(), ("os", "builtins", "subprocess", "posix", "functools", "importlib", "pathlib")]
+)
 def test_what_could_run_anything_never_resolves(name: str, trust: tuple[str, ...]) -> None:
     with pytest.raises(Rejected):
         resolve(name, Trust(trust))
@@ -239,43 +253,66 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     recipe: Path, key: str
 ) -> None:
     section = key.partition(".")[0]
-    recipe.write_text(RECIPE.partition("dataset:")[0] + "dataset: {_target_: datasets.load_dataset, path: x}\n")
+    recipe.write_text(
+        RECIPE.partition("dataset:")[0] + "dataset: {_target_: datasets.load_dataset, path: x}\n"
+    )
     more = ["--distributed.tp_size=2"] if section == "distributed" else []
     loaded = load(recipe, f"--{key}={GADGETS[key]}", *more)
     with pytest.raises(RecipeError) as caught:
         _check_names(loaded, Trust())
     text = str(caught.value)
-    assert f"{key}: " in text and f"--{key}" in text and "is not trusted, and not on the allowlist for" in text
+    assert (
+        f"{key}: " in text
+        and f"--{key}" in text
+        and "is not trusted, and not on the allowlist for" in text
+    )
     assert "AUTOMODEL_CKPT_TRUST=" in text
 
 
 @pytest.mark.parametrize("base", [[], ["--optimizer._target_=torch.optim.SGD"]])
-def test_a_group_of_parameters_may_name_an_optimizer_and_nothing_else(recipe: Path, base: list[str]) -> None:
+def test_a_group_of_parameters_may_name_an_optimizer_and_nothing_else(
+    recipe: Path, base: list[str]
+) -> None:
     group = "{params: ['*'], _target_: %s, lr: 1}"
-    checked(recipe, *base, f"--optimizer.groups=[{group % 'torch.optim.Muon'}]", trust=("trusted_pkg",))
+    checked(
+        recipe, *base, f"--optimizer.groups=[{group % 'torch.optim.Muon'}]", trust=("trusted_pkg",)
+    )
     for target in ("transformers.modeling_utils.load_state_dict", "torch.nn.Linear"):
-        with pytest.raises(RecipeError, match=r"optimizer\.groups\.0: .* not on the allowlist for optimizer"):
+        with pytest.raises(
+            RecipeError, match=r"optimizer\.groups\.0: .* not on the allowlist for optimizer"
+        ):
             checked(recipe, *base, f"--optimizer.groups=[{group % target}]")
     remote = "{params: ['*'], _target_: torch.optim.Muon, trust_remote_code: 1}"
-    with pytest.raises(RecipeError, match=r"optimizer\.groups\.0\.trust_remote_code: this runs code"):
+    with pytest.raises(
+        RecipeError, match=r"optimizer\.groups\.0\.trust_remote_code: this runs code"
+    ):
         checked(recipe, *base, f"--optimizer.groups=[{remote}]")
 
 
-def test_a_mapping_for_a_parameter_whose_types_only_a_type_checker_knows_is_passed_on(recipe: Path) -> None:
+def test_a_mapping_for_a_parameter_whose_types_only_a_type_checker_knows_is_passed_on(
+    recipe: Path,
+) -> None:
     config = "{_target_: transformers.DetrConfig, backbone_config: {model_type: resnet}}"
     recipe.write_text(
-        f"model: {{_target_: transformers.AutoModel.from_config, config: {config}}}\n" + RECIPE.partition("model\n")[2]
+        f"model: {{_target_: transformers.AutoModel.from_config, config: {config}}}\n"
+        + RECIPE.partition("model\n")[2]
     )
-    assert checked(recipe).config.model.kwargs["config"].kwargs["backbone_config"] == {"model_type": "resnet"}
+    assert checked(recipe).config.model.kwargs["config"].kwargs["backbone_config"] == {
+        "model_type": "resnet"
+    }
 
 
 def test_what_a_section_may_name_is_said_with_the_closest_names_first(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match=r"without trust: datasets\.load_dataset, datasets\.load_from_disk") as caught:
+    with pytest.raises(
+        RecipeError, match=r"without trust: datasets\.load_dataset, datasets\.load_from_disk"
+    ) as caught:
         checked(recipe, "--dataset._target_=datasets.load.load_dataset")
     assert "--trust datasets" in str(caught.value)
 
 
-def test_a_class_of_another_kind_than_the_section_takes_is_rejected_after_its_import(recipe: Path) -> None:
+def test_a_class_of_another_kind_than_the_section_takes_is_rejected_after_its_import(
+    recipe: Path,
+) -> None:
     for key, target in (
         ("loss_fn", "torch.nn.Linear"),
         ("optimizer", "torch.optim.SparseAdamW"),
@@ -283,7 +320,10 @@ def test_a_class_of_another_kind_than_the_section_takes_is_rejected_after_its_im
         ("tokenizer", "transformers.AutoModel.from_pretrained"),
         ("model", "transformers.AutoModelForCausalLM.register"),
     ):
-        with pytest.raises(RecipeError, match=f"{key}: .*(not on the allowlist for {key}|torch.optim\\S* not found)"):
+        with pytest.raises(
+            RecipeError,
+            match=f"{key}: .*(not on the allowlist for {key}|torch.optim\\S* not found)",
+        ):
             checked(recipe, f"--{key}._target_={target}")
 
 
@@ -323,21 +363,34 @@ def test_arguments_that_name_code_or_places_to_write_need_trust(
     recipe.write_text(f"model: {model}\ndataset: {{_target_: datasets.load_dataset, path: csv}}\n")
     with pytest.raises(RecipeError) as caught:
         checked(recipe, f"--{section}._target_={named}", f"--{section}.{name}={value}")
-    refused = f"{section}.{name.partition('.')[0]}: {named} does not allow this argument without trust"
-    assert refused in str(caught.value) and f"--trust {named.partition('.')[0]}" in str(caught.value)
+    refused = (
+        f"{section}.{name.partition('.')[0]}: {named} does not allow this argument without trust"
+    )
+    assert refused in str(caught.value) and f"--trust {named.partition('.')[0]}" in str(
+        caught.value
+    )
 
 
 def test_a_nested_plug_in_is_allowed_by_the_parameter_that_takes_it(recipe: Path) -> None:
     auto = "_target_: transformers.AutoModelForCausalLM.from_config"
-    recipe.write_text(f"model: {{{auto}, config: {{_target_: transformers.GPT2Config, n_layer: 1}}}}\n")
+    recipe.write_text(
+        f"model: {{{auto}, config: {{_target_: transformers.GPT2Config, n_layer: 1}}}}\n"
+    )
     data = "--dataset={_target_: datasets.load_dataset, path: json"
     checked(recipe, data + "}")
-    for nested in ("split: {_target_: torch.optim.AdamW}", "features: {_target_: transformers.GPT2Config}"):
+    for nested in (
+        "split: {_target_: torch.optim.AdamW}",
+        "features: {_target_: transformers.GPT2Config}",
+    ):
         with pytest.raises(RecipeError, match="not on the allowlist for an argument"):
             checked(recipe, f"{data}, {nested}}}")
     with pytest.raises(RecipeError, match="not on the allowlist for config"):
         checked(recipe, data + "}", "--model.config._target_=torch.optim.AdamW")
-    checked(recipe, f"{data}, split: {{_target_: trusted_pkg.things.make, size: 1}}}}", trust=("trusted_pkg",))
+    checked(
+        recipe,
+        f"{data}, split: {{_target_: trusted_pkg.things.make, size: 1}}}}",
+        trust=("trusted_pkg",),
+    )
 
 
 def test_trust_in_a_library_opens_all_of_it(recipe: Path) -> None:
@@ -348,7 +401,9 @@ def test_trust_in_a_library_opens_all_of_it(recipe: Path) -> None:
         resolve("transformers.utils.import_utils.importlib.import_module", Trust(["transformers"]))
 
 
-def test_a_target_from_the_environment_follows_the_same_rules(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_from_the_environment_follows_the_same_rules(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPT_TARGET", "transformers.modeling_utils.load_state_dict")
     with pytest.raises(RecipeError, match="the referenced value is not allowed here"):
         checked(recipe, "--dataset._target_=${oc.env:CKPT_TARGET}")
@@ -358,16 +413,29 @@ def test_a_target_from_the_environment_follows_the_same_rules(recipe: Path, monk
 
 @pytest.mark.parametrize("value", ["true", "yes", "1", "on", "Y"])
 def test_remote_code_needs_trust_wherever_it_stands(recipe: Path, value: str) -> None:
-    for key in ("dataset.trust_remote_code", "model.from_config.trust_remote_code", "dataset.a.b.trust_remote_code"):
-        words = ["--model={from_config: {model_type: llama}}", "--dataset._target_=trusted_pkg.things.any_keywords"]
+    for key in (
+        "dataset.trust_remote_code",
+        "model.from_config.trust_remote_code",
+        "dataset.a.b.trust_remote_code",
+    ):
+        words = [
+            "--model={from_config: {model_type: llama}}",
+            "--dataset._target_=trusted_pkg.things.any_keywords",
+        ]
         with pytest.raises(RecipeError, match="--trust trust_remote_code") as caught:
             checked(recipe, *words, f"--{key}={value}")
-        assert f"{key}: this runs code from a model repository, which is not trusted" in str(caught.value)
+        assert f"{key}: this runs code from a model repository, which is not trusted" in str(
+            caught.value
+        )
         checked(recipe, *words, f"--{key}={value}", trust=("trusted_pkg", "trust_remote_code"))
 
 
-@pytest.mark.parametrize("spelling", ["no", "off", "n", "N", "0", "False", '"false"', "'0'", "'no'", "null", "~", ""])
-def test_every_spelling_of_no_reaches_transformers_as_false_or_null(recipe: Path, spelling: str) -> None:
+@pytest.mark.parametrize(
+    "spelling", ["no", "off", "n", "N", "0", "False", '"false"', "'0'", "'no'", "null", "~", ""]
+)
+def test_every_spelling_of_no_reaches_transformers_as_false_or_null(
+    recipe: Path, spelling: str
+) -> None:
     named = "_target_: transformers.AutoTokenizer.from_pretrained, pretrained_model_name_or_path: x"
     recipe.write_text(
         f"{RECIPE}  table: {{trust_remote_code: {spelling}}}\n"
@@ -381,17 +449,25 @@ def test_every_spelling_of_no_reaches_transformers_as_false_or_null(recipe: Path
     assert defaults(config.tokenizer._target_) == {"trust_remote_code": False}
 
 
-@pytest.mark.parametrize("value", ["sometimes", "2", "[]", "{a: 1}", "'  no'", "''", "falsch", "-0", "0.0"])
-def test_what_is_neither_true_nor_false_is_rejected_with_and_without_trust(recipe: Path, value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["sometimes", "2", "[]", "{a: 1}", "'  no'", "''", "falsch", "-0", "0.0"]
+)
+def test_what_is_neither_true_nor_false_is_rejected_with_and_without_trust(
+    recipe: Path, value: str
+) -> None:
     recipe.write_text(RECIPE + f"  table: {{trust_remote_code: {value}}}\n")
-    with pytest.raises(RecipeError, match=r"table\.trust_remote_code must be true or false or null"):
+    with pytest.raises(
+        RecipeError, match=r"table\.trust_remote_code must be true or false or null"
+    ):
         checked(recipe, trust=("trusted_pkg", "trust_remote_code"))
 
 
 def test_an_attention_from_the_hub_is_remote_code(recipe: Path) -> None:
     for words in (
         ["--model.attn_implementation=owner/kernel"],
-        ["--model={from_config: {model_type: llama, text_config: {_attn_implementation: 'owner/kernel:x'}}}"],
+        [
+            "--model={from_config: {model_type: llama, text_config: {_attn_implementation: 'owner/kernel:x'}}}"
+        ],
     ):
         with pytest.raises(RecipeError, match="runs code from a model repository"):
             checked(recipe, *words)
@@ -419,15 +495,24 @@ def test_an_attention_from_the_hub_is_remote_code(recipe: Path) -> None:
         ("free", "017", "017"),
     ],
 )
-def test_arguments_take_the_types_of_the_parameters(recipe: Path, name: str, text: str, expected: object) -> None:
+def test_arguments_take_the_types_of_the_parameters(
+    recipe: Path, name: str, text: str, expected: object
+) -> None:
     value = checked(recipe, f"--dataset.{name}={text}").config.dataset.kwargs[name]
     assert (value, type(value)) == (expected, type(expected))
 
 
 def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe: Path) -> None:
-    recipe.write_text(RECIPE + "  sise: 3\n  mode: c\noptimizer:\n  _target_: torch.optim.AdamW\n  lr: fast\n")
+    recipe.write_text(
+        RECIPE + "  sise: 3\n  mode: c\noptimizer:\n  _target_: torch.optim.AdamW\n  lr: fast\n"
+    )
     with pytest.raises(RecipeError) as caught:
-        checked(recipe, "--dataset.size=1.5", "--dataset.pair=[1]", "--loss_fn._target_=trusted_pkg.things.make")
+        checked(
+            recipe,
+            "--dataset.size=1.5",
+            "--dataset.pair=[1]",
+            "--loss_fn._target_=trusted_pkg.things.make",
+        )
     text = str(caught.value)
     for piece in (
         f"unknown key dataset.sise\n  where:  {recipe}:6\n  value:  3\n  hint:   did you mean dataset.size?",
@@ -464,10 +549,16 @@ def test_a_module_that_cannot_be_imported_is_reported(recipe: Path) -> None:
         checked(recipe, "--dataset._target_=trusted_pkg.broken.f")
 
 
-def test_no_message_about_a_plug_in_shows_a_resolved_value(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_about_a_plug_in_shows_a_resolved_value(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPT_TEST", "hunter2")
     reference = "${oc.env:CKPT_TEST}"
-    for words in ([f"--dataset.size={reference}"], [f"--dataset.mode={reference}"], [f"--dataset.sise={reference}"]):
+    for words in (
+        [f"--dataset.size={reference}"],
+        [f"--dataset.mode={reference}"],
+        [f"--dataset.sise={reference}"],
+    ):
         with pytest.raises(RecipeError) as caught:
             checked(recipe, *words)
         assert "hunter2" not in str(caught.value)
@@ -484,13 +575,24 @@ def test_no_message_about_a_plug_in_shows_a_resolved_value(recipe: Path, monkeyp
 
 
 def test_supplied_arguments_go_only_where_the_signature_has_them_and_the_recipe_gave_none() -> None:
-    linear = build(Target("torch.nn.Linear", {"in_features": 2}), out_features=3, tokenizer="ignored")
+    linear = build(
+        Target("torch.nn.Linear", {"in_features": 2}), out_features=3, tokenizer="ignored"
+    )
     assert (linear.in_features, linear.out_features) == (2, 3)
-    assert build(Target("torch.nn.Linear", {"in_features": 2, "out_features": 5}), out_features=3).out_features == 5
+    assert (
+        build(
+            Target("torch.nn.Linear", {"in_features": 2, "out_features": 5}), out_features=3
+        ).out_features
+        == 5
+    )
 
 
 def test_an_optimizer_is_built_with_typed_arguments(recipe: Path) -> None:
-    words = ["--optimizer._target_=torch.optim.AdamW", "--optimizer.lr=1e-3", "--optimizer.betas=[0.5, 0.6]"]
+    words = [
+        "--optimizer._target_=torch.optim.AdamW",
+        "--optimizer.lr=1e-3",
+        "--optimizer.betas=[0.5, 0.6]",
+    ]
     loaded = checked(recipe, *words)
     optimizer = build(loaded.config.optimizer, params=[torch.nn.Parameter(torch.zeros(1))])
     assert optimizer.defaults["lr"] == 1e-3
@@ -521,7 +623,10 @@ def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: 
     assert loaded.config.head.width == 17
     assert "width: 17" in loaded.to_yaml()
     with pytest.raises(RecipeError, match=r"unknown key head\.widht"):
-        prepare(load(recipe, "--head.widht=1"), Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
+        prepare(
+            load(recipe, "--head.widht=1"),
+            Trust([trust.format(folder=recipe.parent), "trusted_pkg"]),
+        )
 
 
 @pytest.mark.parametrize(
@@ -534,7 +639,9 @@ def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: 
     ],
 )
 def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> None:
-    loaded = load(recipe, f"--recipe={name}", "--dataset={_target_: datasets.load_dataset, path: x}")
+    loaded = load(
+        recipe, f"--recipe={name}", "--dataset={_target_: datasets.load_dataset, path: x}"
+    )
     with pytest.raises(RecipeError, match=message):
         prepare(loaded, Trust())
 

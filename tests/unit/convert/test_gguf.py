@@ -27,14 +27,22 @@ from tests.support.shards import bits
 
 Capture = pytest.CaptureFixture[str]
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 12, "hidden_size": 8, "intermediate_size": 6,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 TOKENIZER: dict[str, Any] = {
-    "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-    "post_processor": None, "added_tokens": [{"id": 3, "content": "<s>", "special": True}, {"id": 4, "content": "<u>"}],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+    "post_processor": None,
+    "added_tokens": [{"id": 3, "content": "<s>", "special": True}, {"id": 4, "content": "<u>"}],
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 3}, "merges": [["a", "b"]]},
-}  # fmt: skip
+}
 STRANGE = [{"SpecialToken": {"id": "<u>"}}, {"Sequence": {}}]
 SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "<s>"}}
 
@@ -54,20 +62,33 @@ def test_the_file_holds_keys_and_tensors(tmp_path: Path, capsys: Capture, tied: 
     assert "--force" in capsys.readouterr().err
     reader = gguf.GGUFReader(tmp_path / "c.gguf")
     for key, value in {
-        "general.architecture": "llama", "llama.block_count": 2, "llama.attention.head_count_kv": 2,
-        "llama.rope.dimension_count": 8, "llama.rope.freq_base": 500_000.0, "tokenizer.ggml.pre": "gpt-2",
-        "general.file_type": 0 if tied else 32, "tokenizer.ggml.eos_token_id": 2, "llama.vocab_size": 304,
-    }.items():  # fmt: skip
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 8,
+        "llama.rope.freq_base": 500_000.0,
+        "tokenizer.ggml.pre": "gpt-2",
+        "general.file_type": 0 if tied else 32,
+        "tokenizer.ggml.eos_token_id": 2,
+        "llama.vocab_size": 304,
+    }.items():
         assert text(reader, key) == value, key
     tokens, types = text(reader, "tokenizer.ggml.tokens"), text(reader, "tokenizer.ggml.token_type")
-    assert len(tokens) == len(types) == 304 and tokens[303] == "[PAD303]" and types[303] == 5 and types[2] == 3
+    assert (
+        len(tokens) == len(types) == 304
+        and tokens[303] == "[PAD303]"
+        and types[303] == 5
+        and types[2] == 3
+    )
     found = {tensor.name: tensor for tensor in reader.tensors}
     state = model.state_dict()
-    assert found.keys() == {name for name, _ in read_llama(model.config.to_dict(), "").tensors().values()} | {
-        "rope_freqs.weight"
-    }
+    assert found.keys() == {
+        name for name, _ in read_llama(model.config.to_dict(), "").tensors().values()
+    } | {"rope_freqs.weight"}
     assert ("output.weight" in found) is not tied
-    assert np.array_equal(found["output_norm.weight"].data, state["model.norm.weight"].float().numpy())
+    assert np.array_equal(
+        found["output_norm.weight"].data, state["model.norm.weight"].float().numpy()
+    )
     embedding = found["token_embd.weight"].data
     assert embedding.tobytes() == bits(state["model.embed_tokens.weight"]).tobytes()
     key = state["model.layers.1.self_attn.k_proj.weight"][rotary_order(2, 8)]
@@ -78,13 +99,27 @@ def test_other_sources_and_a_cast_give_the_same_file(tmp_path: Path, capsys: Cap
     gguf = pytest.importorskip("gguf")
     llama_checkpoint(tmp_path / "c", tied=False, dtype=torch.bfloat16)
     whole = consolidate(tmp_path / "c", output=tmp_path / "hf", cast_dtype="fp32").output
-    for source, name, *more in (("hf", "a"), ("c", "b", "--cast-dtype", "fp32"), ("c/model", "b", "--force", "--json")):
-        arguments = ["export", str(tmp_path / source), "--to", "gguf", "-o", str(tmp_path / name), *more]
+    for source, name, *more in (
+        ("hf", "a"),
+        ("c", "b", "--cast-dtype", "fp32"),
+        ("c/model", "b", "--force", "--json"),
+    ):
+        arguments = [
+            "export",
+            str(tmp_path / source),
+            "--to",
+            "gguf",
+            "-o",
+            str(tmp_path / name),
+            *more,
+        ]
         assert main([*arguments, *(["--cast-dtype", "fp32"] if "--force" in more else [])]) == 0
     report = json.loads(capsys.readouterr().out.split("\n", 2)[2])
     assert report["checked"] is True and 0 < report["seconds"] < 60
     one, other = (gguf.GGUFReader(tmp_path / name) for name in "ab")
-    assert [(t.name, t.data.tobytes()) for t in one.tensors] == [(t.name, t.data.tobytes()) for t in other.tensors]
+    assert [(t.name, t.data.tobytes()) for t in one.tensors] == [
+        (t.name, t.data.tobytes()) for t in other.tensors
+    ]
     assert whole.is_dir() and sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "hf"]
 
 
@@ -133,11 +168,20 @@ def test_a_damaged_export_yields_no_file(tmp_path: Path, capsys: Capture) -> Non
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
-    [(["--nproc", "2"], 2, "--nproc"), (["-o", "no/where/x"], 4, "ENOENT"), (["-o", "."], 4, "a directory"),
-     (["--cast-dtype", "fp64"], 3, "F64")],
-)  # fmt: skip
+    [
+        (["--nproc", "2"], 2, "--nproc"),
+        (["-o", "no/where/x"], 4, "ENOENT"),
+        (["-o", "."], 4, "a directory"),
+        (["--cast-dtype", "fp64"], 3, "F64"),
+    ],
+)
 def test_wrong_arguments_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], code: int, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    arguments: list[str],
+    code: int,
+    said: str,
 ) -> None:
     pytest.importorskip("gguf")
     monkeypatch.chdir(tmp_path)
@@ -175,7 +219,9 @@ def test_hf_is_what_consolidate_writes(tmp_path: Path, capsys: Capture) -> None:
 def test_the_rotation_of_neighbours_after_reordering_is_that_of_halves() -> None:
     heads, size = 3, 8
     vector = torch.randn(heads * size, dtype=torch.float64)
-    cos, sin = (f(torch.linspace(0, 2, size // 2, dtype=torch.float64)) for f in (torch.cos, torch.sin))
+    cos, sin = (
+        f(torch.linspace(0, 2, size // 2, dtype=torch.float64)) for f in (torch.cos, torch.sin)
+    )
     a, b = vector.view(heads, 2, -1).unbind(1)
     halves = torch.cat([a * cos - b * sin, b * cos + a * sin], 1).flatten()
     x, y = vector[rotary_order(heads, size)].view(heads, -1, 2).unbind(2)
@@ -185,27 +231,36 @@ def test_the_rotation_of_neighbours_after_reordering_is_that_of_halves() -> None
 
 def test_the_frequency_factors_are_transformers_own() -> None:
     config = LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=1024,
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
         rope_parameters=LLAMA_3_ROPE | {"original_max_position_embeddings": 256},
-    )  # fmt: skip
+    )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500_000.0 ** (-torch.arange(0, 64, 2) / 64)
-    factors = torch.tensor(read_llama(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "").rope_factors())
+    factors = torch.tensor(
+        read_llama(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "").rope_factors()
+    )
     assert torch.allclose(plain / factors, scaled, rtol=1e-5) and len(set(factors.tolist())) > 5
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"), ({"architectures": None}, "architectures"),
-        ({"attention_bias": True}, "attention_bias"), ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {}}, "quantization_config"), ({"hidden_size": None}, "hidden_size"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers"), ({"rms_norm_eps": "x"}, "rms_norm_eps"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"), ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_parameters": LLAMA_3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"num_attention_heads": 3, "head_dim": 4, "num_key_value_heads": 2}, "3, 2 of 4"),
     ],
-)  # fmt: skip
+)
 def test_models_that_it_cannot_hold_are_refused_by_name(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointUnusable) as caught:
         read_llama(CONFIG | change, "config.json")
@@ -214,14 +269,20 @@ def test_models_that_it_cannot_hold_are_refused_by_name(change: dict[str, Any], 
 
 def test_linear_scaling_is_two_keys() -> None:
     model = read_llama(CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "")
-    assert ("llama.rope.scaling.factor", "float32", 4.0) in model.key_values() and model.rope_factors() == []
+    assert (
+        "llama.rope.scaling.factor",
+        "float32",
+        4.0,
+    ) in model.key_values() and model.rope_factors() == []
 
 
 def test_tensors_that_are_not_the_configs_are_named() -> None:
     expected = read_llama(CONFIG, "").tensors()
     shapes: dict[str, Any] = {fqn: shape for fqn, (_, shape) in expected.items()}
     assert name_faults(expected, shapes) is None
-    assert "model.norm.weight" in str(name_faults(expected, {f: s for f, s in shapes.items() if "model.norm" not in f}))
+    assert "model.norm.weight" in str(
+        name_faults(expected, {f: s for f, s in shapes.items() if "model.norm" not in f})
+    )
     assert "extra" in str(name_faults(expected, shapes | {"extra": (1,)}))
     assert "[3]" in str(name_faults(expected, shapes | {"model.norm.weight": (3,)}))
 
@@ -229,26 +290,47 @@ def test_tensors_that_are_not_the_configs_are_named() -> None:
 def keys(change: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[str, Any]:
     document = json.loads(json.dumps(TOKENIZER))
     change(document)
-    return {key: value for key, _, value in tokenizer_keys(document, SETTINGS, 6, "tokenizer.json", "{{ x }}")}
+    return {
+        key: value
+        for key, _, value in tokenizer_keys(document, SETTINGS, 6, "tokenizer.json", "{{ x }}")
+    }
 
 
 def test_a_tokenizer_becomes_keys() -> None:
     found = keys()
     assert found["tokenizer.ggml.tokens"] == ["a", "b", "ab", "<s>", "<u>", "[PAD5]"]
-    assert found["tokenizer.ggml.token_type"] == [1, 1, 1, 3, 4, 5] and found["tokenizer.ggml.merges"] == ["a b"]
-    assert found["tokenizer.ggml.bos_token_id"] == 3 and found["tokenizer.chat_template"] == "{{ x }}"
-    assert found["tokenizer.ggml.add_bos_token"] is False
-    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
-    found = keys(
-        lambda d: d.update(post_processor={"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]})
+    assert found["tokenizer.ggml.token_type"] == [1, 1, 1, 3, 4, 5] and found[
+        "tokenizer.ggml.merges"
+    ] == ["a b"]
+    assert (
+        found["tokenizer.ggml.bos_token_id"] == 3 and found["tokenizer.chat_template"] == "{{ x }}"
     )
-    assert found["tokenizer.ggml.add_bos_token"] is True and found["tokenizer.ggml.add_eos_token"] is False
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+    }
+    found = keys(
+        lambda d: d.update(
+            post_processor={"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
+        )
+    )
+    assert (
+        found["tokenizer.ggml.add_bos_token"] is True
+        and found["tokenizer.ggml.add_eos_token"] is False
+    )
     assert keys(lambda d: d["model"].update(merges=["a b"]))["tokenizer.ggml.merges"] == ["a b"]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of everything in a JSON document but the document itself."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield (*path, key)
         yield from places(item, (*path, key))
@@ -275,10 +357,16 @@ JUNK: list[Any] = [
 
 
 def test_nothing_in_a_tokenizer_file_makes_a_traceback() -> None:
-    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+    }
     post = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
     num_refused = 0
-    for document in (TOKENIZER | {"post_processor": post}, TOKENIZER | {"post_processor": template}):
+    for document in (
+        TOKENIZER | {"post_processor": post},
+        TOKENIZER | {"post_processor": template},
+    ):
         for path in places(document):
             for junk in JUNK:
                 changed = json.loads(json.dumps(document))
@@ -297,13 +385,19 @@ def test_nothing_in_a_tokenizer_file_makes_a_traceback() -> None:
     assert num_refused > 400
 
 
-@pytest.mark.parametrize(("settings", "template"), [({"bos_token": "\ud800"}, None), ({}, "{{ \udc80 }}")])
-def test_text_that_no_file_can_hold_is_refused(settings: dict[str, Any], template: str | None) -> None:
+@pytest.mark.parametrize(
+    ("settings", "template"), [({"bos_token": "\ud800"}, None), ({}, "{{ \udc80 }}")]
+)
+def test_text_that_no_file_can_hold_is_refused(
+    settings: dict[str, Any], template: str | None
+) -> None:
     with pytest.raises(CheckpointUnusable, match="not valid Unicode"):
         tokenizer_keys(TOKENIZER, settings, 6, "tokenizer.json", template)
 
 
-def test_a_config_of_more_layers_than_there_are_is_refused_at_once(tmp_path: Path, capsys: Capture) -> None:
+def test_a_config_of_more_layers_than_there_are_is_refused_at_once(
+    tmp_path: Path, capsys: Capture
+) -> None:
     pytest.importorskip("gguf")
     llama_checkpoint(tmp_path / "c")
     whole = consolidate(tmp_path / "c", output=tmp_path / "hf").output
@@ -312,7 +406,10 @@ def test_a_config_of_more_layers_than_there_are_is_refused_at_once(tmp_path: Pat
     for number in (2**31 - 1, 1):
         (whole / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
         assert main(["export", str(whole), "--to", "gguf"]) == 3
-        assert f"num_hidden_layers: {number}, but there are tensors of 2 layers" in capsys.readouterr().err
+        assert (
+            f"num_hidden_layers: {number}, but there are tensors of 2 layers"
+            in capsys.readouterr().err
+        )
 
 
 def test_llama_3_splits_text_in_its_own_way() -> None:
@@ -320,7 +417,12 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
         r"\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 
     def llama_3(document: dict[str, Any]) -> None:
@@ -333,7 +435,8 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda d: d["model"].update(type="Unigram"), "Unigram"), (lambda d: d.update(model=None), "model"),
+        (lambda d: d["model"].update(type="Unigram"), "Unigram"),
+        (lambda d: d.update(model=None), "model"),
         (lambda d: d["model"].update(byte_fallback=True), "SentencePiece"),
         (lambda d: d.update(normalizer={"type": "NFC"}), "normalizer"),
         (lambda d: d["model"].update(dropout=0.1), "dropout"),
@@ -343,10 +446,13 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
         (lambda d: d["model"]["vocab"].update(far=99), "far"),
         (lambda d: d["model"].update(merges=["a b c"]), "a b c"),
         (lambda d: d.update(post_processor={"type": "BertProcessing"}), "post_processor"),
-        (lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": STRANGE}), "other tokens"),
+        (
+            lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": STRANGE}),
+            "other tokens",
+        ),
         (lambda d: d.update(added_tokens=["x"]), "added_tokens"),
     ],
-)  # fmt: skip
+)
 def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(
     change: Callable[[dict[str, Any]], object], said: str
 ) -> None:

@@ -16,7 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -33,7 +37,9 @@ def exported(output: Path) -> dict[str, torch.Tensor]:
 
 def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert found.keys() == want.keys()
-    different = [name for name in want if bits(found[name]).tobytes() != bits(want[name].detach()).tobytes()]
+    different = [
+        name for name in want if bits(found[name]).tobytes() != bits(want[name].detach()).tobytes()
+    ]
     assert not different
 
 
@@ -63,13 +69,21 @@ def test_an_automodel_checkpoint_with_a_shard_missing_is_refused(tmp_path: Path)
 
 def shards_by_torch(directory: Path) -> dict[str, torch.Tensor]:
     """What PyTorch's writer makes of two ranks' rows; returns the whole tensors."""
-    whole = {"a": torch.arange(35.0).reshape(5, 7), "b": torch.arange(6).reshape(2, 3).to(torch.bfloat16)}
+    whole = {
+        "a": torch.arange(35.0).reshape(5, 7),
+        "b": torch.arange(6).reshape(2, 3).to(torch.bfloat16),
+    }
 
     def on_rank() -> None:
         mesh = init_device_mesh("cpu", (2,))
-        state = {name: distribute_tensor(tensor.clone(), mesh, [Shard(0)]) for name, tensor in whole.items()}
+        state = {
+            name: distribute_tensor(tensor.clone(), mesh, [Shard(0)])
+            for name, tensor in whole.items()
+        }
         with quietly():
-            writer = HuggingFaceStorageWriter(str(directory), dict.fromkeys(state, 1), save_distributed=True)
+            writer = HuggingFaceStorageWriter(
+                str(directory), dict.fromkeys(state, 1), save_distributed=True
+            )
             dcp.save(state, storage_writer=writer)
 
     ranks.run(on_rank, 2)
@@ -89,7 +103,9 @@ def test_pytorchs_readers_load_what_two_ranks_saved_here(tmp_path: Path, form: s
         mesh = init_device_mesh("cpu", (2,))
         for name in ("embed", "frozen", "one_row"):
             parameter = getattr(made.model, name)
-            cut = torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]), parameter.requires_grad)
+            cut = torch.nn.Parameter(
+                distribute_tensor(parameter.data, mesh, [Shard(0)]), parameter.requires_grad
+            )
             setattr(made.model, name, cut)
         made.model.head = made.model.embed
         made.optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad])
@@ -101,7 +117,9 @@ def test_pytorchs_readers_load_what_two_ranks_saved_here(tmp_path: Path, form: s
     want = ranks.run(on_rank, 2)[0]
     want.pop("head")
     model = tmp_path / "epoch_0_step_20" / "model"
-    reader = HuggingFaceStorageReader(str(model)) if form == "safetensors" else FileSystemReader(model)
+    reader = (
+        HuggingFaceStorageReader(str(model)) if form == "safetensors" else FileSystemReader(model)
+    )
     found = {name: torch.full_like(tensor, 1) for name, tensor in want.items()}
     with quietly():
         dcp.load(found, storage_reader=reader, no_dist=True)

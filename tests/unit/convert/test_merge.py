@@ -25,28 +25,47 @@ from automodel_ckpt.models.signature import ModelSignature, outline
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 LLAMA = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 TIED, UNTIED = (LlamaConfig(**LLAMA, tie_word_embeddings=tied) for tied in (True, False))
 GPT2 = GPT2Config(
-    vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3, bos_token_id=None,
+    vocab_size=64,
+    n_embd=16,
+    n_layer=1,
+    n_head=2,
+    n_positions=32,
+    initializer_range=0.3,
+    bos_token_id=None,
     eos_token_id=None,
-)  # fmt: skip
+)
 TOKENS = torch.arange(16).reshape(1, 16)
 KINDS = {
     "DoRA on GPT-2's transposed layers, with biases": (GPT2, Lora(use_dora=True, bias="all"), True),
     "a head trained as a whole": (UNTIED, Lora(modules_to_save=["lm_head"]), False),
     "DoRA on an embedding, which unties it": (
-        TIED, Lora(target_modules=["embed_tokens", "q_proj"], use_dora=True, ensure_weight_tying=False), False,
+        TIED,
+        Lora(target_modules=["embed_tokens", "q_proj"], use_dora=True, ensure_weight_tying=False),
+        False,
     ),
     "a tied embedding trained apart from its head": (
-        TIED, Lora(modules_to_save=["embed_tokens"], ensure_weight_tying=False), False,
+        TIED,
+        Lora(modules_to_save=["embed_tokens"], ensure_weight_tying=False),
+        False,
     ),
     "rsLoRA on an embedding, which unties it": (
-        TIED, Lora(target_modules=["embed_tokens"], use_rslora=True, ensure_weight_tying=False), False,
+        TIED,
+        Lora(target_modules=["embed_tokens"], use_rslora=True, ensure_weight_tying=False),
+        False,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +73,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
 
 
-def make(root: Path, config: Any, lora: Lora, *, num_rows: int | None = None, dtype: Any = torch.float32) -> Any:
+def make(
+    root: Path, config: Any, lora: Lora, *, num_rows: int | None = None, dtype: Any = torch.float32
+) -> Any:
     """A base of two files in *root*, and a checkpoint of an adapter that has learnt something; the adapted model."""
     torch.manual_seed(1)
     config = copy.deepcopy(config)
@@ -74,7 +95,9 @@ def make(root: Path, config: Any, lora: Lora, *, num_rows: int | None = None, dt
     assets = AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity)
     write_assets(assets, checkpoint / "model" / ".hf_metadata")
     state, tied = module_state(adapted.model)
-    write_checkpoint(checkpoint, state, [p for f, t in state.items() for p in cut(f, t, 2, 0)], tied=tied)
+    write_checkpoint(
+        checkpoint, state, [p for f, t in state.items() for p in cut(f, t, 2, 0)], tied=tied
+    )
     return adapted.model.eval()
 
 
@@ -90,7 +113,9 @@ def load(directory: Path) -> Any:
 
 def assert_equal(model: Any, adapted: Any) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS).logits, adapted(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(TOKENS).logits, adapted(TOKENS).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,14 +129,18 @@ def test_the_merged_model_answers_as_base_and_adapter(kind: str, tmp_path: Path)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == stays_tied
     before, after = (index(place) for place in (tmp_path / "base", output))
     assert after | before == after
-    assert after.keys() - before.keys() == ({"lm_head.weight"} if config is TIED and not stays_tied else set())
+    assert after.keys() - before.keys() == (
+        {"lm_head.weight"} if config is TIED and not stays_tied else set()
+    )
     same = (output / "config.json").read_bytes() == (tmp_path / "base" / "config.json").read_bytes()
     assert same == (config is UNTIED or stays_tied)
     assert main(["verify", "--deep", str(tmp_path / "epoch_0_step_1")]) == 0
 
 
 def index(directory: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     return found
 
 
@@ -124,7 +153,10 @@ def test_more_tokens_than_the_base_has_are_merged_too_and_all_may_be_cast(tmp_pa
     assert export(tmp_path, "--cast-dtype", "bf16", "-o", str(tmp_path / "half")) == 0
     half = load(tmp_path / "half")
     assert half.dtype == torch.bfloat16
-    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
+    assert all(
+        torch.equal(a.bfloat16(), b)
+        for a, b in zip(model.parameters(), half.parameters(), strict=True)
+    )
 
 
 def test_what_has_no_adapter_keeps_the_bases_bytes(tmp_path: Path) -> None:
@@ -145,7 +177,9 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_moved_base_is_named_and_another_one_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_moved_base_is_named_and_another_one_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     adapted = make(tmp_path, UNTIED, Lora(target_modules="q_proj"))
     moved = (tmp_path / "base").rename(tmp_path / "moved")
     assert export(tmp_path) == 3
@@ -161,7 +195,9 @@ def test_a_moved_base_is_named_and_another_one_refused(tmp_path: Path, capsys: p
     assert not (tmp_path / "epoch_0_step_1" / "model" / "merged").exists()
 
 
-def test_a_damaged_adapter_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_adapter_is_not_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path, UNTIED, Lora(target_modules="q_proj"))
     shard = next((tmp_path / "epoch_0_step_1" / "model").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -171,14 +207,18 @@ def test_a_damaged_adapter_is_not_merged(tmp_path: Path, capsys: pytest.CaptureF
     assert shard.name in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_adapter_has_nothing_to_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_adapter_has_nothing_to_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {"weight": torch.ones(2)}
     write_checkpoint(tmp_path / "epoch_0_step_1", state, cut("weight", state["weight"], 1, 0))
     assert export(tmp_path) == 3
     assert "holds no adapters" in capsys.readouterr().err
 
 
-def test_options_that_make_no_sense_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_make_no_sense_together_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path, UNTIED, Lora(target_modules="q_proj"))
     assert export(tmp_path, "--nproc", "2") == 2
     assert export(tmp_path, "--to", "gguf") == 2
@@ -192,8 +232,16 @@ FITTING = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}
 @pytest.mark.parametrize(
     ("base", "adapter", "said"),
     [
-        ({"x.weight": torch.ones(4, 3)}, {"x.lora_C.weight": (2, 3)}, "not one of LoRA, rsLoRA, DoRA"),
-        ({"x.weight": torch.ones(4, 3)}, {"x.lora_A.weight": (2, 3)}, "lacks one of its two factors"),
+        (
+            {"x.weight": torch.ones(4, 3)},
+            {"x.lora_C.weight": (2, 3)},
+            "not one of LoRA, rsLoRA, DoRA",
+        ),
+        (
+            {"x.weight": torch.ones(4, 3)},
+            {"x.lora_A.weight": (2, 3)},
+            "lacks one of its two factors",
+        ),
         ({"y.weight": torch.ones(4, 3)}, FITTING, "changes a tensor that the base lacks"),
         ({"x.weight": torch.ones(4, 5)}, FITTING, "does not fit its layer"),
         ({"x.weight": torch.ones(4, 3, dtype=torch.int8)}, FITTING, "is stored as I8"),
@@ -204,7 +252,9 @@ def test_what_cannot_be_merged_is_refused_by_name(
 ) -> None:
     save_file(base, tmp_path / "model.safetensors")
     file = tmp_path / "adapter_model.safetensors"
-    save_file({f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file)
+    save_file(
+        {f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file
+    )
     merge = Adapter(tmp_path, tensors_of_file(file), {"lora_alpha": 2})
     with pytest.raises(CheckpointUnusable, match=said):
         MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset())).value("x.weight", "F32")

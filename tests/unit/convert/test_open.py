@@ -15,7 +15,12 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes, rows_of
+from automodel_ckpt.checkpoint.state.fill_modules import (
+    Filling,
+    fill_module,
+    module_shapes,
+    rows_of,
+)
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
@@ -24,7 +29,10 @@ from tests.support import tiny
 def hugging_face(directory: Path, *, rows: int = 6) -> dict[str, torch.Tensor]:
     """Two files with an index, as the Hub's cache has them: links to blobs."""
     directory.mkdir(parents=True)
-    tensors = {"embed.weight": torch.randn(rows, 4), "head.weight": torch.randn(rows, 4).to(torch.bfloat16)}
+    tensors = {
+        "embed.weight": torch.randn(rows, 4),
+        "head.weight": torch.randn(rows, 4).to(torch.bfloat16),
+    }
     weight_map = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         save_file({name: tensor}, directory.parent / f"blob{number}")
@@ -46,7 +54,9 @@ def fillings(source: Tensors, *, resized: bool = False) -> dict[str, Filling]:
 
 
 @pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])
-def test_each_way_to_name_a_checkpoint_gives_its_newest_weights(tmp_path: Path, model_save_format: Any) -> None:
+def test_each_way_to_name_a_checkpoint_gives_its_newest_weights(
+    tmp_path: Path, model_save_format: Any
+) -> None:
     made = tiny.recipe(seed=3, head=nn.Linear(2, 2))
     root = tmp_path / "run"
     tiny.save(root, tiny.recipe(seed=1), step=10, model_save_format=model_save_format)
@@ -113,7 +123,11 @@ def test_rows_of_a_tensor_that_is_cut_both_ways_are_pieces_of_its_slices(tmp_pat
     rows = rows_of(stored, 2, 5)
     assert rows.shape == (3, 4)
     (piece,) = rows.slices
-    assert (piece.offsets, piece.sizes, piece.start) == ((0, 0), (3, 4), stored.slices[0].start + 2 * 16)
+    assert (piece.offsets, piece.sizes, piece.start) == (
+        (0, 0),
+        (3, 4),
+        stored.slices[0].start + 2 * 16,
+    )
 
 
 def test_a_damaged_file_is_found_before_it_is_used(tmp_path: Path) -> None:
@@ -133,8 +147,12 @@ def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> N
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "missing").mkdir()
     (tmp_path / "broken/model.safetensors.index.json").write_text("[1]")
-    (tmp_path / "elsewhere/model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
-    (tmp_path / "missing/model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    (tmp_path / "elsewhere/model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../x.safetensors"}}'
+    )
+    (tmp_path / "missing/model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "x.safetensors"}}'
+    )
     (tmp_path / "twice").mkdir()
     for name in ("a", "b"):
         save_file({"w": torch.ones(1)}, tmp_path / f"twice/{name}.safetensors")

@@ -45,18 +45,28 @@ def write(path: Path, *rows: Any) -> str:
 
 def parts(tokenizer: Any, sample: dict[str, list[int]]) -> tuple[str, str]:
     masked = sample["labels"].count(-100)
-    return tokenizer.decode(sample["input_ids"][:masked]), tokenizer.decode(sample["labels"][masked:])
+    return tokenizer.decode(sample["input_ids"][:masked]), tokenizer.decode(
+        sample["labels"][masked:]
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_squad_asks_about_the_paragraph_and_learns_the_first_answer(tokenizer: Any, tmp_path: Path, kind: str) -> None:
-    prompt, completion = parts(tokenizer, squad(tokenizer, write(tmp_path / f"squad.{kind}", SQUAD))[0])
+def test_squad_asks_about_the_paragraph_and_learns_the_first_answer(
+    tokenizer: Any, tmp_path: Path, kind: str
+) -> None:
+    prompt, completion = parts(
+        tokenizer, squad(tokenizer, write(tmp_path / f"squad.{kind}", SQUAD))[0]
+    )
     assert prompt == f"Context: {SQUAD['context'].strip()}\nQuestion: {SQUAD['question']}\nAnswer:"
     assert completion == " a golden statue</s>"
 
 
-def test_a_question_without_answer_needs_one_from_the_recipe(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "squad.jsonl", SQUAD, SQUAD | {"answers": {"text": [], "answer_start": []}})
+def test_a_question_without_answer_needs_one_from_the_recipe(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    path = write(
+        tmp_path / "squad.jsonl", SQUAD, SQUAD | {"answers": {"text": [], "answer_start": []}}
+    )
     with pytest.raises(RecipeError, match=r"a question has no answer\n.*squad\.jsonl:2"):
         squad(tokenizer, path)
     assert parts(tokenizer, squad(tokenizer, path, no_answer="unknown")[1])[1] == " unknown</s>"
@@ -69,13 +79,20 @@ def test_answers_of_another_shape_are_refused(tokenizer: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("label", ["2", 2])
-def test_hellaswag_learns_the_right_ending(tokenizer: Any, tmp_path: Path, kind: str, label: Any) -> None:
+def test_hellaswag_learns_the_right_ending(
+    tokenizer: Any, tmp_path: Path, kind: str, label: Any
+) -> None:
     path = write(tmp_path / f"hellaswag.{kind}", HELLASWAG | {"label": label})
-    assert parts(tokenizer, hellaswag(tokenizer, path)[0]) == (HELLASWAG["ctx"], " , he scrapes the ice.</s>")
+    assert parts(tokenizer, hellaswag(tokenizer, path)[0]) == (
+        HELLASWAG["ctx"],
+        " , he scrapes the ice.</s>",
+    )
 
 
 @pytest.mark.parametrize("label", ["", "4", "-1", None])
-def test_a_row_without_a_right_ending_is_refused(tokenizer: Any, tmp_path: Path, label: Any) -> None:
+def test_a_row_without_a_right_ending_is_refused(
+    tokenizer: Any, tmp_path: Path, label: Any
+) -> None:
     path = write(tmp_path / "hellaswag.jsonl", HELLASWAG, HELLASWAG | {"label": label})
     with pytest.raises(RecipeError, match=r"no valid label\n.*hellaswag\.jsonl:2"):
         hellaswag(tokenizer, path)

@@ -39,7 +39,9 @@ def test_a_failed_or_killed_build_leaves_nothing_that_is_taken_for_complete() ->
 
     with pytest.raises(KeyboardInterrupt):
         cached("samples", (), fail)
-    assert [path.name for path in cache_directory().iterdir() if not path.name.endswith(".lock")] == []
+    assert [
+        path.name for path in cache_directory().iterdir() if not path.name.endswith(".lock")
+    ] == []
     lock = next(cache_directory().iterdir())
     (cache_directory() / lock.name.replace(".lock", ".partial")).mkdir()
     assert (cached("samples", (), write) / "data").read_text() == "complete"

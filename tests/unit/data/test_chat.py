@@ -25,7 +25,8 @@ MARKED = """{%- for m in messages %}<s>{{ m.role }}
 ENDING = PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 """As Phi's: the end token stands after the conversation, not after each turn."""
 REWRITING = PLAIN.replace(
-    "{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' and not loop.last else m.content }}"
+    "{{ m.content }}",
+    "{{ m.content | upper if m.role == 'assistant' and not loop.last else m.content }}",
 )
 """As templates do that leave out the reasoning of earlier turns."""
 
@@ -55,7 +56,9 @@ def learnt(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:
     return [tokenizer.decode(run) for run in runs if run]
 
 
-@pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>"), (ENDING, "</s>\n")])
+@pytest.mark.parametrize(
+    ("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>"), (ENDING, "</s>\n")]
+)
 def test_the_assistants_turns_and_their_ends_are_learnt(
     tokenizer: Any, tmp_path: Path, template: str, end: str
 ) -> None:
@@ -67,13 +70,17 @@ def test_the_assistants_turns_and_their_ends_are_learnt(
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, REWRITING])
-def test_the_last_turn_alone_is_learnt_when_asked(tokenizer: Any, tmp_path: Path, template: str) -> None:
+def test_the_last_turn_alone_is_learnt_when_asked(
+    tokenizer: Any, tmp_path: Path, template: str
+) -> None:
     path = write(tmp_path, {"messages": TALK})
     sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
     assert [text.strip() for text in learnt(tokenizer, sample)] == ["because</s>"]
 
 
-def test_a_token_that_grows_over_the_border_is_the_assistants(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_token_that_grows_over_the_border_is_the_assistants(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     template = """{% for m in messages %}{{ 'h' if m.role == 'assistant' else '<s>' }}{{ m.content }}</s>{% endfor %}
 {%- if add_generation_prompt %}h{% endif %}"""
     assert len(tokenizer("he", add_special_tokens=False)["input_ids"]) == 1
@@ -82,9 +89,14 @@ def test_a_token_that_grows_over_the_border_is_the_assistants(tokenizer: Any, tm
     assert learnt(tokenizer, sample) == ["he four</s>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     path = write(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK})
-    with pytest.raises(RecipeError, match=r"(?s)first 3 messages differently.*sample 1 \(.*:2\).*'four.*'FOUR.*last"):
+    with pytest.raises(
+        RecipeError,
+        match=r"(?s)first 3 messages differently.*sample 1 \(.*:2\).*'four.*'FOUR.*last",
+    ):
         messages(tokenizer, path, chat_template=REWRITING)
 
 
@@ -94,24 +106,34 @@ def test_a_conversation_without_the_assistant_is_refused_with_its_number(
 ) -> None:
     path = write(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
     with pytest.raises(
-        RecipeError, match=r"(?s)no assistant token to train on.*sample 1 \(.*chat\.jsonl:2\).*system, user"
+        RecipeError,
+        match=r"(?s)no assistant token to train on.*sample 1 \(.*chat\.jsonl:2\).*system, user",
     ):
         messages(tokenizer, path, chat_template=template)
 
 
 def test_markers_that_mark_nothing_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     template = MARKED.replace("== 'assistant'", "== 'model'")
-    with pytest.raises(RecipeError, match=r"no assistant token to train on[\s\S]*generation markers"):
+    with pytest.raises(
+        RecipeError, match=r"no assistant token to train on[\s\S]*generation markers"
+    ):
         messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
 
 
-def test_tools_and_calls_reach_the_template_without_what_the_table_added(tokenizer: Any, tmp_path: Path) -> None:
+def test_tools_and_calls_reach_the_template_without_what_the_table_added(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     def tool(name: str, **properties: Any) -> dict[str, Any]:
         parameters = {"type": "object", "properties": properties}
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    talk = [TALK[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}, TALK[2]]
+    talk = [
+        TALK[1],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        TALK[2],
+    ]
     rows = [
         {"messages": talk, "tools": [tool("f", a={"type": "integer"})]},
         {"messages": TALK, "tools": [tool("g", b={"type": "string"})]},
@@ -132,13 +154,19 @@ def test_parquet_with_conversations_as_json_text_is_read(tokenizer: Any, tmp_pat
     path = tmp_path / "chat.parquet"
     pandas.DataFrame({"talk": [json.dumps(TALK)]}).to_parquet(path)
     sample = messages(tokenizer, str(path), chat_template=PLAIN, messages_field="talk")[0]
-    assert sample == messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=PLAIN)[0]
+    assert (
+        sample == messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=PLAIN)[0]
+    )
 
 
-def test_variables_reach_the_template_and_are_part_of_the_cache_key(tokenizer: Any, tmp_path: Path) -> None:
+def test_variables_reach_the_template_and_are_part_of_the_cache_key(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     path, template = write(tmp_path, {"messages": TALK}), "{{ greeting }}" + PLAIN
     for greeting in ("hello", "good morning"):
-        sample = messages(tokenizer, path, chat_template=template, template_kwargs={"greeting": greeting})[0]
+        sample = messages(
+            tokenizer, path, chat_template=template, template_kwargs={"greeting": greeting}
+        )[0]
         assert tokenizer.decode(sample["input_ids"]).startswith(greeting)
 
 
@@ -151,7 +179,10 @@ def test_the_template_may_be_a_file_or_the_tokenizers_own(tokenizer: Any, tmp_pa
         messages(tokenizer, path, chat_template=str(tmp_path / "none.jinja"))
     own = train_tokenizer(400)
     own.chat_template = PLAIN
-    assert messages(own, path)[0] == messages(tokenizer, path, chat_template=str(tmp_path / "template.jinja"))[0]
+    assert (
+        messages(own, path)[0]
+        == messages(tokenizer, path, chat_template=str(tmp_path / "template.jinja"))[0]
+    )
 
 
 def test_long_conversations_are_refused_cut_or_left_out_with_counts(
@@ -173,13 +204,24 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         ({"messages": []}, "this is not a conversation"),
         ({"messages": [{"content": "hello"}]}, "this is not a conversation"),
         ({"messages": TALK[2:]}, "the first message must not be the assistant's"),
-        ({"messages": [*TALK[1:2], {"role": "assistant", "content": None}]}, "a message has no content"),
-        ({"messages": [{"role": "user", "name": "a", "weight": 0}, TALK[2]]}, "a message has no content"),
-        ({"messages": [{"role": "user", "content": 4}, TALK[2]]}, "neither text nor a list of parts"),
+        (
+            {"messages": [*TALK[1:2], {"role": "assistant", "content": None}]},
+            "a message has no content",
+        ),
+        (
+            {"messages": [{"role": "user", "name": "a", "weight": 0}, TALK[2]]},
+            "a message has no content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 4}, TALK[2]]},
+            "neither text nor a list of parts",
+        ),
         ({"turns": TALK}, "the data has no field messages"),
     ],
 )
-def test_what_is_no_conversation_is_refused(tokenizer: Any, tmp_path: Path, row: Any, what: str) -> None:
+def test_what_is_no_conversation_is_refused(
+    tokenizer: Any, tmp_path: Path, row: Any, what: str
+) -> None:
     with pytest.raises(RecipeError, match=what):
         messages(tokenizer, write(tmp_path, row), chat_template=PLAIN)
 
@@ -191,7 +233,9 @@ def test_a_template_that_refuses_a_conversation_is_quoted(tokenizer: Any, tmp_pa
 
 
 @pytest.mark.parametrize("build", [messages, prompt_completion])
-def test_text_without_a_tokenizer_is_refused_with_what_to_name(tmp_path: Path, build: Callable[..., object]) -> None:
+def test_text_without_a_tokenizer_is_refused_with_what_to_name(
+    tmp_path: Path, build: Callable[..., object]
+) -> None:
     file = tmp_path / "x.jsonl"
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     file.write_text(json.dumps({"prompt": "a", "completion": "b", "messages": turns}) + "\n")
@@ -204,11 +248,14 @@ PARTS = PLAIN.replace(
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}"
     "{% endif %}",
 )
-IN_PARTS = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
+IN_PARTS = [
+    {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in TALK
+]
 
 
 @pytest.mark.parametrize(
-    ("template", "answers"), [(PLAIN, ["four</s>\n", "because</s>\n"]), (PARTS, ["(four)</s>\n", "(because)</s>\n"])]
+    ("template", "answers"),
+    [(PLAIN, ["four</s>\n", "because</s>\n"]), (PARTS, ["(four)</s>\n", "(because)</s>\n"])],
 )
 def test_a_content_in_parts_is_written_as_text(
     tokenizer: Any, tmp_path: Path, template: str, answers: list[str]
@@ -223,24 +270,40 @@ def test_a_part_that_is_no_text_is_refused(tokenizer: Any, tmp_path: Path) -> No
         messages(tokenizer, write(tmp_path, {"messages": json.dumps(picture)}), chat_template=PLAIN)
 
 
-def test_a_template_that_leaves_out_calls_of_tools_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_template_that_leaves_out_calls_of_tools_is_refused(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     call = {"type": "function", "function": {"name": "add_up", "arguments": {}}}
-    path = write(tmp_path, {"messages": [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]})
+    path = write(
+        tmp_path,
+        {"messages": [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]},
+    )
     assert "add_up" in learnt(tokenizer, messages(tokenizer, path, chat_template=PLAIN)[0])[0]
     with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*add_up"):
         messages(tokenizer, path, chat_template=MARKED)
-    said = {"role": "assistant", "content": "", "function_call": {"name": "user", "arguments": "{}"}}
+    said = {
+        "role": "assistant",
+        "content": "",
+        "function_call": {"name": "user", "arguments": "{}"},
+    }
     with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*value:  user"):
         messages(tokenizer, write(tmp_path, {"messages": [TALK[1], said]}), chat_template=PLAIN)
 
 
 @pytest.mark.parametrize("ending", ["| tojson", ""])
 def test_arguments_in_json_are_written_once(tokenizer: Any, tmp_path: Path, ending: str) -> None:
-    calling = "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments ending }}"
+    calling = (
+        "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments ending }}"
+    )
     template = PLAIN.replace("call {{ m.tool_calls | tojson }}", calling.replace("ending", ending))
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    path = write(tmp_path, {"messages": [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]})
-    assert learnt(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == ['call add {"a": 1}</s>\n']
+    path = write(
+        tmp_path,
+        {"messages": [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]},
+    )
+    assert learnt(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == [
+        'call add {"a": 1}</s>\n'
+    ]
 
 
 def test_a_template_that_writes_the_date_is_told_of(
@@ -262,7 +325,10 @@ def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Pa
 
 def weighed(*weights: float | None) -> list[dict[str, Any]]:
     """TALK, its messages with these weights; None for none."""
-    return [turn if weight is None else turn | {"weight": weight} for turn, weight in zip(TALK, weights, strict=True)]
+    return [
+        turn if weight is None else turn | {"weight": weight}
+        for turn, weight in zip(TALK, weights, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, ENDING])
@@ -280,7 +346,10 @@ def test_what_has_weight_0_is_not_learnt_and_the_weight_is_not_rendered(
     assert runs == [["because"], ["four"], ["four", "because"]]
     assert dataset[0]["input_ids"] == dataset[1]["input_ids"] == dataset[2]["input_ids"]
     last = messages(
-        tokenizer, write(tmp_path, {"messages": weighed(0, 0, 1, 0, 0)}), chat_template=template, learn="last"
+        tokenizer,
+        write(tmp_path, {"messages": weighed(0, 0, 1, 0, 0)}),
+        chat_template=template,
+        learn="last",
     )
     assert [text.split("</s>")[0] for text in learnt(tokenizer, last[0])] == ["four"]
 
@@ -288,22 +357,38 @@ def test_what_has_weight_0_is_not_learnt_and_the_weight_is_not_rendered(
 @pytest.mark.parametrize(
     ("weights", "what"),
     [
-        ((None, None, 0.5, None, 1), r"neither 0 nor 1\n  where:  sample 0 \(.*\n  value:  weight: 0.5\n"),
+        (
+            (None, None, 0.5, None, 1),
+            r"neither 0 nor 1\n  where:  sample 0 \(.*\n  value:  weight: 0.5\n",
+        ),
         ((None, None, "0", None, None), "neither 0 nor 1[\\s\\S]*weight: '0'"),
-        ((None, 1, None, None, 1), r"a message that is not the assistant's has a weight[\s\S]*role: user"),
-        ((None, None, 0, None, 0), r"no assistant token to train on[\s\S]*all of its assistant messages have weight 0"),
+        (
+            (None, 1, None, None, 1),
+            r"a message that is not the assistant's has a weight[\s\S]*role: user",
+        ),
+        (
+            (None, None, 0, None, 0),
+            r"no assistant token to train on[\s\S]*all of its assistant messages have weight 0",
+        ),
     ],
 )
-def test_weights_that_mean_nothing_are_refused(tokenizer: Any, tmp_path: Path, weights: Any, what: str) -> None:
+def test_weights_that_mean_nothing_are_refused(
+    tokenizer: Any, tmp_path: Path, weights: Any, what: str
+) -> None:
     path = write(tmp_path, {"messages": json.dumps(weighed(*weights))})
     with pytest.raises(RecipeError, match=what):
         messages(tokenizer, path, chat_template=PLAIN)
 
 
-def test_marks_that_change_when_more_follows_cannot_be_weighed(tokenizer: Any, tmp_path: Path) -> None:
+def test_marks_that_change_when_more_follows_cannot_be_weighed(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     path = write(tmp_path, {"messages": weighed(None, None, 0, None, 1)})
-    with pytest.raises(RecipeError, match=r"messages with weight 0[\s\S]*marks: 1 in the first 3 messages, 1 in total"):
+    with pytest.raises(
+        RecipeError,
+        match=r"messages with weight 0[\s\S]*marks: 1 in the first 3 messages, 1 in total",
+    ):
         messages(tokenizer, path, chat_template=template)
 
 
@@ -311,7 +396,9 @@ def test_marks_need_a_tokenizer_that_knows_its_characters(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(type(tokenizer)):  # type: ignore[misc]
-        def __call__(self, *given: Any, return_offsets_mapping: bool = False, **options: Any) -> Any:
+        def __call__(
+            self, *given: Any, return_offsets_mapping: bool = False, **options: Any
+        ) -> Any:
             if return_offsets_mapping:
                 raise NotImplementedError
             return super().__call__(*given, **options)
@@ -327,22 +414,39 @@ SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four"
 def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"conversations": SHAREGPT})
     given = messages(tokenizer, path, chat_template=PLAIN, messages_field="conversations")[0]
-    assert given == messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=PLAIN)[0]
-    with pytest.raises(RecipeError, match=r"no field messages[\s\S]*hint: .*with messages_field: conversations"):
+    assert (
+        given
+        == messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=PLAIN)[0]
+    )
+    with pytest.raises(
+        RecipeError, match=r"no field messages[\s\S]*hint: .*with messages_field: conversations"
+    ):
         messages(tokenizer, write(tmp_path, {"conversations": SHAREGPT}), chat_template=PLAIN)
-    for message, what in (({"from": "bing", "value": "x"}, "unknown speaker"), ({"from": "gpt"}, "no content")):
+    for message, what in (
+        ({"from": "bing", "value": "x"}, "unknown speaker"),
+        ({"from": "gpt"}, "no content"),
+    ):
         with pytest.raises(RecipeError, match=what):
-            messages(tokenizer, write(tmp_path, {"messages": [*SHAREGPT, message]}), chat_template=PLAIN)
+            messages(
+                tokenizer, write(tmp_path, {"messages": [*SHAREGPT, message]}), chat_template=PLAIN
+            )
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, REWRITING])
-def test_prompts_and_completions_may_be_lists_of_messages(tokenizer: Any, tmp_path: Path, template: str) -> None:
+def test_prompts_and_completions_may_be_lists_of_messages(
+    tokenizer: Any, tmp_path: Path, template: str
+) -> None:
     path = write(tmp_path, {"prompt": TALK[:4], "completion": TALK[4:]})
     sample = prompt_completion(tokenizer, path, chat_template=template)[0]
-    whole = messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template, learn="last")[0]
+    whole = messages(
+        tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template, learn="last"
+    )[0]
     assert sample == whole
     (row,) = prompt_completion(
-        tokenizer, write(tmp_path, {"prompt": TALK[:4], "completion": TALK[4:]}), chat_template=template, streaming=True
+        tokenizer,
+        write(tmp_path, {"prompt": TALK[:4], "completion": TALK[4:]}),
+        chat_template=template,
+        streaming=True,
     )
     assert row.content["prompt"] == TALK[:4]
 
@@ -370,34 +474,58 @@ def test_empty_answers_are_counted_and_null_means_absent(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = "{% for m in messages %}<s>{{ m.keys() | sort | join(',') }} {{ m.content }}</s>{% endfor %}"
-    answers = [{"role": "assistant", "content": text, "tool_calls": None, "name": None} for text in ("four", " ", "")]
+    answers = [
+        {"role": "assistant", "content": text, "tool_calls": None, "name": None}
+        for text in ("four", " ", "")
+    ]
     path = write(tmp_path, *({"messages": [TALK[1], answer]} for answer in answers))
-    dataset = messages(tokenizer, path, chat_template=template + "{% if add_generation_prompt %}<s>{% endif %}")
-    assert tokenizer.decode(dataset[0]["input_ids"]) == "<s>content,role 2 + 2</s><s>content,role four</s>"
+    dataset = messages(
+        tokenizer, path, chat_template=template + "{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    assert (
+        tokenizer.decode(dataset[0]["input_ids"])
+        == "<s>content,role 2 + 2</s><s>content,role four</s>"
+    )
     assert "2 of 3 samples have an empty completion" in caplog.text
 
 
 def test_a_null_in_a_call_or_a_tool_stays_null(tokenizer: Any, tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "day": "2024-01-01", "n": 2**70}}}
+    call = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {"a": None, "day": "2024-01-01", "n": 2**70}},
+    }
     tool = {"type": "function", "function": {"name": "f", "default": None}}
     talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    for row in ({"messages": talk, "tools": [tool]}, {"messages": json.dumps(talk), "tools": json.dumps([tool])}):
-        sample = messages(tokenizer, write(tmp_path, row, {"messages": TALK, "tools": None}), chat_template=PLAIN)[0]
+    for row in (
+        {"messages": talk, "tools": [tool]},
+        {"messages": json.dumps(talk), "tools": json.dumps([tool])},
+    ):
+        sample = messages(
+            tokenizer, write(tmp_path, row, {"messages": TALK, "tools": None}), chat_template=PLAIN
+        )[0]
         text = tokenizer.decode(sample["input_ids"])
         assert '"default": null' in text
         assert f'"arguments": {{"a": null, "day": "2024-01-01", "n": {2**70}}}' in text
 
 
-def test_another_choice_of_turns_is_rejected_with_the_choices(tokenizer: Any, tmp_path: Path) -> None:
+def test_another_choice_of_turns_is_rejected_with_the_choices(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     path = write(tmp_path, {"messages": TALK})
-    with pytest.raises(RecipeError, match=r"dataset.learn\s+value:\s+first\s+hint:\s+use one of: all, last"):
+    with pytest.raises(
+        RecipeError, match=r"dataset.learn\s+value:\s+first\s+hint:\s+use one of: all, last"
+    ):
         messages(tokenizer, path, chat_template=PLAIN, learn="first")  # type: ignore[arg-type]
 
 
-def test_marked_parts_without_text_between_them_are_both_labeled(tokenizer: Any, tmp_path: Path) -> None:
+def test_marked_parts_without_text_between_them_are_both_labeled(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     """The second begins where the first ends."""
     template = MARKED.replace("</s>{% endgen", "{% endgeneration %}{% generation %}</s>{% endgen")
-    sample = messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=template)[0]
+    sample = messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=template)[
+        0
+    ]
     assert learnt(tokenizer, sample) == ["four</s>"]
 
 

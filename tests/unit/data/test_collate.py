@@ -26,7 +26,13 @@ def test_the_length_is_rounded_up_to_the_multiple(multiple: int, width: int) -> 
 
 
 @pytest.mark.parametrize(
-    "sample", [{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1]}, {"input_ids": [], "labels": []}, "text"]
+    "sample",
+    [
+        {"input_ids": [1]},
+        {"input_ids": [1, 2], "labels": [1]},
+        {"input_ids": [], "labels": []},
+        "text",
+    ],
 )
 def test_a_sample_of_another_shape_is_refused(sample: Any) -> None:
     with pytest.raises(RecipeError, match="labels"):

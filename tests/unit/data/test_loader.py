@@ -51,16 +51,24 @@ def train(loader: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
 
 def contents(batches: list[GlobalBatch]) -> list[Any]:
     """Everything a rank sees of some global batches, comparable with ==."""
-    tensors = [[{k: v.tolist() for k, v in micro.items()} for micro in b.micro_batches] for b in batches]
+    tensors = [
+        [{k: v.tolist() for k, v in micro.items()} for micro in b.micro_batches] for b in batches
+    ]
     return [
-        (b.epoch, b.index, b.start, b.sample_ids, b.last_of_epoch, t) for b, t in zip(batches, tensors, strict=True)
+        (b.epoch, b.index, b.start, b.sample_ids, b.last_of_epoch, t)
+        for b, t in zip(batches, tensors, strict=True)
     ]
 
 
 def trained_on(batches: list[GlobalBatch]) -> list[int]:
     """The numbers of the samples that carried labels."""
     micros = [micro for batch in batches for micro in batch.micro_batches]
-    return [number for micro in micros for number in micro["labels"].flatten().tolist() if number != -100]
+    return [
+        number
+        for micro in micros
+        for number in micro["labels"].flatten().tolist()
+        if number != -100
+    ]
 
 
 SHAPES = st.fixed_dictionaries(
@@ -77,7 +85,9 @@ SHAPES = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=50)
 @given(SHAPES, st.booleans())
-def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(shape: dict[str, Any], drop_last: bool) -> None:
+def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(
+    shape: dict[str, Any], drop_last: bool
+) -> None:
     size = shape["local"] * shape["accumulation"] * shape["dp_size"]
     assume(not drop_last or size <= shape["length"])
 
@@ -101,7 +111,9 @@ def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(shape: dic
 
 @settings(deadline=None, max_examples=50)
 @given(SHAPES, st.integers(1, 4))
-def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(shape: dict[str, Any], other: int) -> None:
+def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(
+    shape: dict[str, Any], other: int
+) -> None:
     size = 12 * shape["accumulation"]
     dataset = SOURCES[shape["source"]]
 
@@ -109,7 +121,10 @@ def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(shape: d
         options = {"global_batch_size": size, "local_batch_size": 1, "dp_size": dp_size}
         return [make(dataset(shape["length"]), dp_rank=rank, **options) for rank in range(dp_size)]
 
-    reference = train(make(dataset(shape["length"]), global_batch_size=size, local_batch_size=1), shape["stop"] + 5)
+    reference = train(
+        make(dataset(shape["length"]), global_batch_size=size, local_batch_size=1),
+        shape["stop"] + 5,
+    )
     first, second = loaders(shape["dp_size"]), loaders(other)
     seen = [train(loader, shape["stop"]) for loader in first]
     assert all(loader.state_dict() == first[0].state_dict() for loader in first)
@@ -129,7 +144,10 @@ def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(shape: d
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
 def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: int) -> None:
     whole = contents(train(make(SOURCES[source](13)), 7))
-    first, second = make(SOURCES[source](13), num_workers=2), make(SOURCES[source](13), num_workers=2)
+    first, second = (
+        make(SOURCES[source](13), num_workers=2),
+        make(SOURCES[source](13), num_workers=2),
+    )
     before = train(first, stop)
     second.load_state_dict(first.state_dict())
     assert contents(before + train(second, 7 - stop)) == whole
@@ -141,7 +159,11 @@ def test_the_global_generators_are_left_alone(source: str, num_workers: int) -> 
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    before = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist(), torch.get_rng_state()
+    before = (
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        torch.get_rng_state(),
+    )
     loader = make(SOURCES[source](13), num_workers=num_workers)
     for batch in loader:
         loader.mark_consumed(batch)
@@ -178,7 +200,8 @@ def test_batches_are_marked_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
 @pytest.mark.parametrize(
-    ("length", "drop_last", "sizes"), [(10, False, [4, 4, 2]), (10, True, [4, 4]), (8, True, [4, 4]), (4, True, [4])]
+    ("length", "drop_last", "sizes"),
+    [(10, False, [4, 4, 2]), (10, True, [4, 4]), (8, True, [4, 4]), (4, True, [4])],
 )
 def test_the_last_batch_of_an_epoch_says_so_and_drop_last_keeps_every_full_batch(
     source: str, length: int, drop_last: bool, sizes: list[int]
@@ -198,7 +221,10 @@ def test_the_length_is_in_global_batches() -> None:
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
 def test_a_rank_without_a_part_of_the_ragged_end_runs_a_batch_without_weight(source: str) -> None:
-    ranks = [list(make(SOURCES[source](9), local_batch_size=1, seed=8, dp_size=4, dp_rank=rank)) for rank in range(4)]
+    ranks = [
+        list(make(SOURCES[source](9), local_batch_size=1, seed=8, dp_size=4, dp_rank=rank))
+        for rank in range(4)
+    ]
     last = [batches[-1].micro_batches for batches in ranks]
     assert [len(micro_batches) for micro_batches in last] == [1, 1, 1, 1]
     assert [len(trained_on([batches[-1]])) for batches in ranks] == [1, 0, 0, 0]
@@ -210,7 +236,10 @@ def test_a_rank_without_a_part_of_the_ragged_end_runs_a_batch_without_weight(sou
 @pytest.mark.parametrize("source", sorted(SOURCES))
 def test_fewer_samples_than_one_global_batch_make_one_batch_per_epoch(source: str) -> None:
     batches = train(make(SOURCES[source](3), global_batch_size=64), 2)
-    assert [(b.epoch, len(b.sample_ids), b.last_of_epoch) for b in batches] == [(0, 3, True), (1, 3, True)]
+    assert [(b.epoch, len(b.sample_ids), b.last_of_epoch) for b in batches] == [
+        (0, 3, True),
+        (1, 3, True),
+    ]
 
 
 def test_an_empty_data_set_is_refused() -> None:
@@ -255,10 +284,24 @@ def test_a_collator_that_fails_names_the_samples() -> None:
     def broken(samples: list[Any]) -> Any:
         raise ValueError("ragged")
 
-    with pytest.raises(AutomodelError, match=r"samples \[0, 1\] of the data set could not be collated"):
-        list(GlobalBatchLoader(Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=broken, shuffle=False))
+    with pytest.raises(
+        AutomodelError, match=r"samples \[0, 1\] of the data set could not be collated"
+    ):
+        list(
+            GlobalBatchLoader(
+                Numbers(4),
+                global_batch_size=4,
+                local_batch_size=2,
+                collate_fn=broken,
+                shuffle=False,
+            )
+        )
     with pytest.raises(RecipeError, match="with a key 'labels'"):
-        list(GlobalBatchLoader(Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=lambda samples: {}))
+        list(
+            GlobalBatchLoader(
+                Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=lambda samples: {}
+            )
+        )
 
 
 def look_for_the_dead_every(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -272,12 +315,15 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(monkeypatch: pytest.Monk
 
     look_for_the_dead_every(monkeypatch, 0.1)
     with pytest.raises(
-        AutomodelError, match=r"a data loading worker died(.|\n)*1; process \d+ ended with exit code -9"
+        AutomodelError,
+        match=r"a data loading worker died(.|\n)*1; process \d+ ended with exit code -9",
     ):
         list(make(Deadly(4), num_workers=1))
 
 
-def test_a_worker_that_is_killed_is_no_error_of_what_the_rank_does_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_killed_is_no_error_of_what_the_rank_does_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     look_for_the_dead_every(monkeypatch, 0.1)
     batches = iter(make(Numbers(200), num_workers=1))
     next(batches)
@@ -315,7 +361,8 @@ def test_worker_processes_end_with_the_iteration_or_its_failure(source: str) -> 
 def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
     state = make(Numbers(20)).state_dict()
     with pytest.raises(
-        RecipeError, match=r"saved with a data set of 20 samples, the recipe has a data set of 21 samples"
+        RecipeError,
+        match=r"saved with a data set of 20 samples, the recipe has a data set of 21 samples",
     ):
         make(Numbers(21)).load_state_dict(state)
     with pytest.raises(RecipeError, match="the recipe has an iterable data set"):
@@ -330,7 +377,9 @@ def test_a_foreign_state_is_refused() -> None:
             make(Numbers(20)).load_state_dict({**make(Numbers(20)).state_dict(), **absurd})
 
 
-def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first = make(Numbers(20), seed=1)
     whole = train(make(Numbers(20), seed=1), 7)
     before = train(first, 2)
@@ -341,7 +390,9 @@ def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(caplog:
     assert caplog.text.count("keeping the saved data order (seed 1)") == 1
 
 
-def test_a_changed_global_batch_size_goes_on_after_the_same_sample(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_global_batch_size_goes_on_after_the_same_sample(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first, second = make(Numbers(20)), make(Numbers(20), global_batch_size=6)
     before = train(first, 2)
     second.load_state_dict(first.state_dict())
@@ -350,8 +401,13 @@ def test_a_changed_global_batch_size_goes_on_after_the_same_sample(caplog: pytes
     assert "changed from 4 to 6: training continues after sample 8 of epoch 0" in caplog.text
 
 
-def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = make(Numbers(10), drop_last=True), make(Numbers(10), drop_last=True, global_batch_size=8)
+def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = (
+        make(Numbers(10), drop_last=True),
+        make(Numbers(10), drop_last=True, global_batch_size=8),
+    )
     train(first, 1)
     second.load_state_dict(first.state_dict())
     assert next(iter(second)).epoch == 1
@@ -368,13 +424,18 @@ def test_a_stateful_stream_goes_on_without_reading_again() -> None:
 
 
 def test_what_drop_last_leaves_of_a_stateful_stream_does_not_open_the_next_epoch() -> None:
-    first, second = make(StatefulStream(11), drop_last=True), make(StatefulStream(11), global_batch_size=2)
+    first, second = (
+        make(StatefulStream(11), drop_last=True),
+        make(StatefulStream(11), global_batch_size=2),
+    )
     assert [trained_on([batch]) for batch in train(first, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     second.load_state_dict(first.state_dict())
     assert trained_on(train(second, 1)) == [1000, 1001]
 
 
-def test_a_stream_without_state_reads_and_drops_what_was_consumed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_without_state_reads_and_drops_what_was_consumed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first, source = make(Stream(100)), Stream(100)
     train(first, 10)
     second = make(source)
@@ -399,7 +460,9 @@ def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_wo
     def fresh() -> GlobalBatchLoader:
         rows = datasets.Dataset.from_dict({"number": list(range(30)), "draws": [[0.0]] * 30})
         stream = rows.to_iterable_dataset(num_shards=3)
-        return make(stream.shuffle(seed=3, buffer_size=7) if shuffled else stream, num_workers=num_workers)
+        return make(
+            stream.shuffle(seed=3, buffer_size=7) if shuffled else stream, num_workers=num_workers
+        )
 
     whole = train(fresh(), 12)
     for stop in (3, 7, 8, 9):
@@ -418,14 +481,18 @@ class Drawing(TokenizedDataset):
 
 
 @pytest.mark.parametrize("kind", [TokenizedDataset, Drawing])
-def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(kind: type[TokenizedDataset]) -> None:
+def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(
+    kind: type[TokenizedDataset],
+) -> None:
     samples = TokenizedDataset.of([TokenizedSample([n, n], [True, True]) for n in range(4)])
     dataset = PackedDataset(kind(samples.tokens, samples.ends, samples.labelled, samples.counts), 3)
     reads = []
     for seed in range(2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        loader = GlobalBatchLoader(dataset, global_batch_size=4, local_batch_size=4, collate_fn=PadCollator(0))
+        loader = GlobalBatchLoader(
+            dataset, global_batch_size=4, local_batch_size=4, collate_fn=PadCollator(0)
+        )
         reads.append(next(iter(loader)).micro_batches[0]["input_ids"].tolist())
         assert torch.equal(torch.get_rng_state(), before)
         assert SampleReader(dataset, PadCollator(0)).may_draw == (kind is Drawing)

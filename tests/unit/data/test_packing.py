@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.packing import IS_TOKEN, PackedDataset, RowLayout, best_fit_decreasing, longest_sample
+from automodel_ckpt.data.packing import (
+    IS_TOKEN,
+    PackedDataset,
+    RowLayout,
+    best_fit_decreasing,
+    longest_sample,
+)
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import Stream
 
@@ -65,7 +71,8 @@ def test_packs_are_collated_with_their_positions() -> None:
 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(
-        RecipeError, match=r"1 of \d samples; size 7, the longest, sample 1, has 8 tokens, the 99th percentile is 8"
+        RecipeError,
+        match=r"1 of \d samples; size 7, the longest, sample 1, has 8 tokens, the 99th percentile is 8",
     ):
         PackedDataset(Samples(4, 8), 7)
     with pytest.raises(RecipeError, match="an iterable data set cannot be packed"):
@@ -79,7 +86,10 @@ def collated(*lengths: int) -> dict[str, torch.Tensor]:
 
 def content(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
     """(position, token, label) of each labelled place, in the order of the tokens."""
-    places = zip(*(batch[name].flatten().tolist() for name in ("position_ids", "input_ids", "labels")), strict=True)
+    places = zip(
+        *(batch[name].flatten().tolist() for name in ("position_ids", "input_ids", "labels")),
+        strict=True,
+    )
     return sorted((place for place in places if place[2] != -100), key=lambda place: place[1])
 
 
@@ -96,7 +106,9 @@ def content(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
 def test_samples_share_the_cheapest_rows(layout: RowLayout, shape: tuple[int, int]) -> None:
     batch = layout(collated(6, 3, 2))
     assert "attention_mask" not in batch
-    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(batch, shape)
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(
+        batch, shape
+    )
     assert content(batch) == [(i, i, i) for i in range(2, 6)] + [(2, 12, 12)]
     lengths = np.diff(np.flatnonzero(np.append(batch["position_ids"].numpy().flatten() == 0, True)))
     assert sorted(lengths[lengths > 1]) == [2, 3, 6]

@@ -29,14 +29,18 @@ def pairs(tokenizer: Any) -> TokenizedDataset:
     return docstring_pairs(tokenizer, seq_length=96)
 
 
-def start(code: str, cache: Path, commands: CommandServer | None = None, **variables: str) -> subprocess.Popen[str]:
+def start(
+    code: str, cache: Path, commands: CommandServer | None = None, **variables: str
+) -> subprocess.Popen[str]:
     """A process that runs *code*: of the server, or with an interpreter of its own."""
     script = cache.with_suffix(".py")
     script.write_text(code)
     env = {**os.environ, "AUTOMODEL_CKPT_CACHE": str(cache), **variables}
     if commands is not None:
         return commands.popen("python", str(script), env=env, stderr=subprocess.PIPE)
-    return subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(*processes: subprocess.Popen[str]) -> list[str]:
@@ -48,7 +52,10 @@ def finish(*processes: subprocess.Popen[str]) -> list[str]:
 
 def digests(directory: Path) -> dict[str, str]:
     files = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def test_the_tokenizer_gives_back_any_text(tokenizer: Any) -> None:
@@ -67,8 +74,12 @@ def test_plain_transformers_loads_the_tokenizer(tokenizer: Any, tmp_path: Path) 
     assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
-def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(tmp_path: Path, commands: CommandServer) -> None:
-    code = "from automodel_ckpt.data.python_docs import *; language_modeling(train_tokenizer(500), 64)"
+def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
+    tmp_path: Path, commands: CommandServer
+) -> None:
+    code = (
+        "from automodel_ckpt.data.python_docs import *; language_modeling(train_tokenizer(500), 64)"
+    )
     # The server's hashes have a seed of their own.
     finish(start(code, tmp_path / "1", PYTHONHASHSEED="1"), start(code, tmp_path / "2", commands))
     first, second = digests(tmp_path / "1"), digests(tmp_path / "2")
@@ -77,9 +88,13 @@ def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(tmp_path: Pat
     assert any(name.endswith("tokens.npy") for name in first)
 
 
-def test_of_processes_that_start_together_one_trains(tmp_path: Path, commands: CommandServer) -> None:
+def test_of_processes_that_start_together_one_trains(
+    tmp_path: Path, commands: CommandServer
+) -> None:
     code = "import logging; logging.basicConfig(level='INFO'); from automodel_ckpt.data.python_docs import *; "
-    logs = finish(*(start(code + "train_tokenizer(400)", tmp_path / "cache", commands) for _ in range(2)))
+    logs = finish(
+        *(start(code + "train_tokenizer(400)", tmp_path / "cache", commands) for _ in range(2))
+    )
     assert sum(log.count("training a tokenizer") for log in logs) == 1
 
 
@@ -107,7 +122,9 @@ def test_blocks_hold_the_whole_reference_in_order(tokenizer: Any) -> None:
 def test_the_splits_share_no_document_and_leave_none_out(tokenizer: Any) -> None:
     def documents(split: str) -> set[str]:
         dataset = language_modeling(tokenizer, 64, split)
-        text = tokenizer.decode([token for i in range(len(dataset)) for token in dataset[i]["input_ids"]])
+        text = tokenizer.decode(
+            [token for i in range(len(dataset)) for token in dataset[i]["input_ids"]]
+        )
         return set(text.split("</s>")[:-1])
 
     train, validation = documents("train"), documents("validation")
@@ -116,16 +133,24 @@ def test_the_splits_share_no_document_and_leave_none_out(tokenizer: Any) -> None
     assert len(validation) >= 3
 
 
-def test_a_pair_asks_for_a_docstring_and_labels_only_that(tokenizer: Any, pairs: TokenizedDataset) -> None:
+def test_a_pair_asks_for_a_docstring_and_labels_only_that(
+    tokenizer: Any, pairs: TokenizedDataset
+) -> None:
     def texts(sample: dict[str, list[int]]) -> tuple[str, str]:
         masked = sample["labels"].count(-100)
         assert sample["labels"] == [-100] * masked + sample["input_ids"][masked:]
-        return tokenizer.decode(sample["input_ids"][:masked]), tokenizer.decode(sample["input_ids"][masked:])
+        return tokenizer.decode(sample["input_ids"][:masked]), tokenizer.decode(
+            sample["input_ids"][masked:]
+        )
 
     found = dict(texts(pairs[i]) for i in range(len(pairs)))
     assert len(pairs) > 3000
-    assert found["def textwrap.fill(text, width=70, **kwargs):\n"].startswith("Fill a single paragraph of text")
-    assert found["class fractions.Fraction(numbers.Rational):\n"].startswith("This class implements rational numbers.")
+    assert found["def textwrap.fill(text, width=70, **kwargs):\n"].startswith(
+        "Fill a single paragraph of text"
+    )
+    assert found["class fractions.Fraction(numbers.Rational):\n"].startswith(
+        "This class implements rational numbers."
+    )
     assert all(len(pairs[i]["input_ids"]) <= 96 for i in range(len(pairs)))
     assert sum(completion.endswith("</s>") for completion in found.values()) > 1000
 
@@ -144,7 +169,9 @@ assert "this" not in sys.modules"""
     finish(start(code, tmp_path / "cache", commands))
 
 
-def test_cut_samples_are_counted_in_the_log(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_cut_samples_are_counted_in_the_log(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = docstring_pairs(tokenizer, seq_length=96)
     cut = sum(dataset[i]["input_ids"][-1] != tokenizer.eos_token_id for i in range(len(dataset)))
     assert f"{cut} of {len(dataset)} samples were truncated to seq_length 96" in caplog.text

@@ -45,7 +45,9 @@ def exactly(rows: Any) -> list[str]:
 
 def in_memory(source: Source) -> list[dict[str, Any]]:
     columns = dict(zip(source.fields, source.columns(source.fields), strict=True))
-    return [{name: values[row] for name, values in columns.items()} for row in range(source.num_rows)]
+    return [
+        {name: values[row] for name, values in columns.items()} for row in range(source.num_rows)
+    ]
 
 
 def streamed(source: Source) -> list[dict[str, Any]]:
@@ -53,7 +55,9 @@ def streamed(source: Source) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_json_row_is_what_its_line_says_regardless_of_other_rows(tmp_path: Path, name: str) -> None:
+def test_a_json_row_is_what_its_line_says_regardless_of_other_rows(
+    tmp_path: Path, name: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(FILES[name])
     everywhere = ["date", "number", "mixed", "extra"]
@@ -68,7 +72,10 @@ def test_a_directory_of_json_is_read_in_the_same_way(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_bytes(as_lines(ROWS[3:]))
     source = Source(str(tmp_path), split="train[1:]+test")
     assert source.values("number") == [row["number"] for row in ROWS[1:]]
-    assert [source.place(row) for row in (1, 2)] == [f"{tmp_path}/train.jsonl:3", f"{tmp_path}/test.jsonl:1"]
+    assert [source.place(row) for row in (1, 2)] == [
+        f"{tmp_path}/train.jsonl:3",
+        f"{tmp_path}/test.jsonl:1",
+    ]
     assert exactly(streamed(Source(str(tmp_path), split="test"))) == exactly(ROWS[3:])
 
 
@@ -84,21 +91,32 @@ def test_a_directory_of_json_is_read_in_the_same_way(tmp_path: Path) -> None:
         ('{"a": 1}\n{"a": 1e999}', 2, "number 1e999 is too large"),
     ],
 )
-def test_the_line_of_a_json_file_that_is_wrong_is_named(tmp_path: Path, content: str, line: int, reason: str) -> None:
+def test_the_line_of_a_json_file_that_is_wrong_is_named(
+    tmp_path: Path, content: str, line: int, reason: str
+) -> None:
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(RecipeError, match=rf"not JSON\n  where:  {path}:{line}\n  value:  .*{reason}"):
+    with pytest.raises(
+        RecipeError, match=rf"not JSON\n  where:  {path}:{line}\n  value:  .*{reason}"
+    ):
         RecordTable([path])
 
 
 def test_a_tsv_has_no_quoting_and_a_csv_has_that_of_rfc_4180(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('a\tb\n"one\t1.0\ntwo"\t007\nsay ""x""\t2024-01-01\r\n')
-    (tmp_path / "a.csv").write_text('a,b\r\n"one\r\n\r\n""x"", ",1.0\r\n\r\ntwo"s,007\r\n' + "z" * 200_000 + ",\n")
+    (tmp_path / "a.csv").write_text(
+        'a,b\r\n"one\r\n\r\n""x"", ",1.0\r\n\r\ntwo"s,007\r\n' + "z" * 200_000 + ",\n"
+    )
     tabs, commas = Source(str(tmp_path / "a.tsv")), Source(str(tmp_path / "a.csv"))
     assert tabs.columns(["a", "b"]) == [['"one', 'two"', 'say ""x""'], ["1.0", "007", "2024-01-01"]]
-    assert commas.columns(["a", "b"]) == [['one\r\n\r\n"x", ', 'two"s', "z" * 200_000], ["1.0", "007", None]]
+    assert commas.columns(["a", "b"]) == [
+        ['one\r\n\r\n"x", ', 'two"s', "z" * 200_000],
+        ["1.0", "007", None],
+    ]
     assert streamed(tabs) == in_memory(tabs) and streamed(commas) == in_memory(commas)
-    assert [commas.place(row) for row in range(3)] == [f"{tmp_path}/a.csv:{line}" for line in (2, 6, 7)]
+    assert [commas.place(row) for row in range(3)] == [
+        f"{tmp_path}/a.csv:{line}" for line in (2, 6, 7)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +159,9 @@ def test_a_stream_checks_the_first_rows_of_every_table_before_training(tmp_path:
 @pytest.mark.parametrize(
     ("name", "hint"), [("a.csv", "put quotes around values with commas"), ("a.tsv", "remove tabs")]
 )
-def test_a_row_with_too_many_values_has_a_hint_for_its_kind_of_file(tmp_path: Path, name: str, hint: str) -> None:
+def test_a_row_with_too_many_values_has_a_hint_for_its_kind_of_file(
+    tmp_path: Path, name: str, hint: str
+) -> None:
     separator = "," if name == "a.csv" else "\t"
     (tmp_path / name).write_text(separator.join("ab") + "\n" + separator.join("123") + "\n")
     with pytest.raises(RecipeError, match=hint):
@@ -152,7 +172,9 @@ def test_the_byte_that_is_not_utf_8_is_named_with_its_place_in_the_line(tmp_path
     for name, content in (("a.json", '[\n {"a":\n  "é"}]'), ("a.csv", 'a\n"b\n  é"\n')):
         (tmp_path / name).write_bytes(content.encode("latin-1"))
         offset = 3 if name == "a.json" else 2
-        with pytest.raises(RecipeError, match=rf"where:  {tmp_path}/{name}:3\n  value:  byte 0xe9 at {offset} of"):
+        with pytest.raises(
+            RecipeError, match=rf"where:  {tmp_path}/{name}:3\n  value:  byte 0xe9 at {offset} of"
+        ):
             RecordTable([tmp_path / name])
 
 
@@ -165,7 +187,9 @@ def test_tables_with_the_same_columns_in_another_order_are_one_data_set(tmp_path
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.json", "a.jsonl"])
 def test_a_file_without_rows_is_empty_and_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    path.write_text({".csv": "text,b\n", ".tsv": "text\n\n", ".json": "[ ]", ".jsonl": "\n"}[path.suffix])
+    path.write_text(
+        {".csv": "text,b\n", ".tsv": "text\n\n", ".json": "[ ]", ".jsonl": "\n"}[path.suffix]
+    )
     for read in (lambda: Source(str(path)).columns(["text"]), lambda: Source(str(path)).stream()):
         with pytest.raises(RecipeError, match=rf"the data file is empty\n  where:  {path}"):
             read()
@@ -185,7 +209,9 @@ def test_a_stream_continues_after_any_row(tmp_path: Path, name: str) -> None:
     for file in files:
         file.write_bytes(contents[name])
     whole = list(RecordStream(files))
-    assert len(whole) in (4, 6, 10) and {place.split(":")[0] for _, place in whole} == set(map(str, files))
+    assert len(whole) in (4, 6, 10) and {place.split(":")[0] for _, place in whole} == set(
+        map(str, files)
+    )
     for num_rows in range(len(whole) + 1):
         first, second = RecordStream(files), RecordStream(files)
         before = list(first.take(num_rows))
@@ -198,7 +224,9 @@ def test_a_stream_continues_from_what_older_versions_saved(tmp_path: Path) -> No
     path.write_bytes(as_lines(ROWS))
     source = Source(str(path))
     stream = row_stream(source, lambda rows: [], Truncation("error", 8), block=2, max_samples=None)
-    stream.load_state_dict({"rows": {"examples_iterable": {"shard_idx": 0}}, "first": 2, "given": 1, "block": 2})
+    stream.load_state_dict(
+        {"rows": {"examples_iterable": {"shard_idx": 0}}, "first": 2, "given": 1, "block": 2}
+    )
     stream.set_order(0, 0, shuffle=False)
     assert [(row.number, row.content) for row in stream] == [(3, ROWS[3]), (4, ROWS[4])]
 

@@ -31,13 +31,19 @@ def jsonl(path: Path, rows: list[Any]) -> str:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return jsonl(tmp_path_factory.mktemp("data") / "a.jsonl", [{"text": f"row {n}"} for n in range(NUM_ROWS)])
+    return jsonl(
+        tmp_path_factory.mktemp("data") / "a.jsonl", [{"text": f"row {n}"} for n in range(NUM_ROWS)]
+    )
 
 
-def loader(tokenizer: Any, path: str, *, dp_rank: int = 0, dp_size: int = 1, **options: Any) -> GlobalBatchLoader:
+def loader(
+    tokenizer: Any, path: str, *, dp_rank: int = 0, dp_size: int = 1, **options: Any
+) -> GlobalBatchLoader:
     stream = text(tokenizer, path, streaming=True, shuffle_block=options.pop("shuffle_block", 7))
     sizes = {"global_batch_size": 4, "local_batch_size": 1, "seed": 5} | options
-    return GlobalBatchLoader(stream, collate_fn=PadCollator(0), dp_rank=dp_rank, dp_size=dp_size, **sizes)
+    return GlobalBatchLoader(
+        stream, collate_fn=PadCollator(0), dp_rank=dp_rank, dp_size=dp_size, **sizes
+    )
 
 
 def train(made: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
@@ -56,10 +62,13 @@ def rows_of(tokenizer: Any, batches: list[GlobalBatch]) -> list[str]:
     found = []
     for batch in batches:
         for micro in batch.micro_batches:
-            for tokens, labels in zip(micro["input_ids"].tolist(), micro["labels"].tolist(), strict=True):
+            for tokens, labels in zip(
+                micro["input_ids"].tolist(), micro["labels"].tolist(), strict=True
+            ):
                 if any(label != -100 for label in labels):
                     found.append(
-                        f"{batch.epoch}:" + tokenizer.decode([t for t in tokens if t], skip_special_tokens=True)
+                        f"{batch.epoch}:"
+                        + tokenizer.decode([t for t in tokens if t], skip_special_tokens=True)
                     )
     return found
 
@@ -70,17 +79,35 @@ BUILDERS: list[tuple[Any, dict[str, Any], list[Any]]] = [
     (
         messages,
         {"chat_template": CHAT},
-        [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}],
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Hello"},
+                ]
+            }
+        ],
     ),
-    (squad, {}, [{"context": "A b.", "question": "What?", "answers": {"text": ["b"], "answer_start": [2]}}]),
+    (
+        squad,
+        {},
+        [{"context": "A b.", "question": "What?", "answers": {"text": ["b"], "answer_start": [2]}}],
+    ),
     (hellaswag, {}, [{"ctx": "He", "endings": ["a", "b", "c", "d"], "label": "2"}]),
 ]
 
 
-@pytest.mark.parametrize(("builder", "options", "rows"), BUILDERS, ids=[b[0].__name__ for b in BUILDERS])
+@pytest.mark.parametrize(
+    ("builder", "options", "rows"), BUILDERS, ids=[b[0].__name__ for b in BUILDERS]
+)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_stream_gives_the_samples_that_are_prepared_without_streaming(
-    tokenizer: Any, tmp_path: Path, builder: Any, options: dict[str, Any], rows: list[Any], suffix: str
+    tokenizer: Any,
+    tmp_path: Path,
+    builder: Any,
+    options: dict[str, Any],
+    rows: list[Any],
+    suffix: str,
 ) -> None:
     path = tmp_path / f"a.{suffix}"
     if suffix == "jsonl":
@@ -91,12 +118,16 @@ def test_a_stream_gives_the_samples_that_are_prepared_without_streaming(
         datasets.Dataset.from_list(rows).to_parquet(path)
     whole = builder(tokenizer, str(path), **options)
     stream = builder(tokenizer, str(path), streaming=True, **options)
-    assert [stream.prepare(row) for row in stream] == [whole[number] for number in range(len(whole))]
+    assert [stream.prepare(row) for row in stream] == [
+        whole[number] for number in range(len(whole))
+    ]
     assert len(list(builder(tokenizer, str(path), streaming=True, max_samples=1, **options))) == 1
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_epoch_gives_each_row_once_shuffled_within_blocks(tokenizer: Any, documents: str, shuffle: bool) -> None:
+def test_every_epoch_gives_each_row_once_shuffled_within_blocks(
+    tokenizer: Any, documents: str, shuffle: bool
+) -> None:
     found = rows_of(tokenizer, train(loader(tokenizer, documents, shuffle=shuffle), 12))
     first, second = found[:NUM_ROWS], found[NUM_ROWS:]
     in_order = [f"row {n}" for n in range(NUM_ROWS)]
@@ -104,7 +135,9 @@ def test_every_epoch_gives_each_row_once_shuffled_within_blocks(tokenizer: Any, 
         numbers = [entry.removeprefix(f"{epoch}:") for entry in part]
         assert sorted(numbers) == sorted(in_order)
         assert (numbers == in_order) != shuffle
-        assert all(sorted(numbers[n : n + 7]) == sorted(in_order[n : n + 7]) for n in range(0, NUM_ROWS, 7))
+        assert all(
+            sorted(numbers[n : n + 7]) == sorted(in_order[n : n + 7]) for n in range(0, NUM_ROWS, 7)
+        )
     if shuffle:
         assert [entry[2:] for entry in first] != [entry[2:] for entry in second]
 
@@ -117,7 +150,9 @@ def test_a_resume_is_exact_wherever_it_was_stopped(
     stops = (2, 6) if num_workers else range(1, 13)
     for stop in stops:
         first = loader(tokenizer, documents, shuffle=shuffle, num_workers=num_workers)
-        second = loader(tokenizer, documents, shuffle=shuffle, num_workers=num_workers, shuffle_block=50)
+        second = loader(
+            tokenizer, documents, shuffle=shuffle, num_workers=num_workers, shuffle_block=50
+        )
         before = train(first, stop)
         state = json.loads(json.dumps(first.state_dict()))
         second.load_state_dict(state)
@@ -140,7 +175,9 @@ def test_another_number_of_ranks_repeats_and_loses_nothing(
     for each in second:
         each.load_state_dict(first[0].state_dict())
     rest = [train(each, 5) for each in second]
-    steps = [[part[n] for part in seen] for n in range(4)] + [[part[n] for part in rest] for n in range(5)]
+    steps = [[part[n] for part in seen] for n in range(4)] + [
+        [part[n] for part in rest] for n in range(5)
+    ]
     assert [row for step in steps for row in rows_of(tokenizer, step)] == whole
 
 
@@ -163,14 +200,22 @@ def test_long_samples_are_cut_counted_or_refused_with_their_row(
     ]
     path = jsonl(tmp_path / "a.jsonl", rows)
     stream = prompt_completion(tokenizer, path, seq_length=8, truncation="right", streaming=True)
-    made = GlobalBatchLoader(stream, collate_fn=PadCollator(0), global_batch_size=3, local_batch_size=3, shuffle=False)
+    made = GlobalBatchLoader(
+        stream, collate_fn=PadCollator(0), global_batch_size=3, local_batch_size=3, shuffle=False
+    )
     with caplog.at_level(logging.INFO):
         (micro,) = train(made, 1)[0].micro_batches
     assert micro["input_ids"].shape[1] == 8
-    assert [any(label != -100 for label in row) for row in micro["labels"].tolist()] == [True, False, True]
+    assert [any(label != -100 for label in row) for row in micro["labels"].tolist()] == [
+        True,
+        False,
+        True,
+    ]
     assert "1 were truncated to seq_length 8, 1 more have no label left" in caplog.text
     strict = prompt_completion(tokenizer, path, seq_length=8, streaming=True)
-    made = GlobalBatchLoader(strict, collate_fn=PadCollator(0), global_batch_size=3, local_batch_size=3, shuffle=False)
+    made = GlobalBatchLoader(
+        strict, collate_fn=PadCollator(0), global_batch_size=3, local_batch_size=3, shuffle=False
+    )
     with pytest.raises(RecipeError, match=r"sample 0 of the stream: .*a\.jsonl:1"):
         train(made, 1)
 
@@ -189,7 +234,10 @@ def test_a_stream_of_datasets_itself_goes_through_epochs_and_resumes(documents: 
     def make() -> GlobalBatchLoader:
         stream = datasets.load_dataset("json", data_files=documents, split="train", streaming=True)
         return GlobalBatchLoader(
-            stream, collate_fn=lambda rows: {"labels": numbers(rows)}, global_batch_size=4, local_batch_size=4
+            stream,
+            collate_fn=lambda rows: {"labels": numbers(rows)},
+            global_batch_size=4,
+            local_batch_size=4,
         )
 
     def numbers(rows: list[Any]) -> Any:
@@ -219,12 +267,16 @@ def test_a_stream_of_datasets_itself_goes_through_epochs_and_resumes(documents: 
         ({"max_samples": 0}, "max_samples must be at least 1"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(tokenizer: Any, documents: str, options: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_streamed_is_refused(
+    tokenizer: Any, documents: str, options: dict[str, Any], what: str
+) -> None:
     with pytest.raises(RecipeError, match=what):
         text(tokenizer, documents, streaming=True, **options)
 
 
-def test_missing_files_and_streams_split_by_rank_are_refused(tokenizer: Any, documents: str) -> None:
+def test_missing_files_and_streams_split_by_rank_are_refused(
+    tokenizer: Any, documents: str
+) -> None:
     with pytest.raises(RecipeError, match="a data file cannot be read"):
         text(tokenizer, "/nowhere/a.jsonl", streaming=True)
     import datasets
@@ -233,5 +285,8 @@ def test_missing_files_and_streams_split_by_rank_are_refused(tokenizer: Any, doc
     stream = datasets.load_dataset("json", data_files=documents, split="train", streaming=True)
     with pytest.raises(RecipeError, match="already split by rank"):
         GlobalBatchLoader(
-            split_dataset_by_node(stream, 0, 2), collate_fn=PadCollator(0), global_batch_size=4, local_batch_size=4
+            split_dataset_by_node(stream, 0, 2),
+            collate_fn=PadCollator(0),
+            global_batch_size=4,
+            local_batch_size=4,
         )

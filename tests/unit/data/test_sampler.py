@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.data.sampler import _splitmix64, accumulation_steps, derive_seed, permutation, rank_part
+from automodel_ckpt.data.sampler import (
+    _splitmix64,
+    accumulation_steps,
+    derive_seed,
+    permutation,
+    rank_part,
+)
 from automodel_ckpt.errors import RecipeError
 
 
@@ -16,7 +22,11 @@ def test_an_epoch_holds_every_sample_once(num_samples: int, seed: int, epoch: in
 
 
 def test_epochs_and_seeds_have_different_orders() -> None:
-    orders = {tuple(permutation(50, seed, epoch, True).tolist()) for seed in range(5) for epoch in range(5)}
+    orders = {
+        tuple(permutation(50, seed, epoch, True).tolist())
+        for seed in range(5)
+        for epoch in range(5)
+    }
     assert len(orders) == 25
 
 
@@ -39,7 +49,9 @@ def test_every_position_of_a_sample_is_equally_likely() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
-def test_ranks_share_a_global_batch_evenly_and_in_order(num_ids: int, dp_size: int, local: int) -> None:
+def test_ranks_share_a_global_batch_evenly_and_in_order(
+    num_ids: int, dp_size: int, local: int
+) -> None:
     ids = list(range(100, 100 + num_ids))
     parts = [rank_part(ids, rank, dp_size, local) for rank in range(dp_size)]
     assert [sample for part in parts for micro in part for sample in micro] == ids

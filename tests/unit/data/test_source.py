@@ -50,7 +50,9 @@ def test_a_part_of_a_file_is_a_split_of_it(directory: Path) -> None:
     assert half.place(0) == f"{path}:2"
 
 
-def test_the_working_directory_is_a_directory_like_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_directory_is_a_directory_like_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(directory)
     assert Source(".", split="test").texts(["text"]) == [["three"]]
 
@@ -63,9 +65,12 @@ def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "what"), [(None, "dev", 'Unknown split "dev"'), ("easy", "train", "easy.*not found")]
+    ("name", "split", "what"),
+    [(None, "dev", 'Unknown split "dev"'), ("easy", "train", "easy.*not found")],
 )
-def test_an_unknown_split_or_subset_is_refused(directory: Path, name: str | None, split: str, what: str) -> None:
+def test_an_unknown_split_or_subset_is_refused(
+    directory: Path, name: str | None, split: str, what: str
+) -> None:
     with pytest.raises(RecipeError, match=what):
         Source(str(directory), name, split).fingerprint()
 
@@ -81,12 +86,15 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
 def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match=r"nobody/nothing, None, train \([\s\S]*requires the network"):
+    with pytest.raises(
+        RecipeError, match=r"nobody/nothing, None, train \([\s\S]*requires the network"
+    ):
         Source("nobody/nothing").fingerprint()
 
 
 @pytest.mark.parametrize(
-    ("name", "compress"), [("a.JSONL.gz", gzip.compress), ("a.jsonl.bz2", bz2.compress), ("a.ndjson.xz", lzma.compress)]
+    ("name", "compress"),
+    [("a.JSONL.gz", gzip.compress), ("a.jsonl.bz2", bz2.compress), ("a.ndjson.xz", lzma.compress)],
 )
 def test_a_compressed_file_is_read_like_the_plain_one_and_a_damaged_one_is_named(
     tmp_path: Path, name: str, compress: Callable[[bytes], bytes]
@@ -97,7 +105,10 @@ def test_a_compressed_file_is_read_like_the_plain_one_and_a_damaged_one_is_named
     assert texts_of(Source(str(path)).stream()) == ["one", "two"]
     assert Source(str(path)).place(1) == f"{path}:3"
     path.write_bytes(compress(LINES * 100)[:-9])
-    for read in (lambda: list(Source(str(path)).texts(["text"])), lambda: first_samples(Source(str(path)))):
+    for read in (
+        lambda: list(Source(str(path)).texts(["text"])),
+        lambda: first_samples(Source(str(path))),
+    ):
         with pytest.raises(RecipeError, match=f"a compressed file is damaged\n  where:  {path}\n"):
             read()
 
@@ -106,12 +117,17 @@ def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text('\ufeffquestion,answer,empty\n1 + 2,3,\nNamibia,NA,\n"a\nb",1e5,\n')
     source = Source(str(path))
-    assert source.texts(["question", "answer"]) == [["1 + 2", "Namibia", "a\nb"], ["3", "NA", "1e5"]]
+    assert source.texts(["question", "answer"]) == [
+        ["1 + 2", "Namibia", "a\nb"],
+        ["3", "NA", "1e5"],
+    ]
     assert source.values("empty") == [None, None, None]
     path.write_text("a,a\n1,2\n")
     assert Source(str(path)).fields == ["a", "a.1"]
     path.write_text("a,b\n1,2,3\n4,5\n")
-    with pytest.raises(RecipeError, match=r"more values than the table has columns[\s\S]*3 values for a, b"):
+    with pytest.raises(
+        RecipeError, match=r"more values than the table has columns[\s\S]*3 values for a, b"
+    ):
         Source(str(path)).texts(["a"])
 
 
@@ -142,7 +158,9 @@ LINES = b'{"text": "a"}\n' * 40
     ],
 )
 @pytest.mark.parametrize("place", ["a file", "a stream", "a directory"])
-def test_the_one_line_that_is_no_json_is_named(directory: Path, line: bytes, fault: str, place: str) -> None:
+def test_the_one_line_that_is_no_json_is_named(
+    directory: Path, line: bytes, fault: str, place: str
+) -> None:
     path = directory / "train.jsonl"
     path.write_bytes(LINES + line + LINES)
     source = Source(str(directory if place == "a directory" else path))
@@ -152,7 +170,9 @@ def test_the_one_line_that_is_no_json_is_named(directory: Path, line: bytes, fau
             first_samples(source)
         source.texts(["text"])
 
-    with pytest.raises(RecipeError, match=rf"a line is not JSON\n  where:  {path}:41\n  value:  {fault}"):
+    with pytest.raises(
+        RecipeError, match=rf"a line is not JSON\n  where:  {path}:41\n  value:  {fault}"
+    ):
         read()
 
 
@@ -182,7 +202,9 @@ def test_what_are_no_files_to_read_is_refused_with_what_to_do(
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
     """Five parts of a data set, one of them empty, and a file whose name looks like a pattern."""
-    for number, lines in enumerate(('{"text": "b"}\n\n{"text": "c"}\n', '{"text": "d"}\n', "", '{"text": "e"}\n')):
+    for number, lines in enumerate(
+        ('{"text": "b"}\n\n{"text": "c"}\n', '{"text": "d"}\n', "", '{"text": "e"}\n')
+    ):
         (tmp_path / f"part-{number + 1}.jsonl").write_text(lines)
     (tmp_path / "part-[0].jsonl").write_text('{"text": "a"}\n')
     return tmp_path
@@ -194,7 +216,9 @@ def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None
     assert [some.place(row) for row in (1, 2, 3)] == [
         f"{parts}/part-{at}" for at in ("1.jsonl:3", "2.jsonl:1", "4.jsonl:1")
     ]
-    assert Source.of(f"{parts}/part-[0].jsonl").values("text") == ["a"], "a file of this name is that file"
+    assert Source.of(f"{parts}/part-[0].jsonl").values("text") == ["a"], (
+        "a file of this name is that file"
+    )
     listed = Source.of([f"{parts}/part-4.jsonl", f"{parts}/part-[0].jsonl", f"{parts}/*-1.jsonl"])
     assert listed.values("text") == ["e", "a", "b", "c"]
     assert listed.path == f"{parts}/part-4.jsonl and 2 more"
@@ -209,7 +233,10 @@ def test_a_file_more_or_another_content_shows_in_the_outline(parts: Path) -> Non
     (parts / "part-9.jsonl").write_text('{"text": "f"}\n')
     assert Source.of(f"{parts}/*.jsonl").outline() != before
     (parts / "part-9.jsonl").unlink()
-    assert (Source.of(f"{parts}/*.jsonl").outline(), Source.of(f"{parts}/*.jsonl").fingerprint()) == (before, rows)
+    assert (
+        Source.of(f"{parts}/*.jsonl").outline(),
+        Source.of(f"{parts}/*.jsonl").fingerprint(),
+    ) == (before, rows)
     (parts / "part-2.jsonl").write_text('{"text": "x"}\n')
     assert Source.of(f"{parts}/*.jsonl").fingerprint() != rows
 
@@ -220,7 +247,9 @@ def test_the_line_of_one_of_several_files_that_cannot_be_read_is_named(parts: Pa
     with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
         source.texts(["text"])
     with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
-        list(row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
+        list(
+            row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None)
+        )
 
 
 def test_files_in_several_directories_have_no_common_one(parts: Path) -> None:
@@ -241,7 +270,9 @@ def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
 
 
 # datasets 4.5 leaves the file that it read to the garbage collector.
-@pytest.mark.filterwarnings("ignore:unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_options_for_reading_in_a_directorys_readme_are_followed(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
@@ -274,9 +305,13 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.txt").write_bytes(mark + b"one\r\n" + mark + b"two\r\n")
     source = Source(str(tmp_path / "a.txt"))
-    assert source.values("text") == texts_of(source.stream()) == ["one", "\ufefftwo"], "it is one only at the beginning"
+    assert source.values("text") == texts_of(source.stream()) == ["one", "\ufefftwo"], (
+        "it is one only at the beginning"
+    )
     (tmp_path / "a.jsonl").write_bytes((mark + b'{"text": "one"}\n') * 2)
-    assert Source(str(tmp_path / "a.jsonl")).values("text") == ["one", "one"], "of two files that were joined"
+    assert Source(str(tmp_path / "a.jsonl")).values("text") == ["one", "one"], (
+        "of two files that were joined"
+    )
 
 
 def as_parquet(path: Path, **columns: list[Any]) -> None:
@@ -287,7 +322,9 @@ def test_the_parquet_file_whose_fields_are_others_is_named(tmp_path: Path) -> No
     as_parquet(tmp_path / "a.parquet", text=["a"])
     as_parquet(tmp_path / "b.parquet", text=["b"])
     as_parquet(tmp_path / "c.parquet", text=["c"], more=[1])
-    said = r"fields that the first one[\s\S]*c.parquet\n  value:  text, more; .*a.parquet has text\n"
+    said = (
+        r"fields that the first one[\s\S]*c.parquet\n  value:  text, more; .*a.parquet has text\n"
+    )
     with pytest.raises(RecipeError, match=said):
         Source.of(f"{tmp_path}/*.parquet").texts(["text"])
 
@@ -296,7 +333,9 @@ def test_a_damaged_parquet_file_in_a_directory_is_reported_with_the_reason(direc
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
     (directory / "train.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(RecipeError, match=r"the data set cannot be read[\s\S]*Parquet magic bytes not found"):
+    with pytest.raises(
+        RecipeError, match=r"the data set cannot be read[\s\S]*Parquet magic bytes not found"
+    ):
         Source(str(directory)).texts(["text"])
 
 
@@ -314,14 +353,18 @@ def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
     assert Source(str(path)).columns(["question", "answer"]) == [["1, 2", None], ["NA", "3"]]
 
 
-def test_a_directory_with_only_one_of_the_two_files_of_save_to_disk_is_an_ordinary_one(directory: Path) -> None:
+def test_a_directory_with_only_one_of_the_two_files_of_save_to_disk_is_an_ordinary_one(
+    directory: Path,
+) -> None:
     for name in ("state.json", "dataset_info.json"):
         (directory / name).write_text("{}")
         assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
         (directory / name).unlink()
 
 
-def test_a_text_file_has_a_row_per_line_and_an_empty_one_beside_it_does_not_matter(tmp_path: Path) -> None:
+def test_a_text_file_has_a_row_per_line_and_an_empty_one_beside_it_does_not_matter(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "b.txt").write_text("")
     assert Source(str(tmp_path / "a.txt")).texts(["text"]) == [["one", "two"]]

@@ -7,14 +7,19 @@ import time
 from typing import Any
 
 import pytest
-from jinja2 import UndefinedError
+from jinja2 import TemplateSyntaxError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
 
 from automodel_ckpt.data import templates
 from automodel_ckpt.data.chat import ChatTemplate
 from automodel_ckpt.data.fields import FieldTemplate
 from automodel_ckpt.data.messages import UnusableSample
-from automodel_ckpt.data.templates import BoundedEnvironment, TemplateTooCostly
+from automodel_ckpt.data.templates import (
+    BoundedEnvironment,
+    TemplateTooCostly,
+    bound_chat_templates,
+)
 from automodel_ckpt.errors import RecipeError
 
 LOOP = "{% for a in range(90000) %}"
@@ -24,25 +29,55 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 COSTLY = {
     "nested loops": LOOP * 4 + END * 4,
     "nested loops that write": LOOP * 3 + "some text" + END * 3,
-    "a loop whose condition is never true": LOOP + "{% for c in range(90000) if false %}{% endfor %}" * 9 + END,
+    "a loop whose condition is never true": LOOP
+    + "{% for c in range(90000) if false %}{% endfor %}" * 9
+    + END,
     "a recursive loop": "{% for a in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
     "a recursive macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a macro that writes much": "{% macro f() %}" + "y" * 9999 + "{% endmacro %}" + LOOP + "{% set x = f() %}" + END,
-    "a text that doubles": "{% set ns = namespace(a='x') %}" + LOOP + "{% set ns.a = ns.a ~ ns.a %}" + END,
-    "a sum that doubles": "{% set ns = namespace(a='x') %}" + LOOP + "{% set ns.a = ns.a + ns.a %}" + END,
+    "a macro that writes much": "{% macro f() %}"
+    + "y" * 9999
+    + "{% endmacro %}"
+    + LOOP
+    + "{% set x = f() %}"
+    + END,
+    "a text that doubles": "{% set ns = namespace(a='x') %}"
+    + LOOP
+    + "{% set ns.a = ns.a ~ ns.a %}"
+    + END,
+    "a sum that doubles": "{% set ns = namespace(a='x') %}"
+    + LOOP
+    + "{% set ns.a = ns.a + ns.a %}"
+    + END,
     "a block that doubles": "{% set b = 'xx' %}" + "{% set b %}{{ b }}{{ b }}{% endset %}" * 40,
     "a list that doubles": "{% set b = ['x'] %}" + "{% set b = [b, b] %}" * 40 + "{{ b }}",
     "lists of lists that double": "{% set b = ['x'] %}" + "{% set b = b + b %}" * 40,
-    "a mapping that doubles": "{% set b = {} %}" + "{% set b = {'x': b, 'y': b} %}" * 40 + "{{ b|tojson }}",
-    "namespaces that double": "{% set b = namespace() %}" + "{% set b = namespace(x=b, y=b) %}" * 40 + "{{ b }}",
-    "calls that double": "{% set b = dict() %}" + "{% set b = dict(x=b, y=b) %}" * 40 + "{{ b|string }}",
-    "equal lists": BIG + "{% set c = ('y' ~ b)[1:] %}" + LOOP + "{% set d = [b] * 20 == [c] * 20 %}" + END,
-    "a search in a list": BIG + "{% set c = [b, b, b, b] %}" + LOOP + "{% set d = 'y' in c %}" + END,
+    "a mapping that doubles": "{% set b = {} %}"
+    + "{% set b = {'x': b, 'y': b} %}" * 40
+    + "{{ b|tojson }}",
+    "namespaces that double": "{% set b = namespace() %}"
+    + "{% set b = namespace(x=b, y=b) %}" * 40
+    + "{{ b }}",
+    "calls that double": "{% set b = dict() %}"
+    + "{% set b = dict(x=b, y=b) %}" * 40
+    + "{{ b|string }}",
+    "equal lists": BIG
+    + "{% set c = ('y' ~ b)[1:] %}"
+    + LOOP
+    + "{% set d = [b] * 20 == [c] * 20 %}"
+    + END,
+    "a search in a list": BIG
+    + "{% set c = [b, b, b, b] %}"
+    + LOOP
+    + "{% set d = 'y' in c %}"
+    + END,
     "a product": "{{ 'x' * 10000000000 }}",
     "a product of a list": BIG + "{% set b = [b] * 10000 %}{{ b }}",
     "a product from the right": "{{ 10000000000 * ['x'] }}",
     "a power": "{{ 10 ** (10 ** 10) }}",
-    "powers of powers": "{% set ns = namespace(a=9) %}" + LOOP + "{% set ns.a = ns.a * ns.a %}" + END,
+    "powers of powers": "{% set ns = namespace(a=9) %}"
+    + LOOP
+    + "{% set ns.a = ns.a * ns.a %}"
+    + END,
     "a folded constant": "{{ 'x'|center(10000000000) }}",
     "center": "{{ 'x'.center(10000000000) }}",
     "ljust by a name": "{{ ('x'|attr('ljust'))(10000000000) }}",
@@ -73,12 +108,17 @@ COSTLY = {
     "striptags": "{{ ('<' * 1000000)|striptags }}",
     "urlize": "{{ ('www.' * 1000000)|urlize }}",
     "lipsum": "{{ lipsum(1000000) }}",
-    "a mapping's keys": "{% set ns = namespace(a='x') %}" + LOOP + "{% set x = dict.fromkeys(range(90000)) %}" + END,
+    "a mapping's keys": "{% set ns = namespace(a='x') %}"
+    + LOOP
+    + "{% set x = dict.fromkeys(range(90000)) %}"
+    + END,
 }
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_a_template_that_would_not_end_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_would_not_end_is_stopped(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.05)
     monkeypatch.setattr(templates, "MAX_SIZE", 2**21)
     began = time.thread_time()
@@ -126,7 +166,11 @@ HARMLESS = [
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_other_templates_render_what_jinja_renders(text: str) -> None:
-    options: dict[str, Any] = {"extensions": ["jinja2.ext.loopcontrols"], "trim_blocks": True, "lstrip_blocks": True}
+    options: dict[str, Any] = {
+        "extensions": ["jinja2.ext.loopcontrols"],
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
     plain = ImmutableSandboxedEnvironment(**options).from_string(text)
     bounded = BoundedEnvironment(**options).from_string(text)
     assert bounded.render(messages=MESSAGES) == plain.render(messages=MESSAGES) != ""
@@ -221,13 +265,19 @@ COUNTED = {
     "{% for a in items %}{% for b in one %}ab{% endfor %}{% endfor %}": 100 * (1 + 1 + 2),
     "{% for a in items if a == 'y' %}ab{% endfor %}": 100,
     "{% macro f() %}abc{% endmacro %}{{ f() }}": (1 + 3) + (1 + 3) + 3,
-    "{% macro f() %}{{ caller() }}{% endmacro %}{% call f() %}abc{% endcall %}": 1 + (1 + 3) + (1 + 3) + 3 + (1 + 3),
+    "{% macro f() %}{{ caller() }}{% endmacro %}{% call f() %}abc{% endcall %}": 1
+    + (1 + 3)
+    + (1 + 3)
+    + 3
+    + (1 + 3),
     "{% block a %}abc{% endblock %}": 1 + 3,
 }
 
 
 @pytest.mark.parametrize("text", COUNTED)
-def test_everything_that_a_template_makes_is_counted_by_its_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_a_template_makes_is_counted_by_its_size(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = BoundedEnvironment().from_string(text)
 
     def is_stopped(limit: int) -> bool:
@@ -250,14 +300,18 @@ def test_everything_that_a_template_makes_is_counted_by_its_size(text: str, monk
 
 def test_a_long_conversation_is_within_the_limits() -> None:
     template = BoundedEnvironment().from_string(HARMLESS[0] + HARMLESS[3] + HARMLESS[6])
-    talk = [{"role": "user", "content": "x" * 5000}, *[{"role": "assistant", "content": "y" * 5000}] * 400]
+    talk = [
+        {"role": "user", "content": "x" * 5000},
+        *[{"role": "assistant", "content": "y" * 5000}] * 400,
+    ]
     assert len(template.render(messages=talk)) > 2_000_000
 
 
 def test_rendering_takes_little_longer_than_without_limits() -> None:
     talk = MESSAGES * 10
     made = [
-        kind().from_string(HARMLESS[0] + HARMLESS[4]) for kind in (ImmutableSandboxedEnvironment, BoundedEnvironment)
+        kind().from_string(HARMLESS[0] + HARMLESS[4])
+        for kind in (ImmutableSandboxedEnvironment, BoundedEnvironment)
     ]
     seconds: list[list[float]] = [[], []]
     for _ in range(30):
@@ -268,7 +322,9 @@ def test_rendering_takes_little_longer_than_without_limits() -> None:
     assert min(seconds[1]) < 4 * min(seconds[0])
 
 
-def test_a_chat_template_is_stopped_in_any_thread(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_template_is_stopped_in_any_thread(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.1)
     endless = COSTLY["nested loops"]
     errors = []
@@ -288,7 +344,9 @@ def test_a_chat_template_is_stopped_in_any_thread(tokenizer: Any, monkeypatch: p
 def test_a_template_of_fields_is_stopped_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.1)
     for text in (COSTLY["nested loops"] + "{{ x }}", COSTLY["a product"]):
-        with pytest.raises(RecipeError, match=r"fails on a sample[\s\S]*here:3[\s\S]*TemplateTooCostly"):
+        with pytest.raises(
+            RecipeError, match=r"fails on a sample[\s\S]*here:3[\s\S]*TemplateTooCostly"
+        ):
             FieldTemplate(text).write({"x": 1}, lambda: "here:3")
     with pytest.raises(RecipeError, match="at most 1048576 characters"):
         FieldTemplate("{{ x }}" + "y" * 2**20)
@@ -304,3 +362,55 @@ def test_time_that_a_rendering_waits_does_not_count(monkeypatch: pytest.MonkeyPa
     text = "{{ wait() }}{{ wait() }}"
     rendered = BoundedEnvironment().from_string(text).render(wait=lambda: time.sleep(0.1) or "x")
     assert rendered == "xx"
+
+
+def test_a_call_of_a_slow_function_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.02)
+
+    def work() -> str:
+        ends = time.thread_time() + 0.03
+        while time.thread_time() < ends:
+            pass
+        return "x"
+
+    assert BoundedEnvironment().from_string("{{ work() }}").render(work=work) == "x"
+    with pytest.raises(TemplateTooCostly, match=r"takes more than 0\.02 seconds"):
+        BoundedEnvironment().from_string("{{ work() }}{{ work() }}").render(work=work)
+
+
+def test_a_template_may_have_exactly_as_many_characters_as_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(templates, "MAX_SOURCE", 9)
+    assert BoundedEnvironment().from_string("y" * 9).render() == "y" * 9
+    with pytest.raises(TemplateSyntaxError, match="at most 9 characters"):
+        BoundedEnvironment().from_string("y" * 10)
+
+
+def test_a_filter_that_is_added_later_works_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = BoundedEnvironment()
+    environment.filters["tenfold"] = lambda text: text * 10
+    template = environment.from_string("{{ text|tenfold }}")
+    assert template.render(text="ab") == "ab" * 10
+    monkeypatch.setattr(templates, "MAX_SIZE", 1000)
+    with pytest.raises(TemplateTooCostly):
+        template.render(text="x" * 100)
+
+
+def test_a_template_that_was_rendered_without_limits_before_has_them_afterwards(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment
+    )
+    chat_template_utils._compile_jinja_template.cache_clear()
+    text = "{% for m in messages %}{{ m.content * 100 }}{% endfor %}"
+
+    def render() -> str:
+        return str(tokenizer.apply_chat_template(TALK, chat_template=text, tokenize=False))
+
+    monkeypatch.setattr(templates, "MAX_SIZE", 50)
+    assert render() == "a" * 100 + "b" * 100
+    bound_chat_templates()
+    with pytest.raises(TemplateTooCostly):
+        render()

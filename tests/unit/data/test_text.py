@@ -16,7 +16,9 @@ from tests.support.command_server import CommandServer
 
 
 def jsonl(path: Path, *rows: Any) -> str:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return str(path)
 
 
@@ -37,10 +39,15 @@ def test_a_tokenizer_that_begins_with_bos_does_so_here(tokenizer: Any, tmp_path:
     from tokenizers.processors import TemplateProcessing
 
     beginning = train_tokenizer(400)
-    beginning.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 1)]
+    )
     path = jsonl(tmp_path / "a.jsonl", *PAIRS)
     with_bos, without = prompt_completion(beginning, path)[0], prompt_completion(tokenizer, path)[0]
-    assert with_bos == {"input_ids": [1, *without["input_ids"]], "labels": [-100, *without["labels"]]}
+    assert with_bos == {
+        "input_ids": [1, *without["input_ids"]],
+        "labels": [-100, *without["labels"]],
+    }
 
 
 ALPACA = "{{ instruction }}\n{% if input %}{{ input }}\n{% endif %}"
@@ -49,14 +56,20 @@ ALPACA = "{{ instruction }}\n{% if input %}{{ input }}\n{% endif %}"
 def test_a_text_may_be_written_from_several_fields(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = ({"instruction": "Add", "input": "1 2", "output": "3"}, {"instruction": "Go", "input": None, "output": "on"})
+    rows = (
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        {"instruction": "Go", "input": None, "output": "on"},
+    )
     path = jsonl(tmp_path / "a.jsonl", *rows)
     with caplog.at_level("INFO"):
         dataset = prompt_completion(tokenizer, path, prompt_field=ALPACA, completion_field="output")
         assert "unused fields" not in caplog.text
         prompt_completion(tokenizer, path, prompt_field="instruction", completion_field="output")
     assert "unused fields: input" in caplog.text
-    assert [tokenizer.decode(dataset[i]["input_ids"]) for i in range(2)] == ["Add\n1 2\n3</s>", "Go\non</s>"]
+    assert [tokenizer.decode(dataset[i]["input_ids"]) for i in range(2)] == [
+        "Add\n1 2\n3</s>",
+        "Go\non</s>",
+    ]
     assert tokenizer.decode(text(tokenizer, path, field="{{ output }}!")[0]["labels"]) == "3!</s>"
 
 
@@ -69,13 +82,19 @@ def test_a_text_may_be_written_from_several_fields(
         ("{{ prompt.__class__ }}x{{ prompt.__class__.__mro__ }}", "SecurityError"),
     ],
 )
-def test_a_template_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Path, template: str, what: str) -> None:
+def test_a_template_that_cannot_be_written_is_refused(
+    tokenizer: Any, tmp_path: Path, template: str, what: str
+) -> None:
     with pytest.raises(RecipeError, match=what):
         prompt_completion(tokenizer, jsonl(tmp_path / "a.jsonl", *PAIRS), prompt_field=template)
 
 
 def test_documents_are_learnt_whole(tokenizer: Any, tmp_path: Path) -> None:
-    dataset = text(tokenizer, jsonl(tmp_path / "a.jsonl", {"body": "first"}, "", {"body": "second"}), field="body")
+    dataset = text(
+        tokenizer,
+        jsonl(tmp_path / "a.jsonl", {"body": "first"}, "", {"body": "second"}),
+        field="body",
+    )
     assert [tokenizer.decode(dataset[i]["labels"]) for i in range(2)] == ["first</s>", "second</s>"]
 
 
@@ -92,12 +111,17 @@ def test_other_kinds_of_files_are_read(tokenizer: Any, tmp_path: Path, suffix: s
         "txt": lambda: path.write_text("first\nsecond\n"),
     }[suffix]()
     dataset = text(tokenizer, str(path))
-    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == ["first</s>", "second</s>"]
+    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == [
+        "first</s>",
+        "second</s>",
+    ]
 
 
 def test_a_long_sample_is_refused_with_file_and_line(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", PAIRS[0], "", PAIRS[1])
-    with pytest.raises(RecipeError, match=r"a\.jsonl:3 \(\d+ tokens\)\n.*1 of 2 samples; seq_length 12"):
+    with pytest.raises(
+        RecipeError, match=r"a\.jsonl:3 \(\d+ tokens\)\n.*1 of 2 samples; seq_length 12"
+    ):
         prompt_completion(tokenizer, path, seq_length=12)
 
 
@@ -125,14 +149,18 @@ def test_data_that_changed_but_is_as_long_is_told_of_at_a_resume(
         dataset = text(tokenizer, str(tmp_path / "*.jsonl"), streaming=way == "streamed")
         return GlobalBatchLoader(
             PackedDataset(dataset, 64) if way == "packed" else dataset,
-            global_batch_size=1, local_batch_size=1, collate_fn=PadCollator(0),
-        )  # fmt: skip
+            global_batch_size=1,
+            local_batch_size=1,
+            collate_fn=PadCollator(0),
+        )
 
     jsonl(tmp_path / "a.jsonl", {"text": "first"})
     jsonl(tmp_path / "b.jsonl", {"text": "second"})
     saved = loader().state_dict()
     loader().load_state_dict(saved)
-    loader().load_state_dict({name: value for name, value in saved.items() if name != "data"})  # of an older version
+    loader().load_state_dict(
+        {name: value for name, value in saved.items() if name != "data"}
+    )  # of an older version
     assert "was saved with" not in caplog.text
     (tmp_path / "b.jsonl").unlink()
     jsonl(tmp_path / "c.jsonl", {"text": "another"})
@@ -143,14 +171,25 @@ def test_data_that_changed_but_is_as_long_is_told_of_at_a_resume(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"\n', r"a line is not JSON\n  where:  .*a\.jsonl:3\n"),
+        (
+            '{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"\n',
+            r"a line is not JSON\n  where:  .*a\.jsonl:3\n",
+        ),
         ('{"prompt": "a"}\n', r"no field completion\n.*a\.jsonl\n.*its fields are prompt\n"),
-        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"completion of a sample is missing\n.*jsonl:2\n"),
-        ('\n{"prompt": "a", "completion": 4}\n', r"completion of a sample is not text\n.*jsonl:2\n.*value:  4\n"),
+        (
+            '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n',
+            r"completion of a sample is missing\n.*jsonl:2\n",
+        ),
+        (
+            '\n{"prompt": "a", "completion": 4}\n',
+            r"completion of a sample is not text\n.*jsonl:2\n.*value:  4\n",
+        ),
         ("", r"the data file is empty\n.*a\.jsonl\n"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_line(tokenizer: Any, tmp_path: Path, content: str, message: str) -> None:
+def test_a_broken_file_is_refused_with_the_line(
+    tokenizer: Any, tmp_path: Path, content: str, message: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(RecipeError, match=message):
         prompt_completion(tokenizer, str(tmp_path / "a.jsonl"))
@@ -178,7 +217,9 @@ def test_a_tokenizer_without_end_token_is_refused(tokenizer: Any, tmp_path: Path
         text(endless, jsonl(tmp_path / "a.jsonl", {"text": "a"}))
 
 
-def test_reading_leaves_nothing_in_the_cache_of_datasets(tmp_path: Path, commands: CommandServer) -> None:
+def test_reading_leaves_nothing_in_the_cache_of_datasets(
+    tmp_path: Path, commands: CommandServer
+) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "a"})
     (tmp_path / "read.py").write_text(f"""
 import sys; assert "datasets" not in sys.modules
@@ -197,24 +238,36 @@ def test_what_is_blank_is_left_out_and_counted(
     path.write_text("first\n\n  \nsecond\n")
     with caplog.at_level("INFO"):
         dataset = text(tokenizer, str(path))
-    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == ["first</s>", "second</s>"]
+    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == [
+        "first</s>",
+        "second</s>",
+    ]
     assert "2 more were skipped because no label remained" in caplog.text
     pairs = jsonl(tmp_path / "b.jsonl", {"prompt": "", "completion": ""}, *PAIRS)
     assert len(prompt_completion(tokenizer, pairs)) == 2
 
 
-def test_a_text_that_has_its_start_and_end_tokens_gets_no_second_ones(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_text_that_has_its_start_and_end_tokens_gets_no_second_ones(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     from tokenizers.processors import TemplateProcessing
 
     beginning = train_tokenizer(400)
-    beginning.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    documents = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in ("a b", "<s>a b", "a b</s>", "<s>a b</s>")))
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 1)]
+    )
+    documents = jsonl(
+        tmp_path / "a.jsonl",
+        *({"text": text} for text in ("a b", "<s>a b", "a b</s>", "<s>a b</s>")),
+    )
     whole = text(beginning, documents)
     assert {beginning.decode(whole[i]["labels"]) for i in range(4)} == {"<s>a b</s>"}
     stream = text(beginning, documents, streaming=True)
     assert [stream.prepare(row) for row in stream] == [whole[i] for i in range(4)]
     packed = PackedDataset(whole, 16)
-    assert sum(len(pack["input_ids"]) for pack in (packed[i] for i in range(len(packed)))) == sum(whole.lengths)
+    assert sum(len(pack["input_ids"]) for pack in (packed[i] for i in range(len(packed)))) == sum(
+        whole.lengths
+    )
     answers = [("<s>a", " b"), ("a", " b</s>"), ("", "<s>a b"), ("a", " b")]
     pairs = jsonl(tmp_path / "b.jsonl", *({"prompt": p, "completion": c} for p, c in answers))
     asked = prompt_completion(beginning, pairs)
@@ -222,13 +275,18 @@ def test_a_text_that_has_its_start_and_end_tokens_gets_no_second_ones(tokenizer:
     assert [asked[i]["labels"].count(-100) for i in range(4)] == [2, 2, 0, 2]
 
 
-def test_empty_completions_are_counted(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_completions_are_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"prompt": "a", "completion": c} for c in ("", " ", "</s>", "b")]
     path = jsonl(tmp_path / "a.jsonl", *rows)
     for _ in ("prepared now", "from the cache"):
         caplog.clear()
         prompt_completion(tokenizer, path)
-        assert "3 of 4 samples have an empty completion: only the end token is trained on" in caplog.text
+        assert (
+            "3 of 4 samples have an empty completion: only the end token is trained on"
+            in caplog.text
+        )
     stream = prompt_completion(tokenizer, path, streaming=True)
     for row in stream:
         stream.prepare(row)
@@ -239,16 +297,23 @@ def test_empty_completions_are_counted(tokenizer: Any, tmp_path: Path, caplog: p
 def test_all_samples_that_are_too_long_are_reported_at_once(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"text": "b" * length} for length in (*range(1, 101), *(0, 300, 50))]
     path = jsonl(tmp_path / "a.jsonl", *rows)
-    lengths = sorted(len(tokenizer("b" * length)["input_ids"]) + 1 for length in (*range(1, 101), 300, 50))
+    lengths = sorted(
+        len(tokenizer("b" * length)["input_ids"]) + 1 for length in (*range(1, 101), 300, 50)
+    )
     num_long = sum(length > 40 for length in lengths)
     with pytest.raises(RecipeError) as caught:
         text(tokenizer, path, seq_length=40)
     (problem,) = caught.value.problems
     assert problem.what == "samples are longer than seq_length"
-    assert problem.where.count(f"{path}:") == 3 and problem.where.endswith(f"and {num_long - 3} more")
+    assert problem.where.count(f"{path}:") == 3 and problem.where.endswith(
+        f"and {num_long - 3} more"
+    )
     assert problem.value == (
         f"{num_long} of 102 samples; seq_length 40, the longest sample {lengths[-1]} tokens, "
         f"the 99th percentile {lengths[-2]}"
     )
-    assert f"dataset.seq_length to {lengths[-1]}" in problem.remedy and "truncation right" in problem.remedy
+    assert (
+        f"dataset.seq_length to {lengths[-1]}" in problem.remedy
+        and "truncation right" in problem.remedy
+    )
     assert text(tokenizer, path, seq_length=lengths[-1])

@@ -71,12 +71,16 @@ def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, da
     assert image[:2].any(1).all() and not image[2].any()
     assert (batch["labels"][image] == -100).all()
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
-    num_images = len(batch.get("image_grid_thw", batch["pixel_values"]))  # Qwen concatenates patches
+    num_images = len(
+        batch.get("image_grid_thw", batch["pixel_values"])
+    )  # Qwen concatenates patches
     assert num_images in (2, 3), "concatenated images, or a row of them for each sample"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_without_images_gets_a_blank_one_that_weighs_nothing(family: str, processors: Any, data: Path) -> None:
+def test_a_batch_without_images_gets_a_blank_one_that_weighs_nothing(
+    family: str, processors: Any, data: Path
+) -> None:
     _, processor = processors[family]
     samples = conversations(processor, str(data))
     batch = collator(processors[family])([samples[4], samples[9]])
@@ -89,11 +93,17 @@ def test_every_turn_is_learnt_in_a_conversation_with_an_image_in_each(
     family: str, processors: Any, tmp_path: Path
 ) -> None:
     _, processor = processors[family]
-    turns = [turn for number in range(3) for turn in one_turn([{**IMAGE, "path": "a.png"}, *text(f"{number}?")])]
+    turns = [
+        turn
+        for number in range(3)
+        for turn in one_turn([{**IMAGE, "path": "a.png"}, *text(f"{number}?")])
+    ]
     path = written(tmp_path, {"messages": turns})
     collate = collator(processors[family])
     assert learnt(processor, collate([conversations(processor, path)[0]])) == ["red</s>" * 3]
-    assert learnt(processor, collate([conversations(processor, path, learn="last")[0]])) == ["red</s>"]
+    assert learnt(processor, collate([conversations(processor, path, learn="last")[0]])) == [
+        "red</s>"
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,7 +114,10 @@ def test_generation_markers_say_what_is_learnt(family: str, processors: Any, dat
     chosen = "{% if m['role'] == 'assistant' %}" + marked + "{% else %}" + said + "{% endif %}"
     template = TEMPLATE.replace(said, chosen).replace("IMAGE", processor.image_token)
     samples = conversations(processor, str(data), chat_template=template)
-    assert learnt(processor, collator(processors[family])([samples[0], samples[4]])) == ["It is red", "It is red"]
+    assert learnt(processor, collator(processors[family])([samples[0], samples[4]])) == [
+        "It is red",
+        "It is red",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,9 @@ def test_generation_markers_say_what_is_learnt(family: str, processors: Any, dat
     ],
     ids=["inline", "a column fills the entries", "a column alone", "text content as JSON"],
 )
-def test_images_come_from_messages_or_from_a_column(row: dict[str, Any], processors: Any, tmp_path: Path) -> None:
+def test_images_come_from_messages_or_from_a_column(
+    row: dict[str, Any], processors: Any, tmp_path: Path
+) -> None:
     _, processor = processors["llava"]
     sample = conversations(processor, written(tmp_path, row))[0]
     assert sample.text == "<s><|user|><image>?</s><|assistant|>red</s>"
@@ -133,7 +148,9 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
                 "messages": datasets.List(
                     {
                         "role": datasets.Value("string"),
-                        "content": datasets.List({"type": datasets.Value("string"), "text": datasets.Value("string")}),
+                        "content": datasets.List(
+                            {"type": datasets.Value("string"), "text": datasets.Value("string")}
+                        ),
                     }
                 ),
                 "picture": datasets.Image(),
@@ -141,8 +158,13 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
         ),
     )
     table.to_parquet(str(tmp_path / "rows.parquet"))
-    samples = conversations(processors["llava"][1], str(tmp_path / "rows.parquet"), images_field="picture")
-    assert [sample.images[0].getpixel((0, 0)) for sample in (samples[0], samples[1])] == [(10,) * 3, (200,) * 3]
+    samples = conversations(
+        processors["llava"][1], str(tmp_path / "rows.parquet"), images_field="picture"
+    )
+    assert [sample.images[0].getpixel((0, 0)) for sample in (samples[0], samples[1])] == [
+        (10,) * 3,
+        (200,) * 3,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,13 +172,33 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
     [
         ({"messages": one_turn([IMAGE])}, "1 entry for 0 images"),
         ({"messages": one_turn([IMAGE]), "images": ["a.png", "a.png"]}, "1 entry for 2 images"),
-        ({"messages": one_turn("<image>\nWhat is it?"), "images": "a.png"}, "placeholder for an image"),
-        ({"messages": one_turn([{**IMAGE, "image": "gone.png"}])}, r"gone.png \(No such file or directory\)"),
+        (
+            {"messages": one_turn("<image>\nWhat is it?"), "images": "a.png"},
+            "placeholder for an image",
+        ),
+        (
+            {"messages": one_turn([{**IMAGE, "image": "gone.png"}])},
+            r"gone.png \(No such file or directory\)",
+        ),
         ({"messages": one_turn([{**IMAGE, "image": "rows.jsonl"}])}, "an image cannot be read"),
-        ({"messages": one_turn([{**IMAGE, "url": "https://example.org/a.png"}])}, "images are not downloaded"),
-        ({"messages": one_turn([{**IMAGE, "image": "a.png"}])[:1]}, "no assistant text to train on"),
+        (
+            {"messages": one_turn([{**IMAGE, "url": "https://example.org/a.png"}])},
+            "images are not downloaded",
+        ),
+        (
+            {"messages": one_turn([{**IMAGE, "image": "a.png"}])[:1]},
+            "no assistant text to train on",
+        ),
     ],
-    ids=["no image", "too many", "a place in the text", "no file", "no picture", "a link", "no answer"],
+    ids=[
+        "no image",
+        "too many",
+        "a place in the text",
+        "no file",
+        "no picture",
+        "a link",
+        "no answer",
+    ],
 )
 def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
     row: dict[str, Any], message: str, processors: Any, tmp_path: Path
@@ -170,11 +212,18 @@ def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
 def test_bytes_and_images_are_images_too(tmp_path: Path) -> None:
     written(tmp_path)
     raw = (tmp_path / "a.png").read_bytes()
-    for value in (raw, {"bytes": raw}, {"bytes": None, "path": "a.png"}, Image.open(tmp_path / "a.png")):
+    for value in (
+        raw,
+        {"bytes": raw},
+        {"bytes": None, "path": "a.png"},
+        Image.open(tmp_path / "a.png"),
+    ):
         assert open_image(value, tmp_path).getpixel((0, 0)) == (90, 90, 90)
 
 
-def test_a_sample_longer_than_seq_length_is_refused_with_its_place(processors: Any, data: Path) -> None:
+def test_a_sample_longer_than_seq_length_is_refused_with_its_place(
+    processors: Any, data: Path
+) -> None:
     samples = conversations(processors["llava"][1], str(data), seq_length=20)
     with pytest.raises(RecipeError, match="including 1 image; seq_length 20") as caught:
         collator(processors["llava"])([samples[4], samples[3]])
@@ -207,12 +256,15 @@ def test_cutting_keeps_images_whole_and_leaves_out_what_it_cannot_cut(
         replaced = cut(10)
     assert "would cut an image" in caplog.text
     image_token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-    num_image_tokens = [int((batch["input_ids"] == image_token).sum()) for batch in (replaced, whole)]
+    num_image_tokens = [
+        int((batch["input_ids"] == image_token).sum()) for batch in (replaced, whole)
+    ]
     assert num_image_tokens[0] == num_image_tokens[1] > 10, "the blank image is whole"
 
 
 @pytest.mark.skipif(
-    version("transformers").startswith("5.17."), reason="this version accepts images that no text has a place for"
+    version("transformers").startswith("5.17."),
+    reason="this version accepts images that no text has a place for",
 )
 def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> None:
     _, processor = processors["llava"]
@@ -226,10 +278,14 @@ def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -
     processor.chat_template = None
     with pytest.raises(RecipeError, match="no chat template"):
         conversations(processor, str(data))
-    assert isinstance(conversations(processor, str(data), chat_template=TEMPLATE), ImageConversations)
+    assert isinstance(
+        conversations(processor, str(data), chat_template=TEMPLATE), ImageConversations
+    )
 
 
-def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(processors: Any, data: Path) -> None:
+def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(
+    processors: Any, data: Path
+) -> None:
     config, processor = copy.deepcopy(processors["llava"])
     processor.tokenizer.pad_token = "</s>"
     collate = collator((config, processor))
@@ -244,7 +300,9 @@ def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(processo
 def test_the_digits_have_a_fixed_validation_split_that_is_not_trained_on() -> None:
     processor = digits.processor()
     train, validation = digits.scans(processor), digits.scans(processor, split="validation")
-    with pytest.raises(RecipeError, match=r"dataset.split\s+value:\s+test\s+hint:\s+use one of: train, validation"):
+    with pytest.raises(
+        RecipeError, match=r"dataset.split\s+value:\s+test\s+hint:\s+use one of: train, validation"
+    ):
         digits.scans(processor, split="test")
     assert (len(train), len(validation)) == (1497, 300)
     scans = [{image.tobytes() for image in split.images} for split in (train, validation)]
@@ -253,7 +311,9 @@ def test_the_digits_have_a_fixed_validation_split_that_is_not_trained_on() -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_truncation_changes_only_what_has_a_value_for_each_token(family: str, processors: Any, data: Path) -> None:
+def test_truncation_changes_only_what_has_a_value_for_each_token(
+    family: str, processors: Any, data: Path
+) -> None:
     _, processor = processors[family]
     collate = collator(processors[family])
     whole = collate([conversations(processor, str(data))[number] for number in (0, 4)])

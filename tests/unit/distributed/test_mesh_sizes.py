@@ -32,10 +32,16 @@ def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
         (2, {"tp_size": 3}, "start a multiple of 3 ranks"),
         (6, {"tp_size": 2, "dp_size": 2}, "remove dp_size to derive it, or start 4 ranks"),
         (4, {"dp_replicate_size": 3}, "set it to a divisor of 4"),
-        (6, {"tp_size": 2, "cp_size": 2}, "start a multiple of 4 ranks (tp_size x pp_size x cp_size)"),
+        (
+            6,
+            {"tp_size": 2, "cp_size": 2},
+            "start a multiple of 4 ranks (tp_size x pp_size x cp_size)",
+        ),
     ],
 )
-def test_sizes_that_do_not_fit_the_ranks_are_refused(world_size: int, sizes: dict[str, int], remedy: str) -> None:
+def test_sizes_that_do_not_fit_the_ranks_are_refused(
+    world_size: int, sizes: dict[str, int], remedy: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         share_out(world_size, **sizes)
     assert remedy in str(caught.value)
@@ -58,7 +64,9 @@ def test_auto_shards_over_data_parallel_ranks_where_there_are_several() -> None:
         ("ddp", Sizes(dp_shard=2, tp=2), "ddp cannot wrap a tensor parallel model"),
     ],
 )
-def test_a_strategy_that_cannot_use_the_grid_is_refused(strategy: str, sizes: Sizes, what: str) -> None:
+def test_a_strategy_that_cannot_use_the_grid_is_refused(
+    strategy: str, sizes: Sizes, what: str
+) -> None:
     with pytest.raises(RecipeError, match=what):
         choose_strategy(strategy, sizes)
 
@@ -74,7 +82,9 @@ def test_tensor_parallel_ranks_share_a_part_of_the_data_and_one_of_them_speaks_f
     assert places[0].dp_size == 4
 
 
-def test_context_parallel_ranks_share_samples_but_each_has_tokens_and_random_numbers_of_its_own() -> None:
+def test_context_parallel_ranks_share_samples_but_each_has_tokens_and_random_numbers_of_its_own() -> (
+    None
+):
     grid = Sizes(dp_shard=2, cp=2, tp=2)
     places = [layout(rank, grid) for rank in range(grid.world)]
     assert [place.dp_rank for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -85,7 +95,9 @@ def test_context_parallel_ranks_share_samples_but_each_has_tokens_and_random_num
     assert str(grid) == "dp_shard 2 x cp 2 x tp 2"
 
 
-@pytest.mark.parametrize(("strategy", "what"), [("auto", "only fsdp2"), ("fsdp2", "needs an accelerator")])
+@pytest.mark.parametrize(
+    ("strategy", "what"), [("auto", "only fsdp2"), ("fsdp2", "needs an accelerator")]
+)
 def test_offloading_without_shards_or_without_a_gpu_is_refused(strategy: str, what: str) -> None:
     options: dict[str, Any] = {"strategy": strategy, "cpu_offload": True}
     with pytest.raises(RecipeError, match=what):

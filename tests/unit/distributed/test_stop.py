@@ -24,14 +24,20 @@ def twice(first, second):
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
-    script = "import os, signal, sys, time\nfrom automodel_ckpt.distributed.stop import stop_request\n"
+    script = (
+        "import os, signal, sys, time\nfrom automodel_ckpt.distributed.stop import stop_request\n"
+    )
     script += "stop = stop_request()\nstop.install()\n" + TWICE + textwrap.dedent(body)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_is_remembered(number: signal.Signals) -> None:
-    done = run(f"assert stop.requested == 0; os.kill(os.getpid(), {int(number)}); print(stop.requested)")
+    done = run(
+        f"assert stop.requested == 0; os.kill(os.getpid(), {int(number)}); print(stop.requested)"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
 
 
@@ -65,7 +71,10 @@ def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() 
         lock.acquire()
         lock.acquire()
     """)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, f"last words {int(signal.SIGINT)}\n")
+    assert (done.returncode, done.stdout) == (
+        128 + signal.SIGINT,
+        f"last words {int(signal.SIGINT)}\n",
+    )
 
 
 def test_a_signal_that_the_thread_hears_late_is_not_a_second_one() -> None:
@@ -78,7 +87,9 @@ def test_a_signal_that_the_thread_hears_late_is_not_a_second_one() -> None:
     assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)}\n")
 
 
-@pytest.mark.parametrize("wait", ["time.sleep(20)", "os.read(os.pipe()[0], 1)", "threading.Lock().acquire()"])
+@pytest.mark.parametrize(
+    "wait", ["time.sleep(20)", "os.read(os.pipe()[0], 1)", "threading.Lock().acquire()"]
+)
 def test_a_wait_for_data_is_ended_by_a_signal_and_by_another_ranks(wait: str) -> None:
     done = run(f"""
         import threading
@@ -125,7 +136,9 @@ def test_a_forked_workers_signals_are_not_the_processs() -> None:
     assert done.stdout == f"{int(signal.SIGTERM)} 0\n"
 
 
-def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stop, "UNHEARD_SECONDS", 0.05)
     request, told, numbers = stop.StopRequest(), threading.Event(), list[int]()
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2PreTrainedModel, GPT2Config, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2PreTrainedModel,
+    GPT2Config,
+    MixtralConfig,
+)
 
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.tensor_parallel import apply_plan, check_heads, plan_for
@@ -42,21 +48,38 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("config", "given", "what"),
     [
-        (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), None, "has no tensor parallel plan"),
-        (config_of(), {"model.layers.*.mlp.up_prj": "colwise", "lm_head": "colwise_rep"}, "model.layers.*.mlp.up_prj"),
+        (
+            GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9),
+            None,
+            "has no tensor parallel plan",
+        ),
+        (
+            config_of(),
+            {"model.layers.*.mlp.up_prj": "colwise", "lm_head": "colwise_rep"},
+            "model.layers.*.mlp.up_prj",
+        ),
         (config_of(), {"lm_head": "sideways"}, "'sideways'"),
-        (config_of(), {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise"}, "a parameter instead"),
+        (
+            config_of(),
+            {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise"},
+            "a parameter instead",
+        ),
         (config_of(intermediate_size=45), None, "has out_features 45"),
         (
             MixtralConfig(
-                hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9,
-                num_key_value_heads=2, num_local_experts=2,
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                vocab_size=9,
+                num_key_value_heads=2,
+                num_local_experts=2,
             ),
             None,
             "cannot shard the experts of this model",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_plan_that_cannot_be_carried_out_is_refused(config: Any, given: Any, what: str) -> None:
     with pytest.raises(RecipeError) as caught:
         plan_for(on_meta(config), given, 2)
@@ -77,11 +100,21 @@ def test_sequence_parallelism_is_refused_for_another_structure() -> None:
         apply_plan(plain, {}, None, sequence_parallel=True)  # type: ignore[arg-type]
 
 
-def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Whether Gemma 2 has sdpa attention depends on the version of transformers.
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", False)
-    config = Gemma2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9,
-                          num_key_value_heads=2, head_dim=4, attn_implementation="eager")  # fmt: skip
+    config = Gemma2Config(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=9,
+        num_key_value_heads=2,
+        head_dim=4,
+        attn_implementation="eager",
+    )
     with pytest.raises(RecipeError) as caught:
         check_context_parallel(on_meta(config))
     assert "has no sdpa attention" in str(caught.value)

@@ -19,7 +19,12 @@ from automodel_ckpt.models.quantize import quantized_loading
 def llama(**more: Any) -> Any:
     return AutoModelForCausalLM.from_config(
         LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **more
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            **more,
         )
     )
 
@@ -30,7 +35,9 @@ class Twins(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.text = nn.ModuleDict({"proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
-        self.vision = nn.ModuleDict({"text": nn.ModuleDict({"proj": nn.Linear(2, 2)}), "subproj": nn.Linear(2, 2)})
+        self.vision = nn.ModuleDict(
+            {"text": nn.ModuleDict({"proj": nn.Linear(2, 2)}), "subproj": nn.Linear(2, 2)}
+        )
 
 
 def test_names_wildcards_and_all_linear_choose_layers() -> None:
@@ -60,27 +67,51 @@ def test_names_wildcards_and_all_linear_choose_layers() -> None:
         ({"target_modules": "self_attn"}, "model.layers.0.self_attn is a LlamaAttention"),
         ({"modules_to_save": ["head"]}, "no module has this name"),
         ({"exclude_modules": ["lm_haed"]}, "did you mean lm_head"),
-        ({"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]}, "both fully trained and adapted"),
+        (
+            {"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]},
+            "both fully trained and adapted",
+        ),
         ({"exclude_modules": ["*"]}, "no layer is left to adapt"),
     ],
 )
-def test_names_that_choose_nothing_or_contradict_each_other_are_refused(lora: dict[str, Any], said: str) -> None:
+def test_names_that_choose_nothing_or_contradict_each_other_are_refused(
+    lora: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         find_modules(llama(), Lora(**lora))
     assert said in str(caught.value) and "peft." in str(caught.value)
 
 
-def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2}
-    parts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "qk_rope_head_dim": 2,
+        "qk_nope_head_dim": 2,
+    }
+    parts = {
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    }
     low_rank = {"kv_lora_rank": 2, "q_lora_rank": 2, "v_head_dim": 4, "moe_intermediate_size": 8}
     experts = AutoConfig.for_model("deepseek_v3", **sizes, **heads, **parts, **low_rank)
     mixture = AutoModelForCausalLM.from_config(experts)
     added = add_adapters(mixture, Lora(), task_type="CAUSAL_LM")
-    assert not [name for name, _ in added.model.named_parameters() if "lora_" in name and ".experts." in name]
+    assert not [
+        name
+        for name, _ in added.model.named_parameters()
+        if "lora_" in name and ".experts." in name
+    ]
     assert "as experts, so they get no adapter: down_proj, gate_proj, up_proj" in caplog.text
-    with pytest.raises(RecipeError, match=r"would adapt the experts instead[\s\S]*shared_experts\.up_proj"):
+    with pytest.raises(
+        RecipeError, match=r"would adapt the experts instead[\s\S]*shared_experts\.up_proj"
+    ):
         find_modules(mixture, Lora(target_modules=["q_proj", "*.shared_experts.*"]))
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes, state_size=2))
     with pytest.raises(RecipeError, match=r"peft cannot put adapters there[\s\S]*out_proj"):
@@ -89,7 +120,9 @@ def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(caplo
 
 def test_all_wrong_names_are_reported_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
-        find_modules(llama(), Lora(target_modules=["a", "b"], exclude_modules=["c"], modules_to_save=["d"]))
+        find_modules(
+            llama(), Lora(target_modules=["a", "b"], exclude_modules=["c"], modules_to_save=["d"])
+        )
     assert [problem.value for problem in caught.value.problems] == ["d", "c", "a", "b"]
 
 
@@ -104,7 +137,9 @@ def test_what_peft_is_given_selects_exactly_the_layers_that_were_found() -> None
 def test_modules_to_save_whose_names_end_like_others_are_refused() -> None:
     model = Twins()
     with pytest.raises(RecipeError, match="cannot distinguish these modules from others"):
-        add_adapters(model, Lora(target_modules=["*subproj"], modules_to_save=["te*.proj"]), task_type=None)
+        add_adapters(
+            model, Lora(target_modules=["*subproj"], modules_to_save=["te*.proj"]), task_type=None
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -117,14 +152,20 @@ def test_modules_to_save_whose_names_end_like_others_are_refused() -> None:
         {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": False},
     ],
 )
-def test_a_checkpoint_holds_what_trains_under_the_keys_that_peft_saves(tied: bool, lora: dict[str, Any]) -> None:
+def test_a_checkpoint_holds_what_trains_under_the_keys_that_peft_saves(
+    tied: bool, lora: dict[str, Any]
+) -> None:
     from peft import get_peft_model_state_dict
 
-    model: Any = add_adapters(llama(tie_word_embeddings=tied), Lora(**lora), task_type="CAUSAL_LM").model
+    model: Any = add_adapters(
+        llama(tie_word_embeddings=tied), Lora(**lora), task_type="CAUSAL_LM"
+    ).model
     keys = adapter_keys(model, model.state_dict())
     assert keys is not None
     assert {name for name, p in model.named_parameters() if p.requires_grad} <= keys.keys()
-    assert set(keys.values()) == get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    assert (
+        set(keys.values()) == get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    )
     assert all("lora_" in name or "modules_to_save" in name for name in keys)
 
 
@@ -133,7 +174,9 @@ def test_a_resized_embedding_is_saved_with_the_adapters() -> None:
     model.resize_token_embeddings(44)
     wrapped = add_adapters(model, Lora(), task_type="CAUSAL_LM", num_base_rows=40).model
     keys = adapter_keys(wrapped, wrapped.state_dict()) or {}
-    assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} <= set(keys.values())
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} <= set(
+        keys.values()
+    )
 
 
 def test_resized_embeddings_that_are_trained_as_a_whole_are_saved_once() -> None:

@@ -24,7 +24,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.models import attention
-from automodel_ckpt.models.attention import Documents, attend_by_document, attend_by_mask, documents_of
+from automodel_ckpt.models.attention import (
+    Documents,
+    attend_by_document,
+    attend_by_mask,
+    documents_of,
+)
 from automodel_ckpt.models.build import checkpoint_activations
 from automodel_ckpt.models.probe import attention_of
 from tests.unit.models.test_probe import APART, build, loss_and_gradients, samples
@@ -59,21 +64,27 @@ def one_row() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", APART)
-def test_each_document_alone_has_its_loss_and_gradients(model_type: str, looked_at: list[tuple[int, bool]]) -> None:
+def test_each_document_alone_has_its_loss_and_gradients(
+    model_type: str, looked_at: list[tuple[int, bool]]
+) -> None:
     model = by_document(model_type).double().eval()
     alone = (PadCollator(0)([sample]) for sample in [*samples(), samples()[-1]])
     expected_loss, expected = loss_and_gradients(model, *alone)
     looked_at.clear()
     loss, gradients = loss_and_gradients(model, one_row())
     assert max(tokens for tokens, _ in looked_at) == 12  # the longest sample's
-    assert any(masked for _, masked in looked_at) == (model_type in ("mistral", "gemma3_text"))  # windows of 4
+    assert any(masked for _, masked in looked_at) == (
+        model_type in ("mistral", "gemma3_text")
+    )  # windows of 4
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("model_type", APART)
-def test_packs_have_the_logits_that_masks_give(model_type: str, looked_at: list[tuple[int, bool]]) -> None:
+def test_packs_have_the_logits_that_masks_give(
+    model_type: str, looked_at: list[tuple[int, bool]]
+) -> None:
     model, packs = by_document(model_type), PackedDataset(samples(), 13)
     rows = RowLayout(32, one_row=True)(PadCollator(0)([packs[i] for i in range(len(packs))]))
     inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
@@ -120,7 +131,9 @@ def test_other_attention_stays_as_it_is() -> None:
     assert not attend_by_document(build("llama", "eager"), OPTIONS)
 
 
-def test_a_model_that_computes_something_else_so_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_computes_something_else_so_keeps_its_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Documents, "mask_of", lambda *_: torch.ones(1, dtype=torch.bool))
     model = build("llama", "sdpa")
     assert not attend_by_document(model, OPTIONS)
@@ -152,10 +165,14 @@ def test_attention_that_has_to_look_at_pairs_gets_the_mask() -> None:
 
 # ---------------------------------------------------------------- masks
 
-CONFIG = AutoConfig.for_model("llama", attn_implementation="sdpa", sliding_window=1, attention_chunk_size=1)
+CONFIG = AutoConfig.for_model(
+    "llama", attn_implementation="sdpa", sliding_window=1, attention_chunk_size=1
+)
 KINDS: dict[str, Callable[..., Any]] = {
-    "causal": create_causal_mask, "window": create_sliding_window_causal_mask, "chunk": create_chunked_causal_mask,
-}  # fmt: skip
+    "causal": create_causal_mask,
+    "window": create_sliding_window_causal_mask,
+    "chunk": create_chunked_causal_mask,
+}
 
 
 def asked_for(kind: str, lengths: list[int], width: int, **more: Any) -> dict[str, Any]:
@@ -167,7 +184,9 @@ def asked_for(kind: str, lengths: list[int], width: int, **more: Any) -> dict[st
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     AttentionMaskInterface.register("noting", lambda **wanted: found.append(wanted))
     try:
-        KINDS[kind](config, torch.zeros(1, sum(lengths), 4), None, None, position_ids=positions, **more)
+        KINDS[kind](
+            config, torch.zeros(1, sum(lengths), 4), None, None, position_ids=positions, **more
+        )
     finally:
         del AttentionMaskInterface._global_mapping["noting"]
     return found[0]
@@ -194,7 +213,12 @@ def test_documents_say_what_the_mask_says(lengths: list[int], kind: str, width: 
 def test_blocks_that_look_ahead_are_masks() -> None:
     """As of image tokens; here of one that is cut into two."""
     for blocks in ([-1, 0, 0, -1, -1, -1], [0, -1, -1, -1, 0, -1]):
-        assert documents_of(**asked_for("causal", [3, 3], 4, block_sequence_ids=torch.tensor([blocks]))) is None
+        assert (
+            documents_of(
+                **asked_for("causal", [3, 3], 4, block_sequence_ids=torch.tensor([blocks]))
+            )
+            is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -219,9 +243,12 @@ def test_a_narrower_mask_than_is_told_of_is_a_mask() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"batch_size": 2}, {"kv_length": 9}, {"q_offset": 1}, {"attention_mask": torch.ones(1, 5, dtype=torch.bool)},
+        {"batch_size": 2},
+        {"kv_length": 9},
+        {"q_offset": 1},
+        {"attention_mask": torch.ones(1, 5, dtype=torch.bool)},
         {"allow_is_causal_skip": True},
     ],
-)  # fmt: skip
+)
 def test_other_rows_are_masks(changed: dict[str, Any]) -> None:
     assert documents_of(**asked_for("causal", [3, 2], 4) | changed) is None

@@ -81,7 +81,9 @@ def test_a_wrong_setting_is_named(change: dict[str, Any], what: str) -> None:
     assert what in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "../nowhere"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "../nowhere"]
+)
 def test_a_path_without_a_directory_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(RecipeError, match="no such directory"):
         require_local(name, "model.from_pretrained")
@@ -113,8 +115,14 @@ class Hub(BaseHTTPRequestHandler):
         file = self.directory / self.path.partition("/resolve/main/")[2].partition("?")[0]
         content = file.read_bytes() if file.is_file() else b""
         self.send_response(200 if file.is_file() else 404)
-        headers = {"ETag": f'"{file.name}"', "X-Repo-Commit": "a" * 40, "Content-Length": str(len(content))}
-        for name, value in headers.items() if file.is_file() else {"X-Error-Code": "EntryNotFound"}.items():
+        headers = {
+            "ETag": f'"{file.name}"',
+            "X-Repo-Commit": "a" * 40,
+            "Content-Length": str(len(content)),
+        }
+        for name, value in (
+            headers.items() if file.is_file() else {"X-Error-Code": "EntryNotFound"}.items()
+        ):
             self.send_header(name, value)
         self.end_headers()
         return content
@@ -131,18 +139,24 @@ def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
         tmp_path / "made", max_shard_size=size
     )
     (tmp_path / "made/other.safetensors").write_bytes(b"that no index names")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Served", (Hub,), {"directory": tmp_path / "made"}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Served", (Hub,), {"directory": tmp_path / "made"})
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     constants = "huggingface_hub.constants"
     monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert fetched_directory("some/model") is None, "offline"
     monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
-    template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    template = (
+        f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    )
     monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
     # The library asks the Hub for the list of files first, which is more than is served here.
     monkeypatch.setattr(
         "automodel_ckpt.models.build.get_checkpoint_shard_files",
-        lambda name, index: [cached_file(name, f) for f in json.loads(Path(index).read_text())["weight_map"].values()],
+        lambda name, index: [
+            cached_file(name, f) for f in json.loads(Path(index).read_text())["weight_map"].values()
+        ],
     )
     try:
         load_model_config(from_pretrained="some/model")
@@ -172,7 +186,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
         check_vocabulary(LlamaConfig(vocab_size=49), Tokenizer())
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)]
+)
 def test_fresh_weights_follow_the_seed_and_the_dtype(dtype: str, expected: torch.dtype) -> None:
     config = load_model_config(from_config=TINY)
     before = config.to_dict()
@@ -220,10 +236,12 @@ def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> No
 def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
     model = build_model(load_model_config(from_config=TINY))
     assert [type(layer).__name__ for layer in decoder_layers(model)] == ["LlamaDecoderLayer"] * 3
-    plain = torch.nn.ModuleDict({
-        "few": torch.nn.ModuleList([torch.nn.Linear(2, 2)]),
-        "many": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(4)]),
-    })  # fmt: skip
+    plain = torch.nn.ModuleDict(
+        {
+            "few": torch.nn.ModuleList([torch.nn.Linear(2, 2)]),
+            "many": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(4)]),
+        }
+    )
     assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]
     assert decoder_layers(torch.nn.Linear(2, 2)) == []
 
@@ -239,7 +257,9 @@ def test_a_block_that_is_tied_to_what_is_outside_of_it_is_not_sharded_on_its_own
 def write_fp8_base(directory: Path) -> dict[str, torch.Tensor]:
     """A tiny Llama in bfloat16 whose projections are FP8 with a scale; returns their values in float32."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY), dtype=torch.bfloat16).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY), dtype=torch.bfloat16).save_pretrained(
+        directory
+    )
     tensors, values = load_file(directory / "model.safetensors"), {}
     for name in [name for name in tensors if "_proj" in name]:
         scale = tensors[name].float().abs().max() / 448
@@ -263,7 +283,9 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
         name = str(dtype).removeprefix("torch.")
         with caplog.at_level("INFO", "automodel_ckpt"):
             model: Any = build_model(
-                load_model_config(from_pretrained=str(tmp_path)), from_pretrained=str(tmp_path), dtype=name
+                load_model_config(from_pretrained=str(tmp_path)),
+                from_pretrained=str(tmp_path),
+                dtype=name,
             )
         parameters = dict(model.named_parameters())
         assert {parameter.dtype for parameter in parameters.values()} == {dtype}
@@ -275,6 +297,9 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
 def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:
     model: Any = torch.nn.Linear(2, 2)
     check_not_quantized(model)
-    model.is_quantized, model.config = True, LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
+    model.is_quantized, model.config = (
+        True,
+        LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}),
+    )
     with pytest.raises(RecipeError, match=r"stay quantized(.|\n)*gptq(.|\n)*peft"):
         check_not_quantized(model)

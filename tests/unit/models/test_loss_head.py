@@ -12,7 +12,12 @@ from torch import nn
 
 from automodel_ckpt.models import loss_head
 from automodel_ckpt.models.adapter import Lora, add_adapters
-from automodel_ckpt.models.loss_head import GivesLoss, LossHead, install_loss_head, linear_cross_entropy
+from automodel_ckpt.models.loss_head import (
+    GivesLoss,
+    LossHead,
+    install_loss_head,
+    linear_cross_entropy,
+)
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.unit.models.test_probe import build
 
@@ -24,9 +29,13 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 53 * request.param)
 
 
-def inputs(dtype: torch.dtype, num: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    dtype: torch.dtype, num: int = 8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((num, 16), (53, 16), (53,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator) for shape in ((num, 16), (53, 16), (53,))
+    )
     targets = torch.randint(0, 53, (num,), generator=generator)
     return *(each.to(dtype).requires_grad_() for each in (hidden, weight, bias)), targets
 
@@ -56,7 +65,9 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
         assert (ours.grad is None) == (theirs.grad is None)
         if ours.grad is not None and theirs.grad is not None:
             assert ours.grad.dtype == dtype
-            torch.testing.assert_close(ours.grad.to(wide), theirs.grad, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                ours.grad.to(wide), theirs.grad, rtol=tolerance, atol=tolerance
+            )
 
 
 def test_large_logits_do_not_overflow() -> None:
@@ -150,8 +161,12 @@ def test_a_model_that_does_more_to_the_logits_keeps_its_layer() -> None:
     assert install_loss_head(nn.Linear(2, 2), {}) is None
 
 
-@pytest.mark.parametrize(("model_type", "setting"), [("cohere", "logit_scale"), ("gemma2", "final_logit_softcapping")])
-def test_scaled_and_capped_logits_of_transformers_are_noticed(model_type: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "setting"), [("cohere", "logit_scale"), ("gemma2", "final_logit_softcapping")]
+)
+def test_scaled_and_capped_logits_of_transformers_are_noticed(
+    model_type: str, setting: str
+) -> None:
     from tests.unit.models import test_probe
 
     sizes = {"num_key_value_heads": 2, "head_dim": 8, setting: 0.5}
@@ -209,7 +224,9 @@ def test_an_output_layer_with_an_adapter_learns_the_same(options: dict[str, Any]
     assert loss == 0 and not any(each.any() for each in zeros)
 
 
-def test_an_adapted_output_layer_never_gives_the_logits_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapted_output_layer_never_gives_the_logits_of_all_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 3 * 97)
     model = adapted(target_modules=["lm_head"])
     head = install_loss_head(model, OPTIONS)

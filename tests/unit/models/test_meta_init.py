@@ -21,23 +21,34 @@ def drawn(config: PreTrainedConfig, seed: int) -> Any:
     model = skeleton(config)
     modules = dict(model.named_modules())
     allocate(model, torch.device("cpu"))
-    initialise(modules, InitialValues(skeleton(config), seed), lambda name, module: lambda key: True)
+    initialise(
+        modules, InitialValues(skeleton(config), seed), lambda name, module: lambda key: True
+    )
     return model
 
 
 def test_values_follow_the_seed_and_the_modules_name_only() -> None:
     before = torch.get_rng_state()
-    one, same, other = drawn(config_of(), 1), drawn(config_of(num_hidden_layers=1), 1), drawn(config_of(), 2)
+    one, same, other = (
+        drawn(config_of(), 1),
+        drawn(config_of(num_hidden_layers=1), 1),
+        drawn(config_of(), 2),
+    )
     assert torch.equal(torch.get_rng_state(), before)
     weights = [model.model.layers[0].mlp.up_proj.weight for model in (one, same, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    assert not torch.equal(one.model.layers[0].mlp.up_proj.weight, one.model.layers[1].mlp.up_proj.weight)
+    assert not torch.equal(
+        one.model.layers[0].mlp.up_proj.weight, one.model.layers[1].mlp.up_proj.weight
+    )
 
 
 def test_a_module_further_out_may_go_over_the_weights_inside_it() -> None:
     model = drawn(GPT2Config(n_layer=8, n_embd=64, n_head=2, vocab_size=50), 0)
-    residual, other = model.transformer.h[0].mlp.c_proj.weight, model.transformer.h[0].mlp.c_fc.weight
+    residual, other = (
+        model.transformer.h[0].mlp.c_proj.weight,
+        model.transformer.h[0].mlp.c_fc.weight,
+    )
     assert residual.std().item() == pytest.approx(0.02 / 4, rel=0.05)  # 1 / sqrt(2 layers)
     assert other.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -54,7 +65,9 @@ class OfItsConstructor(PreTrainedModel):
 
 def test_values_that_only_a_constructor_knows_are_noticed() -> None:
     assert InitialValues(skeleton(config_of("qwen3")), 0).are_complete()
-    assert not InitialValues(on_meta(lambda: OfItsConstructor(PreTrainedConfig())), 0).are_complete()
+    assert not InitialValues(
+        on_meta(lambda: OfItsConstructor(PreTrainedConfig())), 0
+    ).are_complete()
 
 
 def test_what_has_values_keeps_them_when_the_rest_gets_memory() -> None:

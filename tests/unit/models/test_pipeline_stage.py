@@ -9,11 +9,20 @@ import pytest
 import torch
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.pipeline_stage import check_stages, keep_stage, layers_of, parameters_of_stages
+from automodel_ckpt.models.pipeline_stage import (
+    check_stages,
+    keep_stage,
+    layers_of,
+    parameters_of_stages,
+)
 from tests.support.parallel import VOCABULARY, model_of
 from tests.unit.models.test_probe import build
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"] * 2}
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 2,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
 
 
 def cut(model: Any, num_stages: int) -> list[Any]:
@@ -29,7 +38,9 @@ def test_layers_are_shared_out_in_order_as_evenly_as_can_be() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize(("kind", "settings"), [("llama", {}), ("qwen3", SLIDING | {"tie_word_embeddings": True})])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("llama", {}), ("qwen3", SLIDING | {"tie_word_embeddings": True})]
+)
 def test_stages_compute_together_what_the_whole_model_does(
     kind: str, settings: dict[str, Any], num_stages: int
 ) -> None:
@@ -51,7 +62,9 @@ def test_a_stage_holds_its_own_parameters_under_their_names_in_the_whole_model(t
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     stages = cut(model, 2)
     held = [{name for name, _ in stage.named_parameters()} for stage in stages]
-    assert held == [{names[id(p)] for p in parameters} for parameters in parameters_of_stages(model, 2)]
+    assert held == [
+        {names[id(p)] for p in parameters} for parameters in parameters_of_stages(model, 2)
+    ]
     assert held[0] | held[1] == set(names.values())
     assert held[0] & held[1] == ({"model.embed_tokens.weight"} if tied else set())
     assert "model.layers.2.mlp.up_proj.weight" in held[1]
@@ -69,7 +82,9 @@ def test_a_model_that_does_more_to_hidden_states_than_its_layers_do_is_refused()
     assert "it has no transformer.embed_tokens" in refusal(build("gpt2"))
     model: Any = model_of()
     scaled = model.model.forward
-    model.model.forward = lambda inputs_embeds, **rest: scaled(inputs_embeds=2 * inputs_embeds, **rest)
+    model.model.forward = lambda inputs_embeds, **rest: scaled(
+        inputs_embeds=2 * inputs_embeds, **rest
+    )
     assert "modifies hidden states" in refusal(model)
     model = model_of()
     model.model.extra = torch.nn.Linear(2, 2)

@@ -28,7 +28,12 @@ _SIZES = {
 
 
 def build(model_type: str, attention: str | None = None) -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 97}
     known = {} if model_type in ("gpt2", "bloom") else {**sizes, "max_position_embeddings": 64}
     config = AutoConfig.for_model(model_type, **{**known, **ids, **_SIZES[model_type]})
@@ -45,7 +50,9 @@ APART = ["llama", "qwen3", "mistral", "gemma3_text", "gpt2"]
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", APART)
 @pytest.mark.parametrize("one_row", [True, False])
-def test_models_that_mask_by_positions_are_recognised(model_type: str, attention: str, one_row: bool) -> None:
+def test_models_that_mask_by_positions_are_recognised(
+    model_type: str, attention: str, one_row: bool
+) -> None:
     model = build(model_type, attention)
     assert keeps_samples_apart(model, one_row, {"use_cache": False})
     assert attention_of(model) == attention
@@ -93,7 +100,9 @@ def samples() -> list[dict[str, list[int]]]:
     return [{"input_ids": each, "labels": [-100, *each[1:]]} for each in tokens]
 
 
-def loss_and_gradients(model: nn.Module, *batches: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+def loss_and_gradients(
+    model: nn.Module, *batches: dict[str, torch.Tensor]
+) -> tuple[float, list[torch.Tensor]]:
     """Summed over *batches*."""
     model.zero_grad()
     total = 0.0
@@ -108,10 +117,14 @@ def loss_and_gradients(model: nn.Module, *batches: dict[str, torch.Tensor]) -> t
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", APART)
 @pytest.mark.parametrize("hidden_size", [8, 4096])
-def test_sharing_rows_changes_neither_loss_nor_gradients(model_type: str, attention: str, hidden_size: int) -> None:
+def test_sharing_rows_changes_neither_loss_nor_gradients(
+    model_type: str, attention: str, hidden_size: int
+) -> None:
     model = build(model_type, attention).double().eval()
     collate, packs = PadCollator(0), PackedDataset(samples(), 13)
-    expected_loss, expected = loss_and_gradients(model, *(collate([sample]) for sample in samples()))
+    expected_loss, expected = loss_and_gradients(
+        model, *(collate([sample]) for sample in samples())
+    )
     padded = collate(samples())
     for batch in (padded, collate([packs[i] for i in range(len(packs))])):
         rows = RowLayout(hidden_size)(batch)

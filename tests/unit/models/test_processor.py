@@ -42,7 +42,9 @@ def hub_layout(directory: Path) -> Path:
     return directory
 
 
-def test_a_family_with_videos_is_read_for_its_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_family_with_videos_is_read_for_its_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "automodel_ckpt"):
         made = read_processor(str(hub_layout(tmp_path)))
     assert "Qwen2_5_VLProcessor is loaded without its video processor" in caplog.text
@@ -64,7 +66,9 @@ def test_what_the_files_say_of_videos_is_saved_again(tmp_path: Path) -> None:
     assert again.to_dict() == made.to_dict()
 
 
-def test_a_library_that_is_missing_too_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_too_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processing_smolvlm, "num2words", None)
     transformers.SmolVLMConfig().save_pretrained(tmp_path)
     tokenizer_with("<image>").save_pretrained(tmp_path)

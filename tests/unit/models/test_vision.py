@@ -27,13 +27,19 @@ def model_of(family: str) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_belongs_to_one_part_of_the_model(family: str) -> None:
     names = [name for name, _ in model_of(family).named_parameters()]
-    parts = {part: parameters_of(part, names) for part in ("vision_tower", "projector", "language_model")}
+    parts = {
+        part: parameters_of(part, names) for part in ("vision_tower", "projector", "language_model")
+    }
     assert all(parts.values())
     assert sorted(name for part in parts.values() for name in part) == sorted(names)
 
 
 def test_a_projector_inside_the_vision_tower_is_a_projector() -> None:
-    names = ["model.visual.merger.mlp.0.weight", "model.visual.blocks.0.attn.proj.weight", "lm_head.weight"]
+    names = [
+        "model.visual.merger.mlp.0.weight",
+        "model.visual.blocks.0.attn.proj.weight",
+        "lm_head.weight",
+    ]
     assert parameters_of("projector", names) == names[:1]
     assert parameters_of("vision_tower", names) == names[1:2]
 
@@ -58,17 +64,23 @@ def test_names_in_files_are_those_that_transformers_saves(family: str, tmp_path:
     base = make_base(tmp_path, family)
     with safe_open(base / "model.safetensors", "pt") as file:
         expected = set(file.keys())
-    for model, base_dir in ((model_of(family), None), (AutoModelForImageTextToText.from_pretrained(base), base)):
+    for model, base_dir in (
+        (model_of(family), None),
+        (AutoModelForImageTextToText.from_pretrained(base), base),
+    ):
         names = names_in_files(model, base_dir).names
         tied = set(model.all_tied_weights_keys)
-        assert {names.get(name, name) for name in model.state_dict() if name not in tied} == expected
+        assert {
+            names.get(name, name) for name in model.state_dict() if name not in tied
+        } == expected
 
 
 def test_a_base_whose_files_have_the_names_of_memory_keeps_them(tmp_path: Path) -> None:
     model = model_of("llava")
     assert names_in_files(model).names
     save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        tmp_path / "model.safetensors",
     )
     assert names_in_files(model, tmp_path) == ({}, {})
 
@@ -81,12 +93,20 @@ def test_what_is_no_transformers_model_keeps_its_names() -> None:
     ("revert", "said"),
     [
         (lambda tensors: {"a": tensors["a"]}, "not every element is there once"),
-        (lambda tensors: {"a": tensors["a"].t(), "b": tensors["b"]}, "a is not only taken apart row by row"),
+        (
+            lambda tensors: {"a": tensors["a"].t(), "b": tensors["b"]},
+            "a is not only taken apart row by row",
+        ),
     ],
 )
-def test_a_reversal_that_does_more_than_rename_and_take_apart_is_not_followed(revert: Any, said: str) -> None:
+def test_a_reversal_that_does_more_than_rename_and_take_apart_is_not_followed(
+    revert: Any, said: str
+) -> None:
     markers = _Markers({"a": (2, 3), "b": (4,)})
-    assert _read_off(markers, lambda tensors: {"x": tensors["a"], "b": tensors["b"]})[0] == {"a": "x", "b": "b"}
+    assert _read_off(markers, lambda tensors: {"x": tensors["a"], "b": tensors["b"]})[0] == {
+        "a": "x",
+        "b": "b",
+    }
     with pytest.raises(ValueError, match=said):
         _read_off(markers, revert)
 
@@ -94,9 +114,13 @@ def test_a_reversal_that_does_more_than_rename_and_take_apart_is_not_followed(re
 def test_a_configuration_of_several_parts_takes_its_ids_from_the_processor() -> None:
     _, processor = FAMILIES["gemma3"]()
     settings = {"model_type": "gemma3", "text_config": {"hidden_size": 32}}
-    config = load_model_config(from_config=settings, tokenizer=processor.tokenizer, processor=processor)
+    config = load_model_config(
+        from_config=settings, tokenizer=processor.tokenizer, processor=processor
+    )
     assert config.text_config.vocab_size == len(processor.tokenizer)
-    names = processor.tokenizer.convert_tokens_to_ids(["<image_soft_token>", "<start_of_image>", "<end_of_image>"])
+    names = processor.tokenizer.convert_tokens_to_ids(
+        ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+    )
     assert [config.image_token_index, config.boi_token_index, config.eoi_token_index] == names
     assert set(names) <= image_token_ids(config, processor)
     assert settings == {"model_type": "gemma3", "text_config": {"hidden_size": 32}}

@@ -22,7 +22,9 @@ def test_equal_names_and_shapes_are_all_taken() -> None:
     verdict.refuse("init_from", "base", "init_from")
 
 
-def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_the_keys_to_allow_it() -> None:
+def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_the_keys_to_allow_it() -> (
+    None
+):
     verdict = compare(HERE, there(model__norm__weight=None, score__weight=(5, 4), old__weight=(1,)))
     with pytest.raises(RecipeError) as caught:
         verdict.refuse("init_from.path", "base", "init_from")
@@ -38,16 +40,24 @@ def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_th
 
 def test_patterns_allow_differences_and_they_are_listed_all_the_same() -> None:
     verdict = compare(
-        HERE, there(score__weight=(5, 4), old__weight=(1,)), allow_missing=["score.*"], allow_unexpected=["old.*"]
+        HERE,
+        there(score__weight=(5, 4), old__weight=(1,)),
+        allow_missing=["score.*"],
+        allow_unexpected=["old.*"],
     )
     verdict.refuse("init_from.path", "base", "init_from")
     assert verdict.new == ("score.weight",)
     assert "score.weight" not in verdict.matches
-    assert verdict.lines(allowed=True) == ["- old.weight: only there", "~ score.weight: there [5, 4], here [3, 4]"]
+    assert verdict.lines(allowed=True) == [
+        "- old.weight: only there",
+        "~ score.weight: there [5, 4], here [3, 4]",
+    ]
 
 
 def test_a_pattern_allows_what_it_matches_and_nothing_else() -> None:
-    verdict = compare(HERE, there(model__norm__weight=None, score__weight=None), allow_missing=["score.*"])
+    verdict = compare(
+        HERE, there(model__norm__weight=None, score__weight=None), allow_missing=["score.*"]
+    )
     assert verdict.lines(allowed=False) == ["+ model.norm.weight: not there"]
 
 

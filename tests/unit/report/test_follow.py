@@ -62,10 +62,16 @@ def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
     Follower(run, {"recorder": {}}, None).close()
     assert steps() == [1, 2, 2, 2, 3, 4, 4, 4, 0]
     assert Recorder.got[0][1] == {
-        "train/loss": pytest.approx(3.4325, abs=1e-3), "train/grad_norm": 2.0, "train/lr": 0.00025, "train/tps": 100.0,
+        "train/loss": pytest.approx(3.4325, abs=1e-3),
+        "train/grad_norm": 2.0,
+        "train/lr": 0.00025,
+        "train/tps": 100.0,
         "train/tokens": 100,
-    }  # fmt: skip
-    assert {key for step, values in Recorder.got for key in values if step == 2} >= {"save/bytes", "val/loss"}
+    }
+    assert {key for step, values in Recorder.got for key in values if step == 2} >= {
+        "save/bytes",
+        "val/loss",
+    }
     Follower(run, {"recorder": {}}, None).close()
     assert steps() == [0], "it has all of it"
 
@@ -133,7 +139,9 @@ def test_a_tracker_that_may_have_lost_something_in_a_kill_gets_all_of_it_as_anot
     assert len(steps()) == 1
 
 
-def test_a_run_has_one_process_that_sends_its_log(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_one_process_that_sends_its_log(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with follow.holding(run, wait=False) as first, follow.holding(run, wait=False) as second:
         assert (first, second) == (True, False)
         assert main(["track", str(run), "--to", "tensorboard"]) == 2
@@ -160,7 +168,9 @@ def test_a_failing_tracker_is_told_of_once_and_gets_nothing_more(run: Path) -> N
     assert told == ["tracker recorder is disabled, training continues: SystemExit: no"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"sent": {"train": "x"}}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"sent": {"train": "x"}}}']
+)
 def test_a_damaged_memory_means_starting_over(run: Path, text: str) -> None:
     (run / follow.MEMORY).write_text(text)
     Follower(run, {"recorder": {}}, None).close()
@@ -199,7 +209,9 @@ def test_no_tracker_outlives_a_killed_trainer(tmp_path: Path) -> None:
         "import sys, time, pathlib; from automodel_ckpt.training.tracker_process import Tracking\n"
         "t = Tracking(pathlib.Path(sys.argv[1]), {}, 0); print(t._process.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE
+    ) as trainer:
         assert trainer.stdout is not None
         follower = int(trainer.stdout.readline())
         trainer.send_signal(signal.SIGKILL)
@@ -223,14 +235,17 @@ def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["track", str(run), "--to", "tensorboard", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert (1, "train/loss") in scalars(run)
-    assert main(["track", str(run), "--to", "tensorboard", "--again", "--option", "nonsense=1"]) == 1
+    assert (
+        main(["track", str(run), "--to", "tensorboard", "--again", "--option", "nonsense=1"]) == 1
+    )
     assert "nonsense" in capsys.readouterr().err
     assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2
     assert "invalid option" in capsys.readouterr().err
 
 
-def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_library_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run", num_steps=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["track", str(run), "--to", "wandb"]) == 2

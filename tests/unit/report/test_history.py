@@ -14,21 +14,42 @@ from tests.support.history import write_run
 
 
 def test_a_runs_history_holds_its_series_checkpoints_and_resumes(tmp_path: Path) -> None:
-    run = read_history(write_run(tmp_path / "run", num_steps=6, saved=[2, 4, 6], best=4, resumed=[2]))
+    run = read_history(
+        write_run(tmp_path / "run", num_steps=6, saved=[2, 4, 6], best=4, resumed=[2])
+    )
     assert run.series["loss"].steps == (1, 2, 3, 4, 5, 6)
     assert run.series["val_loss"].steps == run.series["bytes"].steps == (2, 4, 6)
     assert [(c.name, c.pointers) for c in run.checkpoints] == [
-        ("epoch_0_step_2", ()), ("epoch_0_step_4", ("LOWEST_VAL",)), ("epoch_0_step_6", ("LATEST",)),
-    ]  # fmt: skip
+        ("epoch_0_step_2", ()),
+        ("epoch_0_step_4", ("LOWEST_VAL",)),
+        ("epoch_0_step_6", ("LATEST",)),
+    ]
     assert (run.resumed_at, run.num_tokens, run.seconds) == ((2,), 600, 5.0)
 
 
-def test_lines_that_hold_no_numbers_are_passed_over_and_of_two_at_a_step_the_last_counts(tmp_path: Path) -> None:
-    good = [{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
-    odd = ["{", "[]", '{"step": "4", "loss": 1}', '{"step": true, "loss": 1}', '{"step": 5, "loss": NaN}',
-           '{"step": 6, "loss": 1e999}', '{"step": 7, "loss": true}', "[" * 100_000]  # fmt: skip
+def test_lines_that_hold_no_numbers_are_passed_over_and_of_two_at_a_step_the_last_counts(
+    tmp_path: Path,
+) -> None:
+    good = [
+        {"step": 1, "loss": 3.0},
+        {"step": 1, "loss": 2.5},
+        {"step": 2, "loss": None},
+        {"step": 3, "loss": 1.0},
+    ]
+    odd = [
+        "{",
+        "[]",
+        '{"step": "4", "loss": 1}',
+        '{"step": true, "loss": 1}',
+        '{"step": 5, "loss": NaN}',
+        '{"step": 6, "loss": 1e999}',
+        '{"step": 7, "loss": true}',
+        "[" * 100_000,
+    ]
     huge = '{"step": 8, "loss": 1' + "0" * 400 + "}"
-    (tmp_path / "training.jsonl").write_text("\n".join([*map(json.dumps, good), *odd, huge, '{"step": 9, "lo']))
+    (tmp_path / "training.jsonl").write_text(
+        "\n".join([*map(json.dumps, good), *odd, huge, '{"step": 9, "lo'])
+    )
     history = read_history(tmp_path)
     assert history.series["loss"] == Series((1, 3), (2.5, 1.0))
     assert (history.last_step, history.not_finite) == (8, (2, 5, 6, 7, 8))
@@ -57,7 +78,9 @@ def test_an_average_is_over_a_hundredth_of_a_long_series() -> None:
     assert max(abs(value - 0.5) for value in zigzag.smoothed().values[1000:]) < 0.06
 
 
-@pytest.mark.parametrize("values", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-1e-9, 1e-9), (1e15, 2e15), (5e-324, 0.0)])
+@pytest.mark.parametrize(
+    "values", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-1e-9, 1e-9), (1e15, 2e15), (5e-324, 0.0)]
+)
 def test_a_scale_has_a_length_and_a_few_round_ticks(values: tuple[float, float]) -> None:
     scale = scale_over(values, 0, 100)
     assert scale.low < min(values) <= max(values) < scale.high

@@ -34,12 +34,17 @@ def test_the_page_marks_checkpoints_the_best_one_and_resumes(run: Path, tmp_path
     marks = [element.get("class", "").split()[0] for element in loss if element.get("class")]
     assert (marks.count("saved"), marks.count("best"), marks.count("resumed")) == (2, 1, 1)
     assert [other.get("aria-label") for other in others] == [
-        "Gradient norm", "Learning rate", "Throughput, tokens per second", "Training waited for saves, seconds",
+        "Gradient norm",
+        "Learning rate",
+        "Throughput, tokens per second",
+        "Training waited for saves, seconds",
         "Size of saves, bytes",
-    ]  # fmt: skip
+    ]
 
 
-def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(run: Path, tmp_path: Path) -> None:
+def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(
+    run: Path, tmp_path: Path
+) -> None:
     evil = run.rename(tmp_path / "<script>alert(1)<")
     page = tmp_path / "report.html"
     assert main(["plot", str(evil), "-o", str(page)]) == 0
@@ -50,7 +55,9 @@ def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(run
     assert text.count("<script") == 1 + 6, "the page's own, and the data of each panel"
 
 
-def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(run: Path, tmp_path: Path) -> None:
+def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(
+    run: Path, tmp_path: Path
+) -> None:
     other = write_run(tmp_path / "b" / "first", num_steps=300)
     page = tmp_path / "report.html"
     assert main(["plot", str(run), str(other), "-o", str(page)]) == 0
@@ -81,7 +88,11 @@ def test_many_runs_are_a_table_and_saves_of_all_stay_in_the_picture(tmp_path: Pa
     text = page.read_text()
     assert "<dl>" not in text
     assert all(f'<span class="key c{n}"></span>run{n}</td>' in text for n in range(12))
-    stems = [float(e.get("d", "")[1:].split()[0]) for e in svgs(text)[-1] if e.get("class", "").startswith("stem")]
+    stems = [
+        float(e.get("d", "")[1:].split()[0])
+        for e in svgs(text)[-1]
+        if e.get("class", "").startswith("stem")
+    ]
     assert len(stems) == 12
     assert max(stems) < 846 + 14
 
@@ -95,7 +106,10 @@ def test_a_learning_rate_is_never_smoothed_and_lost_losses_are_counted(tmp_path:
     page = tmp_path / "report.html"
     assert main(["plot", str(run), "-o", str(page)]) == 0
     text = page.read_text()
-    drawn = {e.get("aria-label"): [line.get("class") for line in e if line.tag == "polyline"] for e in svgs(text)}
+    drawn = {
+        e.get("aria-label"): [line.get("class") for line in e if line.tag == "polyline"]
+        for e in svgs(text)
+    }
     assert drawn["Learning rate"] == ["line c0"]
     assert drawn["Gradient norm"] == ["faint c0", "line c0"]
     assert "<dd>300</dd>" in text
@@ -106,30 +120,47 @@ def test_a_learning_rate_is_never_smoothed_and_lost_losses_are_counted(tmp_path:
 def test_only_what_is_drawn_stands_in_the_legend(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", num_steps=3)
     page = tmp_path / "report.html"
-    for path, expected in ((run, {"checkpoint", "LOWEST_VAL", "resumed", "validation"}), (other, set())):
+    for path, expected in (
+        (run, {"checkpoint", "LOWEST_VAL", "resumed", "validation"}),
+        (other, set()),
+    ):
         assert main(["plot", str(path), "-o", str(page)]) == 0
         legend = page.read_text().split('class="legend">')[1].split("</p>")[0]
-        assert {w for w in ("checkpoint", "LOWEST_VAL", "resumed", "validation") if w in legend} == expected
+        assert {
+            w for w in ("checkpoint", "LOWEST_VAL", "resumed", "validation") if w in legend
+        } == expected
 
 
-def test_a_picture_is_drawn_by_its_ending(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_is_drawn_by_its_ending(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 0
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", str(run), "-o", str(tmp_path / "report.txt")]) == 2
     assert "unsupported file extension" in capsys.readouterr().err
 
 
-def test_a_picture_of_many_runs_has_one_legend_and_all_panels_the_same_steps(tmp_path: Path) -> None:
+def test_a_picture_of_many_runs_has_one_legend_and_all_panels_the_same_steps(
+    tmp_path: Path,
+) -> None:
     from matplotlib import pyplot
 
     names = ["_hidden", "a $\\frac{ b$", "n" * 99, *map(str, range(9))]
-    runs = [read_history(write_run(tmp_path / n, num_steps=6, saved=[4], best=4, resumed=[2])) for n in names]
+    runs = [
+        read_history(write_run(tmp_path / n, num_steps=6, saved=[4], best=4, resumed=[2]))
+        for n in names
+    ]
     figure = drawn(pyplot, runs)
     figure.canvas.draw()
     (legend,) = figure.legends
     said = [text.get_text().strip() for text in legend.get_texts()]
     assert len(said) == 12 + 4
-    assert said[0] == "_hidden" and said[-4:] == ["validation", "checkpoint", "LOWEST_VAL", "resumed"]
+    assert said[0] == "_hidden" and said[-4:] == [
+        "validation",
+        "checkpoint",
+        "LOWEST_VAL",
+        "resumed",
+    ]
     assert all(axis.get_legend() is None for axis in figure.axes)
     assert len({axis.get_xlim() for axis in figure.axes}) == 1
     pyplot.close(figure)
@@ -143,7 +174,9 @@ def test_without_matplotlib_a_picture_is_refused_with_what_to_install(
     assert "automodel_ckpt[plot]" in capsys.readouterr().err
 
 
-def test_without_a_file_small_curves_go_to_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_small_curves_go_to_the_terminal(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plot", str(run)]) == 0
     head, loss, *_ = capsys.readouterr().out.splitlines()
     assert head.startswith("first: steps 8, training loss 2.0337, lowest validation loss")
@@ -154,7 +187,15 @@ def test_without_a_file_small_curves_go_to_the_terminal(run: Path, capsys: pytes
 def test_a_page_is_utf_8_whatever_the_locale_and_the_name(run: Path, tmp_path: Path) -> None:
     odd = run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "plot", os.fsencode(odd), "-o", "page.html"]
+    command = [
+        sys.executable,
+        "-m",
+        "automodel_ckpt.cli.ckpt",
+        "plot",
+        os.fsencode(odd),
+        "-o",
+        "page.html",
+    ]
     subprocess.run(command, check=True, env=env, cwd=tmp_path, capture_output=True)
     text = (tmp_path / "page.html").read_text("utf-8")
     assert "▲ checkpoint" in text and "odd\\udcff" in text
@@ -179,16 +220,24 @@ def test_json_gives_the_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert document["resumed_at"] == [4]
 
 
-def test_a_place_without_a_run_is_code_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_without_a_run_is_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plot", str(tmp_path)]) == 3
     assert "no run to plot" in capsys.readouterr().err
 
 
-def test_numbers_that_no_run_writes_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_no_run_writes_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run", num_steps=4)
     with open(run / "training.jsonl", "a") as log:
-        log.write('{"step": 5, "loss": 1e308, "tokens": 1e400}\n{"step": 6, "loss": -1e308}\n{"step": -7, "loss": 1}\n')
+        log.write(
+            '{"step": 5, "loss": 1e308, "tokens": 1e400}\n{"step": 6, "loss": -1e308}\n{"step": -7, "loss": 1}\n'
+        )
         log.write('{"step": ' + "9" * 400 + ', "loss": 1}\n')
     for output in ([], ["-o", str(tmp_path / "page.html")], ["--json"]):
         assert main(["plot", str(run), *output]) == 0
-    assert json.loads(capsys.readouterr().out.split("page.html\n")[1])[0]["series"]["loss"]["steps"] == [1, 2, 3, 4]
+    assert json.loads(capsys.readouterr().out.split("page.html\n")[1])[0]["series"]["loss"][
+        "steps"
+    ] == [1, 2, 3, 4]

@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.loss import cross_entropy_sum, next_token_loss, num_label_tokens, shift_labels
+from automodel_ckpt.training.loss import (
+    cross_entropy_sum,
+    next_token_loss,
+    num_label_tokens,
+    shift_labels,
+)
 
 
-def batch(seed: int, rows: int = 4, length: int = 6, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    seed: int, rows: int = 4, length: int = 6, vocabulary: int = 11
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels[torch.rand(rows, length, generator=generator) < 0.4] = -100
@@ -31,11 +38,16 @@ def test_it_is_the_mean_of_transformers_times_the_label_tokens() -> None:
 
     logits, labels = batch(3)
     mean = ForCausalLMLoss(logits, labels, vocab_size=11)
-    assert float(next_token_loss(logits, labels) / num_label_tokens(labels)) == pytest.approx(float(mean), rel=1e-6)
+    assert float(next_token_loss(logits, labels) / num_label_tokens(labels)) == pytest.approx(
+        float(mean), rel=1e-6
+    )
 
 
 def test_position_i_predicts_token_i_plus_one_and_the_last_predicts_nothing() -> None:
-    assert shift_labels(torch.tensor([[5, 6, 7], [8, -100, 9]])).tolist() == [[6, 7, -100], [-100, 9, -100]]
+    assert shift_labels(torch.tensor([[5, 6, 7], [8, -100, 9]])).tolist() == [
+        [6, 7, -100],
+        [-100, 9, -100],
+    ]
 
 
 def test_the_first_label_of_a_row_does_not_count() -> None:

@@ -36,12 +36,30 @@ def test_cosine_warms_up_and_ends_at_zero() -> None:
 
 
 def test_the_warm_up_may_be_a_part_of_all_steps_and_the_decay_shorter_than_the_run() -> None:
-    assert rates("linear", 7, total_steps=100, warmup_ratio=0.5, decay_steps=4) == [0, 0.5, 1, 0.5, 0, 0, 0]
+    assert rates("linear", 7, total_steps=100, warmup_ratio=0.5, decay_steps=4) == [
+        0,
+        0.5,
+        1,
+        0.5,
+        0,
+        0,
+        0,
+    ]
 
 
-@pytest.mark.parametrize("name", LRSchedulerConfig.__annotations__ and [
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    LRSchedulerConfig.__annotations__
+    and [
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ],
+)
 def test_every_schedule_of_the_schema_without_required_settings_can_be_built(name: str) -> None:
     assert len(rates(name, 3, total_steps=10)) == 3
 
@@ -54,7 +72,9 @@ def test_every_schedule_of_the_schema_without_required_settings_can_be_built(nam
         ("warmup_stable_decay", {"num_decay_steps": 3}),
     ],
 )
-def test_every_other_schedule_of_the_schema_takes_its_settings(name: str, kwargs: dict[str, Any]) -> None:
+def test_every_other_schedule_of_the_schema_takes_its_settings(
+    name: str, kwargs: dict[str, Any]
+) -> None:
     assert len(rates(name, 3, total_steps=10, warmup_steps=1, kwargs=kwargs)) == 3
 
 
@@ -65,11 +85,17 @@ def test_every_other_schedule_of_the_schema_takes_its_settings(name: str, kwargs
         ("constant", {"total_steps": None, "warmup_steps": 3}, "does not use warmup_steps"),
         ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "does not use decay_steps"),
         ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "does not accept this"),
-        ("cosine", {"total_steps": 9, "warmup_steps": 3, "kwargs": {"num_cycles": "abc"}}, "with these values"),
+        (
+            "cosine",
+            {"total_steps": 9, "warmup_steps": 3, "kwargs": {"num_cycles": "abc"}},
+            "with these values",
+        ),
         ("warmup_stable_decay", {"total_steps": 9}, "requires num_decay_steps"),
     ],
 )
-def test_what_a_schedule_cannot_use_is_refused(name: str, settings: dict[str, Any], what: str) -> None:
+def test_what_a_schedule_cannot_use_is_refused(
+    name: str, settings: dict[str, Any], what: str
+) -> None:
     with pytest.raises(RecipeError, match=what):
         build_schedule(optimizer(), name, **settings)
 

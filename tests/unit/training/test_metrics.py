@@ -53,7 +53,9 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 9, "lo', b"\0\0\0\0"])
-def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(tmp_path: Path, tail: bytes) -> None:
+def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(
+    tmp_path: Path, tail: bytes
+) -> None:
     path = tmp_path / "training.jsonl"
     assert JsonlLog(path).truncate_after(math.inf) == 0
     filled(path, 2).close()
@@ -69,10 +71,18 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
 ) -> None:
     path = tmp_path / "training.jsonl"
     lines = [
-        '{"step": 1, "loss": 1.0}', '{"step": 2, "loss": 2.0}', '{"event": "save", "step": 2}',
-        '{"step": 3, "lo\x01ss": 1', '{"step": 2, "loss": 2.5}', '{"event": "save", "step": 2}', '{"note": "mine"}',
-        '{"step": "4"}', '{"step": 4, "loss": 4.0}', '{"step": 5, "loss": 5.0}', '{"step": 6, "loss"',
-    ]  # fmt: skip
+        '{"step": 1, "loss": 1.0}',
+        '{"step": 2, "loss": 2.0}',
+        '{"event": "save", "step": 2}',
+        '{"step": 3, "lo\x01ss": 1',
+        '{"step": 2, "loss": 2.5}',
+        '{"event": "save", "step": 2}',
+        '{"note": "mine"}',
+        '{"step": "4"}',
+        '{"step": 4, "loss": 4.0}',
+        '{"step": 5, "loss": 5.0}',
+        '{"step": 6, "loss"',
+    ]
     path.write_text("\n".join(lines))
     assert JsonlLog(path).truncate_after(4) == 6
     assert path.read_text().splitlines() == [lines[0], lines[4], lines[5], lines[6], lines[8]]
@@ -82,7 +92,11 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
         ['    {"step": 2, "loss": 2.0}', '    {"event": "save", "step": 2}'],
         ['    {"note": "mine"}'],
     ]
-    assert "damaged" in reports[0][0] and "a later line" in reports[1][0] and "kept them unchanged" in reports[2][0]
+    assert (
+        "damaged" in reports[0][0]
+        and "a later line" in reports[1][0]
+        and "kept them unchanged" in reports[2][0]
+    )
     assert JsonlLog(path).truncate_after(4) == 0
 
 
@@ -103,7 +117,11 @@ def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log.jsonl")
     log.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     log.close()
-    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
 
 
 def test_lines_that_come_fast_share_a_write_and_none_waits_for_a_slow_one(
@@ -126,7 +144,9 @@ def test_lines_that_come_fast_share_a_write_and_none_waits_for_a_slow_one(
     assert steps(log.path) == [1, 2, 3, 4, 5, 5, 6]
 
 
-def test_the_peak_of_memory_is_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_memory_is_looked_up_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, peaks = 100.0, iter((1, 2))
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     monkeypatch.setattr(metrics, "_peak_memory", lambda _: next(peaks))

@@ -56,16 +56,27 @@ def test_only_the_next_step_divides(by_torch: bool) -> None:
     optimizer.param_groups[0]["params"][0].grad = plain.param_groups[0]["params"][0].grad.clone()
     optimizer.step()
     plain.step()
-    states = [each.state[each.param_groups[0]["params"][0]]["exp_avg"] for each in (optimizer, plain)]
+    states = [
+        each.state[each.param_groups[0]["params"][0]]["exp_avg"] for each in (optimizer, plain)
+    ]
     assert torch.equal(*states)
 
 
-def trained(optimizer_class: type[torch.optim.AdamW], seed: int, **settings: Any) -> tuple[list[torch.Tensor], Any]:
+def trained(
+    optimizer_class: type[torch.optim.AdamW], seed: int, **settings: Any
+) -> tuple[list[torch.Tensor], Any]:
     """Three parameters in two groups after four steps, in the second of which one has no gradient; and the state."""
     generator = torch.Generator().manual_seed(seed)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,), (0, 2)]]
-    parameters[0].data = parameters[0].data if settings.pop("whole", True) else parameters[0].data.t()
-    groups = [{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:], "betas": (0.5, 0.6)}]
+    parameters = [
+        nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,), (0, 2)]
+    ]
+    parameters[0].data = (
+        parameters[0].data if settings.pop("whole", True) else parameters[0].data.t()
+    )
+    groups = [
+        {"params": parameters[:1], "lr": 0.05},
+        {"params": parameters[1:], "betas": (0.5, 0.6)},
+    ]
     optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.1, fused=True, **settings)
     for step in range(4):
         for parameter in parameters:
@@ -76,7 +87,9 @@ def trained(optimizer_class: type[torch.optim.AdamW], seed: int, **settings: Any
     return [parameter.detach() for parameter in parameters], optimizer.state_dict()
 
 
-@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"maximize": True}, {"whole": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"amsgrad": True}, {"maximize": True}, {"whole": False}], ids=str
+)
 def test_parameters_and_state_are_those_of_torch(settings: dict[str, Any]) -> None:
     (ours, our_state), (theirs, their_state) = (
         trained(each, 3, **settings) for each in (FusedAdamW, torch.optim.AdamW)
@@ -124,13 +137,24 @@ def counts_in_place(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize(
     "happening",
-    [loads_another_state, gets_other_tensors, gets_another_entry, starts_anew, counts_in_place, copy.deepcopy],
+    [
+        loads_another_state,
+        gets_other_tensors,
+        gets_another_entry,
+        starts_anew,
+        counts_in_place,
+        copy.deepcopy,
+    ],
 )
-def test_what_happens_to_the_state_between_steps_counts_as_with_torchs(happening: Callable[[Any], Any]) -> None:
+def test_what_happens_to_the_state_between_steps_counts_as_with_torchs(
+    happening: Callable[[Any], Any],
+) -> None:
     after = []
     for optimizer_class in (FusedAdamW, torch.optim.AdamW):
         generator = torch.Generator().manual_seed(1)
-        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,), (2,)]]
+        parameters = [
+            nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(3, 4), (5,), (2,)]
+        ]
         groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
         optimizer: Any = optimizer_class(groups, lr=0.1, fused=True)
         for step in range(4):
@@ -140,8 +164,13 @@ def test_what_happens_to_the_state_between_steps_counts_as_with_torchs(happening
             optimizer.step()
         after.append((optimizer, parameters, optimizer.state_dict()["state"]))
     (ours, our_parameters, our_state), (theirs, their_parameters, their_state) = after
-    mine, yours = ([p for group in each.param_groups for p in group["params"]] for each in (ours, theirs))
-    assert all(torch.equal(*pair) for pair in zip([*mine, *our_parameters], [*yours, *their_parameters], strict=True))
+    mine, yours = (
+        [p for group in each.param_groups for p in group["params"]] for each in (ours, theirs)
+    )
+    assert all(
+        torch.equal(*pair)
+        for pair in zip([*mine, *our_parameters], [*yours, *their_parameters], strict=True)
+    )
     for number, entry in their_state.items():
         assert all(torch.equal(our_state[number][name], value) for name, value in entry.items())
 
@@ -155,14 +184,18 @@ def test_a_step_without_gradients_changes_nothing_and_hooks_are_called_once() ->
     optimizer.step()
     optimizer.step(lambda: 7.0)
     assert calls == ["after"] * 3
-    assert all(torch.equal(*pair) for pair in zip(before, optimizer.param_groups[0]["params"], strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(before, optimizer.param_groups[0]["params"], strict=True)
+    )
     optimizer.param_groups[0]["params"][1].grad = torch.ones(5)
     optimizer.zero_grad(set_to_none=False)
     assert not optimizer.param_groups[0]["params"][1].grad.any()
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.10
-def test_a_profiler_and_hooks_of_all_optimizers_see_each_step_and_without_them_torch_calls_nothing() -> None:
+def test_a_profiler_and_hooks_of_all_optimizers_see_each_step_and_without_them_torch_calls_nothing() -> (
+    None
+):
     optimizer, calls = made(), []
     handle = register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.step()
@@ -170,7 +203,11 @@ def test_a_profiler_and_hooks_of_all_optimizers_see_each_step_and_without_them_t
     with torch.profiler.profile() as profiler:
         optimizer.step()
     assert calls == ["before"]
-    assert [event.count for event in profiler.key_averages() if event.key.startswith("Optimizer.step#Fused")] == [1]
+    assert [
+        event.count
+        for event in profiler.key_averages()
+        if event.key.startswith("Optimizer.step#Fused")
+    ] == [1]
     with mock.patch.object(torch.autograd.profiler, "record_function", side_effect=AssertionError):
         optimizer.step()
 

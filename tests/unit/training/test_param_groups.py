@@ -11,17 +11,34 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.trainer import Trainer
 
-from automodel_ckpt.config.schema import OptimizerConfig, OptimizerGroup, OptimizerTarget, OptionsGroup, TargetGroup
+from automodel_ckpt.config.schema import (
+    OptimizerConfig,
+    OptimizerGroup,
+    OptimizerTarget,
+    OptionsGroup,
+    TargetGroup,
+)
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.optimizers import build_optimizer, trained_parameters
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.optim import FusedAdamW
 
 SIZES = {
-    "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2, "num_local_experts": 2, "vocab_size": 32,
-    "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
 def model_of(model_type: str = "llama", *, device: str = "cpu") -> Any:
@@ -38,7 +55,9 @@ def grouped(section: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list
     return optimizer, [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "opt", "qwen2_moe", "olmo2", "gemma3_text", "bloom"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gpt2", "opt", "qwen2_moe", "olmo2", "gemma3_text", "bloom"]
+)
 def test_weight_decay_leaves_out_what_transformers_trainer_leaves_out(model_type: str) -> None:
     model = model_of(model_type, device="meta")
     decayed = Trainer.get_decay_parameter_names(None, model)
@@ -63,19 +82,27 @@ def test_the_first_group_that_matches_a_parameter_has_it_and_options_are_inherit
         OptimizerGroup(params=["*.layers.*norm*"], weight_decay=0.5),
         OptimizerGroup(params=["*.layers.*"], betas=(0.5, 0.6)),
     ]
-    section = OptimizerConfig(lr=1e-2, weight_decay=0.1, no_decay=["*norm*", "*.k_proj.*"], groups=groups)
+    section = OptimizerConfig(
+        lr=1e-2, weight_decay=0.1, no_decay=["*norm*", "*.k_proj.*"], groups=groups
+    )
     optimizer, names = grouped(section, model_of())
     options = [(g["lr"], g["weight_decay"], tuple(g["betas"])) for g in optimizer.param_groups]
     usual = (0.9, 0.999)
     assert options == [
-        (1e-2, 0.1, usual), (1e-2, 0.0, usual), (1e-3, 0.1, usual), (1e-2, 0.5, usual),
-        (1e-2, 0.1, (0.5, 0.6)), (1e-2, 0.0, (0.5, 0.6)),
-    ]  # fmt: skip
+        (1e-2, 0.1, usual),
+        (1e-2, 0.0, usual),
+        (1e-3, 0.1, usual),
+        (1e-2, 0.5, usual),
+        (1e-2, 0.1, (0.5, 0.6)),
+        (1e-2, 0.0, (0.5, 0.6)),
+    ]
     layer = "model.layers.0."
     assert names[:4] == [
-        ["model.embed_tokens.weight", "lm_head.weight"], ["model.norm.weight"], [f"{layer}self_attn.q_proj.weight"],
+        ["model.embed_tokens.weight", "lm_head.weight"],
+        ["model.norm.weight"],
+        [f"{layer}self_attn.q_proj.weight"],
         [f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight"],
-    ]  # fmt: skip
+    ]
     assert names[5] == [f"{layer}self_attn.k_proj.weight"] and len(names[4]) == 5
 
 
@@ -83,15 +110,22 @@ def test_muon_trains_matrices_and_adamw_the_rest_as_two_optimizers_would() -> No
     torch.manual_seed(0)
     model = model_of()
     twin = copy.deepcopy(model)
-    muon = TargetGroup("torch.optim.Muon", {"lr": 0.02, "weight_decay": 0.1}, params=["hidden_matrices"])
+    muon = TargetGroup(
+        "torch.optim.Muon", {"lr": 0.02, "weight_decay": 0.1}, params=["hidden_matrices"]
+    )
     optimizer, names = grouped(OptimizerConfig(lr=1e-2, groups=[muon]), model)
     assert isinstance(optimizer, CombinedOptimizer) and len(names[2]) == 7
     parameters = dict(twin.named_parameters())
     plain = [
-        FusedAdamW([{"params": [parameters[n] for n in names[0]], "weight_decay": 0.01},
-                    {"params": [parameters[n] for n in names[1]], "weight_decay": 0.0}], lr=1e-2),
+        FusedAdamW(
+            [
+                {"params": [parameters[n] for n in names[0]], "weight_decay": 0.01},
+                {"params": [parameters[n] for n in names[1]], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        ),
         torch.optim.Muon([parameters[name] for name in names[2]], lr=0.02, weight_decay=0.1),
-    ]  # fmt: skip
+    ]
     tokens = torch.arange(8)[None]
     for step in range(4):
         for each, optimizers in ((model, [optimizer]), (twin, plain)):
@@ -113,10 +147,14 @@ def refusal(section: Any, model: nn.Module | None = None) -> str:
 
 
 def test_mistakes_in_groups_are_named() -> None:
-    typo = refusal(OptimizerConfig(no_decay=["*norn*"], groups=[OptimizerGroup(params=["*.qproj.*", "*"])]))
+    typo = refusal(
+        OptimizerConfig(no_decay=["*norn*"], groups=[OptimizerGroup(params=["*.qproj.*", "*"])])
+    )
     assert "optimizer.no_decay" in typo and "*norn*" in typo
     assert "optimizer.groups.0.params" in typo and "*.qproj.*" in typo and "lm_head.weight" in typo
-    later = refusal(OptimizerConfig(groups=[OptimizerGroup(params=["*"]), OptimizerGroup(params=["*norm*"])]))
+    later = refusal(
+        OptimizerConfig(groups=[OptimizerGroup(params=["*"]), OptimizerGroup(params=["*norm*"])])
+    )
     assert "earlier groups have all parameters" in later and "optimizer.groups.1" in later
     matrices = refusal(OptimizerTarget("torch.optim.Muon", {}))
     assert "takes matrices only" in matrices and "hidden_matrices" in matrices

@@ -16,7 +16,14 @@ import pytest
 
 from automodel_ckpt.cli.launch.launcher import worker
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.progress import Progress, SavingView, StepView, duration, set_up_logging, tear_down_logging
+from automodel_ckpt.training.progress import (
+    Progress,
+    SavingView,
+    StepView,
+    duration,
+    set_up_logging,
+    tear_down_logging,
+)
 
 
 class Terminal(io.StringIO):
@@ -52,7 +59,9 @@ def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
     assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
 
 
-def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream, clock = Terminal(), Clock()
     line = progress(stream, clock)
@@ -76,8 +85,10 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(monk
         (70, "step 20/60  loss 2.5000  saving 20 [####......] 1.3 GB of 3.0 GB"),
         (40, "step 20/60  loss 2.5000  saving 20 [###"),
     ],
-)  # fmt: skip
-def test_a_narrow_terminal_gets_fewer_figures(monkeypatch: pytest.MonkeyPatch, columns: int, shown: str) -> None:
+)
+def test_a_narrow_terminal_gets_fewer_figures(
+    monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     leader, follower = pty.openpty()
     fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -91,16 +102,25 @@ def test_a_narrow_terminal_gets_fewer_figures(monkeypatch: pytest.MonkeyPatch, c
     assert said.decode().split("\r\x1b[K")[-1] == shown[: columns - 1]
 
 
-def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(), Clock()
     line = progress(stream, clock)
     line.update(view(20))
     line.show_saving(SavingView(20, 0.42, "1.3 GB of 3.0 GB"))
-    assert stream.getvalue().split("\r\x1b[K")[-1].endswith("tok/s  saving 20 [####......] 1.3 GB of 3.0 GB")
+    assert (
+        stream.getvalue()
+        .split("\r\x1b[K")[-1]
+        .endswith("tok/s  saving 20 [####......] 1.3 GB of 3.0 GB")
+    )
     clock.now += 1
     line.update(view(21))
-    assert "step 21/60" in stream.getvalue().split("\r")[-1] and "saving 20" in stream.getvalue().split("\r")[-1]
+    assert (
+        "step 21/60" in stream.getvalue().split("\r")[-1]
+        and "saving 20" in stream.getvalue().split("\r")[-1]
+    )
     line.show_saving(None)
     line.close()
     assert "saving" not in stream.getvalue().split("\r\x1b[K")[-1]
@@ -121,8 +141,9 @@ def test_elsewhere_a_long_save_is_told_of_now_and_then() -> None:
         clock.now += 1
     line.show_saving(None)
     assert stream.getvalue().splitlines() == [
-        "saving 20 [####......] 10 GB of 25 GB", "saving 20 [########..] 20 GB of 25 GB",
-    ]  # fmt: skip
+        "saving 20 [####......] 10 GB of 25 GB",
+        "saving 20 [########..] 20 GB of 25 GB",
+    ]
 
 
 def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None:
@@ -141,7 +162,9 @@ def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
-def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker, "let_gloo_be_found", lambda environment: None)
     stream = Terminal()
 

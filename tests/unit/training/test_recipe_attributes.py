@@ -11,7 +11,12 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
-from automodel_ckpt.config.schema import CheckpointConfig, OptimizerConfig, RecipeConfig, StepSchedulerConfig
+from automodel_ckpt.config.schema import (
+    CheckpointConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    StepSchedulerConfig,
+)
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.lifecycle import Lifecycle
 from automodel_ckpt.recipes.resume_overrides import RecipeOptions
@@ -29,7 +34,9 @@ def recipe(**checkpoint: Any) -> Recipe:
 
 
 def saves(config: RecipeConfig, checkpointer: Any = None) -> Saves:
-    return Saves(config, checkpointer, at_step(5), cast(Any, None), dict, config_yaml="", num_ranks=1)
+    return Saves(
+        config, checkpointer, at_step(5), cast(Any, None), dict, config_yaml="", num_ranks=1
+    )
 
 
 def test_a_class_may_say_what_is_untracked_and_an_object_add_to_it() -> None:
@@ -50,7 +57,9 @@ def test_an_override_of_a_method_that_moved_to_another_object_is_rejected() -> N
         def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
             raise AssertionError
 
-    with pytest.raises(RecipeError, match=r"another object has now[\s\S]*micro_batch_loss[\s\S]*objective_class"):
+    with pytest.raises(
+        RecipeError, match=r"another object has now[\s\S]*micro_batch_loss[\s\S]*objective_class"
+    ):
         Former(recipe().config, config_yaml="").check_moved_methods()
 
 
@@ -60,30 +69,43 @@ def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFi
         asked._warn_of_unknown_metric({"step": 1, "val_loss": 2.0})
     (record,) = caplog.records
     assert (
-        record.getMessage() == "no best checkpoint: checkpoint.best_metric_key is f1, and there are only step, val_loss"
+        record.getMessage()
+        == "no best checkpoint: checkpoint.best_metric_key is f1, and there are only step, val_loss"
     )
 
 
-def test_options_of_the_optimizer_that_go_on_as_saved_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_the_optimizer_that_go_on_as_saved_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, betas=(0.8, 0.99))
     options = RecipeOptions(optimizer, None)
     optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
     with caplog.at_level("WARNING", "automodel_ckpt"):
-        options.compare(StepScheduler(Cadence(max_steps=1), planned_steps=1), {"optimizer"}, Path("x"))
+        options.compare(
+            StepScheduler(Cadence(max_steps=1), planned_steps=1), {"optimizer"}, Path("x")
+        )
     assert [record.getMessage() for record in caplog.records] == [
         f"the optimizer's {name} goes on as saved, {kept}; the recipe's {new} is not applied"
         " (optimizer.on_resume: recipe applies it)"
-        for name, kept, new in (("lr", 0.2, 0.1), ("betas", [0.9, 0.999], [0.8, 0.99]), ("weight_decay", 0.01, 0.5))
+        for name, kept, new in (
+            ("lr", 0.2, 0.1),
+            ("betas", [0.9, 0.999], [0.8, 0.99]),
+            ("weight_decay", 0.01, 0.5),
+        )
     ]
 
 
 def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.yaml").write_text("seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n")
+    (tmp_path / "config.yaml").write_text(
+        "seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n"
+    )
     resumed = recipe()
-    resumed.config_yaml = "seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n"
+    resumed.config_yaml = (
+        "seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n"
+    )
     resumed._compare_recipes(tmp_path, cast(Manifest, SimpleNamespace(saved={"optimizer"})))
     (record,) = caplog.records
     assert record.getMessage().splitlines()[1:] == [
@@ -102,16 +124,22 @@ def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_repo
         checkpoint=CheckpointConfig(export_best=True),
     )
     forecast = Forecast(100, free_bytes, export_bytes=25)
-    saver = SimpleNamespace(directory=tmp_path, exports_at_end=True, check_disk_space=lambda state: forecast)
+    saver = SimpleNamespace(
+        directory=tmp_path, exports_at_end=True, check_disk_space=lambda state: forecast
+    )
     saves(config, saver).check_space({}, steps_per_epoch=100)
     said = "3 more checkpoints of about 100 B and 2 exports of about 25 B take 350 B, and 340 B are free"
     assert (said in caplog.text) == warned == bool(caplog.records)
 
 
-def falling(lr: float, num_steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+def falling(
+    lr: float, num_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """A rate that falls from *lr* to 0 in so many steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / num_steps
+    )
 
 
 def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_said(
@@ -131,7 +159,9 @@ def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_
         options.compare(scheduler, {"optimizer", "lr_scheduler"}, Path("x"))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - 4 / 20))
     peak, changed = (record.getMessage() for record in caplog.records)
-    assert peak.startswith("the peak learning rate goes on as saved, [0.1]; the recipe's [0.3] is not applied")
+    assert peak.startswith(
+        "the peak learning rate goes on as saved, [0.1]; the recipe's [0.3] is not applied"
+    )
     assert changed == (
         "the schedule changed (the run was planned for 10 steps, now for 20): the learning rate of step 5 is 0.08, "
         "it would have been 0.06"
@@ -144,7 +174,9 @@ def at_step(step: int) -> StepScheduler:
     return scheduler
 
 
-def steps_of(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, num: int) -> list[float]:
+def steps_of(
+    optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, num: int
+) -> list[float]:
     rates = []
     for _ in range(num):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -154,7 +186,9 @@ def steps_of(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_schedule
 
 
 @pytest.mark.parametrize("kind", ["lambda", "steps"])
-def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run_would_be(kind: str) -> None:
+def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run_would_be(
+    kind: str,
+) -> None:
     def made() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         optimizer, schedule = falling(0.3, num_steps=20)
         if kind == "steps":
@@ -188,7 +222,9 @@ def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_sav
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.3, weight_decay=0.5, nesterov=True, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
-    options = RecipeOptions(optimizer, schedule, from_recipe=True, overridden=["optimizer.weight_decay"])
+    options = RecipeOptions(
+        optimizer, schedule, from_recipe=True, overridden=["optimizer.weight_decay"]
+    )
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
     options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
@@ -197,13 +233,19 @@ def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_sav
     assert (group["weight_decay"], group["nesterov"], group["momentum"]) == (0.5, True, 0.9)
 
 
-@pytest.mark.parametrize(("key", "has_schedule"), [("optimizer.lr", False), ("optimizer.groups.0.lr", True)])
-def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(key: str, has_schedule: bool) -> None:
+@pytest.mark.parametrize(
+    ("key", "has_schedule"), [("optimizer.lr", False), ("optimizer.groups.0.lr", True)]
+)
+def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
+    key: str, has_schedule: bool
+) -> None:
     saved, saved_schedule = falling(0.1, num_steps=20)
     optimizer, schedule = falling(0.3, num_steps=20)
     options = RecipeOptions(optimizer, schedule if has_schedule else None, overridden=[key])
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
     names = {"optimizer", "lr_scheduler"} if has_schedule else {"optimizer"}
-    with pytest.raises(RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"):
+    with pytest.raises(
+        RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"
+    ):
         options.compare(at_step(0), names, Path("here"))

@@ -43,7 +43,10 @@ def described_rates(num_steps: int) -> list[float]:
 def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe, here = training.write_recipe(tmp_path), ("--checkpoint.checkpoint_dir", str(tmp_path / "run"))
+    recipe, here = (
+        training.write_recipe(tmp_path),
+        ("--checkpoint.checkpoint_dir", str(tmp_path / "run")),
+    )
     here += ("--lr_scheduler.decay_steps", "12", "--checkpoint.save_consolidated", "false")
     training.train(recipe, *here, "--step_scheduler.max_steps", "3")
     newest = tmp_path / "run/epoch_0_step_3"
@@ -54,21 +57,31 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     loaded = load_recipe(recipe, parse([*here, "--seed", "8"]).overrides)
     with pytest.raises(RecipeError, match="--seed"):
         list(dry_run.difference_rows(loaded, newest, Manifest.read(newest), None))
-    with pytest.raises(CheckpointUnusable, match=r"rms_norm_eps: 1e-06 in the checkpoint, 0\.01 here"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"rms_norm_eps: 1e-06 in the checkpoint, 0\.01 here"
+    ):
         resumed(recipe, *here, "--model.from_config.rms_norm_eps", "0.01")
     applied = resumed(recipe, *here, "--optimizer.lr", "0.5", "--optimizer.on_resume", "recipe")
     assert applied.optimizer.param_groups[0]["lr"] == pytest.approx(50 * described_rates(4)[3])
     assert "optimizer.lr: 0.01 -> 0.5\n" in caplog.text + "\n"
 
     constant = resumed(
-        recipe, *here[:2], "--lr_scheduler", "null", "--checkpoint.allow_missing_state", "[lr_scheduler]"
+        recipe,
+        *here[:2],
+        "--lr_scheduler",
+        "null",
+        "--checkpoint.allow_missing_state",
+        "[lr_scheduler]",
     )
     assert constant.optimizer.param_groups[0]["lr"] == 1e-2
 
     without = (*here, "--checkpoint.save_optimizer", "false")
     training.train(recipe, *without, "--step_scheduler.max_steps", "4")
     training.train(recipe, *without, "--step_scheduler.max_steps", "6")
-    assert "save_optimizer is false: epoch_0_step_4 was saved without lr_scheduler, optimizer" in caplog.text
+    assert (
+        "save_optimizer is false: epoch_0_step_4 was saved without lr_scheduler, optimizer"
+        in caplog.text
+    )
     lines = map(json.loads, (tmp_path / "run/training.jsonl").read_text().splitlines())
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx(described_rates(6))
 
@@ -77,8 +90,16 @@ def test_a_run_without_a_full_batch_left_gets_its_export_and_is_complete_the_nex
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe, run = training.write_recipe(tmp_path), tmp_path / "run"
-    here = ("--checkpoint.checkpoint_dir", str(run), "--step_scheduler.num_epochs", "1", "--dataloader.drop_last")
-    training.train(recipe, *here, "--step_scheduler.max_steps", "3", "--checkpoint.save_consolidated", "false")
+    here = (
+        "--checkpoint.checkpoint_dir",
+        str(run),
+        "--step_scheduler.num_epochs",
+        "1",
+        "--dataloader.drop_last",
+    )
+    training.train(
+        recipe, *here, "--step_scheduler.max_steps", "3", "--checkpoint.save_consolidated", "false"
+    )
     log = run / "training.jsonl"
     log.write_bytes(b"".join([log.read_bytes(), b"damaged\n"]))
     caplog.set_level("INFO", "automodel_ckpt")

@@ -13,7 +13,11 @@ from automodel_ckpt.training.rng import StatefulRNG
 
 def draws() -> list[float]:
     values = [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn()]
-    return [*map(float, values), *torch.rand(3).tolist(), *torch.nn.functional.dropout(torch.ones(8)).tolist()]
+    return [
+        *map(float, values),
+        *torch.rand(3).tolist(),
+        *torch.nn.functional.dropout(torch.ones(8)).tolist(),
+    ]
 
 
 def through_a_file(state: object) -> object:
@@ -60,7 +64,9 @@ def test_what_is_drawn_inside_preserved_leaves_no_trace() -> None:
 def test_a_state_fits_where_the_ranks_share_the_work_as_before() -> None:
     state = StatefulRNG(5, 0, (1, 2, 1, 1)).state_dict()
     assert StatefulRNG(5, 0, (1, 2, 1, 1)).fits(state)
-    assert not StatefulRNG(5, 0, (1, 1, 2, 1)).fits(state)  # as many ranks, which have to draw alike
+    assert not StatefulRNG(5, 0, (1, 1, 2, 1)).fits(
+        state
+    )  # as many ranks, which have to draw alike
     del state["grid"]
     assert StatefulRNG(5, 0, (1, 2, 1, 1)).fits(state)
 

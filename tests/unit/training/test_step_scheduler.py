@@ -85,7 +85,9 @@ def drive(
 
 
 @given(cadences(), st.integers(1, 15))
-def test_the_last_step_is_saved_exactly_once_and_no_step_twice(cadence: Cadence, steps_per_epoch: int) -> None:
+def test_the_last_step_is_saved_exactly_once_and_no_step_twice(
+    cadence: Cadence, steps_per_epoch: int
+) -> None:
     clock = Clock()
     scheduler = StepScheduler(cadence, clock=clock)
     saved = drive(scheduler, clock, steps_per_epoch)["saved"]
@@ -95,20 +97,34 @@ def test_the_last_step_is_saved_exactly_once_and_no_step_twice(cadence: Cadence,
 
 
 @given(cadences(), st.integers(1, 15))
-def test_every_cadence_is_honoured_and_every_save_is_validated(cadence: Cadence, steps_per_epoch: int) -> None:
+def test_every_cadence_is_honoured_and_every_save_is_validated(
+    cadence: Cadence, steps_per_epoch: int
+) -> None:
     clock = Clock()
     scheduler = StepScheduler(cadence, clock=clock)
     done = drive(scheduler, clock, steps_per_epoch)
     steps = range(1, scheduler.step + 1)
     if cadence.ckpt_every_steps:
-        assert set(steps[cadence.ckpt_every_steps - 1 :: cadence.ckpt_every_steps]) <= set(done["saved"])
+        assert set(steps[cadence.ckpt_every_steps - 1 :: cadence.ckpt_every_steps]) <= set(
+            done["saved"]
+        )
     if cadence.ckpt_every_epochs:
         every = cadence.ckpt_every_epochs * steps_per_epoch
         assert set(steps[every - 1 :: every]) <= set(done["saved"])
     if cadence.val_every_steps and cadence.has_validation:
-        assert set(steps[cadence.val_every_steps - 1 :: cadence.val_every_steps]) <= set(done["validated"])
-    assert set(done["validated"]) >= set(done["saved"]) if cadence.has_validation else not done["validated"]
-    by_minutes_only = (cadence.ckpt_every_steps, cadence.ckpt_every_epochs, cadence.ckpt_every_minutes) == (None,) * 3
+        assert set(steps[cadence.val_every_steps - 1 :: cadence.val_every_steps]) <= set(
+            done["validated"]
+        )
+    assert (
+        set(done["validated"]) >= set(done["saved"])
+        if cadence.has_validation
+        else not done["validated"]
+    )
+    by_minutes_only = (
+        cadence.ckpt_every_steps,
+        cadence.ckpt_every_epochs,
+        cadence.ckpt_every_minutes,
+    ) == (None,) * 3
     if by_minutes_only:
         assert done["saved"] == [scheduler.step]
 
@@ -181,11 +197,15 @@ class FullDisk(Saves):
     """Saves that all fail, asynchronous ones after they returned; a step takes 5 s."""
 
     def __init__(self, cadence: Cadence, is_async: bool) -> None:
-        self.config = RecipeConfig(checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async))
+        self.config = RecipeConfig(
+            checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async)
+        )
         self.clock, self.attempts = Clock(), list[int]()
         self.step_scheduler = StepScheduler(cadence, clock=self.clock)
         unused: Any = object()
-        super().__init__(self.config, unused, self.step_scheduler, unused, dict, config_yaml="", num_ranks=1)
+        super().__init__(
+            self.config, unused, self.step_scheduler, unused, dict, config_yaml="", num_ranks=1
+        )
 
     def wait(self) -> None:
         if self.attempts and self.config.checkpoint.is_async and not self.step_scheduler.unsaved:
@@ -202,7 +222,12 @@ class FullDisk(Saves):
             self.clock.now += 5.0
             wanted = self.step_scheduler.save_is_wanted()
             due = self.step_scheduler.finish_step(
-                epoch=0, epochs_done=0, num_samples=1, num_tokens=1, elapsed_seconds=1.0, save_is_wanted=wanted
+                epoch=0,
+                epochs_done=0,
+                num_samples=1,
+                num_tokens=1,
+                elapsed_seconds=1.0,
+                save_is_wanted=wanted,
             )
             self.wait()
             if due.save:
@@ -213,17 +238,31 @@ class FullDisk(Saves):
 @pytest.mark.parametrize(
     ("cadence", "steps_per_epoch", "sentence"),
     [
-        (Cadence(max_steps=100, num_epochs=2), 8, "num_epochs 2 will end the run at step 16 of max_steps 100"),
-        (Cadence(max_steps=5, num_epochs=2), 8, "max_steps 5 will end the run, of the 16 steps of num_epochs 2"),
+        (
+            Cadence(max_steps=100, num_epochs=2),
+            8,
+            "num_epochs 2 will end the run at step 16 of max_steps 100",
+        ),
+        (
+            Cadence(max_steps=5, num_epochs=2),
+            8,
+            "max_steps 5 will end the run, of the 16 steps of num_epochs 2",
+        ),
         (Cadence(max_steps=100), 8, "max_steps 100 will end the run"),
         (Cadence(num_epochs=1), 8, "num_epochs 1 will end the run at step 8"),
-        (Cadence(max_steps=5, num_epochs=2), None,
-         "num_epochs 2 will end the run, or max_steps 5, whichever comes first"),
-        (Cadence(max_steps=5, max_time_seconds=60.0), None,
-         "max_steps 5 will end the run, unless max_time (60 s) ends it before"),
+        (
+            Cadence(max_steps=5, num_epochs=2),
+            None,
+            "num_epochs 2 will end the run, or max_steps 5, whichever comes first",
+        ),
+        (
+            Cadence(max_steps=5, max_time_seconds=60.0),
+            None,
+            "max_steps 5 will end the run, unless max_time (60 s) ends it before",
+        ),
         (Cadence(max_time_seconds=60.0), 8, "max_time (60 s) will end the run"),
     ],
-)  # fmt: skip
+)
 def test_what_will_end_a_run_is_known_before_it_starts(
     cadence: Cadence, steps_per_epoch: int | None, sentence: str
 ) -> None:
@@ -233,12 +272,17 @@ def test_what_will_end_a_run_is_known_before_it_starts(
 @pytest.mark.parametrize(
     ("cadence", "sentence"),
     [
-        (Cadence(max_steps=100, num_epochs=2), "num_epochs 2 ended the run at step 16 of max_steps 100"),
+        (
+            Cadence(max_steps=100, num_epochs=2),
+            "num_epochs 2 ended the run at step 16 of max_steps 100",
+        ),
         (Cadence(max_steps=10, num_epochs=2), "max_steps 10 ended the run"),
-        (Cadence(max_steps=100, max_time_seconds=32.0),
-         "max_time (32 s) ended the run at step 6 of max_steps 100; the same command continues it"),
+        (
+            Cadence(max_steps=100, max_time_seconds=32.0),
+            "max_time (32 s) ended the run at step 6 of max_steps 100; the same command continues it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_ended_a_run_is_reported(cadence: Cadence, sentence: str) -> None:
     clock = Clock()
     scheduler = StepScheduler(cadence, clock=clock)
@@ -271,7 +315,9 @@ def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
 
 def test_minutes_count_from_the_last_save_whatever_caused_it() -> None:
     clock = Clock()
-    scheduler = StepScheduler(Cadence(max_steps=20, ckpt_every_steps=8, ckpt_every_minutes=0.5), clock=clock)
+    scheduler = StepScheduler(
+        Cadence(max_steps=20, ckpt_every_steps=8, ckpt_every_minutes=0.5), clock=clock
+    )
     assert drive(scheduler, clock, 1000)["saved"] == [6, 8, 14, 16, 20]
 
 
@@ -299,7 +345,9 @@ def test_best_asks_for_a_save_only_when_told_to() -> None:
         (Cadence(max_time_seconds=1.0), 10, None),
     ],
 )
-def test_the_planned_steps_are_the_nearest_limit(cadence: Cadence, steps_per_epoch: int | None, expected: int) -> None:
+def test_the_planned_steps_are_the_nearest_limit(
+    cadence: Cadence, steps_per_epoch: int | None, expected: int
+) -> None:
     assert total_steps(cadence, steps_per_epoch) == expected
 
 
@@ -317,14 +365,23 @@ def test_elapsed_seconds_continue_after_a_resume_without_its_start_up() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("step", 2**63 - 1), ("epoch", -1), ("consumed_tokens", 1.0), ("step", True), ("best", math.inf),
-     ("elapsed_seconds", math.nan), ("best", "low"), ("elapsed_seconds", 10**400)],
+    [
+        ("step", 2**63 - 1),
+        ("epoch", -1),
+        ("consumed_tokens", 1.0),
+        ("step", True),
+        ("best", math.inf),
+        ("elapsed_seconds", math.nan),
+        ("best", "low"),
+        ("elapsed_seconds", 10**400),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_counters_that_no_run_comes_to_are_refused(name: str, value: Any) -> None:
     scheduler = StepScheduler(Cadence(max_steps=2))
     with pytest.raises(
-        CheckpointUnusable, match=rf"the saved step counters are invalid(.|\n)*{name} {str(value)[:40]}"
+        CheckpointUnusable,
+        match=rf"the saved step counters are invalid(.|\n)*{name} {str(value)[:40]}",
     ):
         scheduler.load_state_dict({**scheduler.state_dict(), name: value})
     assert scheduler.step == 0
