@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.cli.launch.launcher import failures, worker
+from automodel_ckpt.cli.launch import failures, worker
 from automodel_ckpt.distributed.mesh import init_distributed
 from automodel_ckpt.distributed.stop import PeerStop
 from tests.support import ranks

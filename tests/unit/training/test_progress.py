@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from automodel_ckpt.cli.launch.launcher import worker
+from automodel_ckpt.cli.launch import worker
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.progress import (
     Progress,
