@@ -424,11 +424,7 @@ class Source(Rows):
             parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
         except (ValueError, AssertionError) as error:
             raise self._cannot_read(error) from error
-        bounds = []
-        for part in parts:
-            table = tables[part.splitname]
-            stop = len(table) if part.to is None else part.to
-            bounds.append((table, part.from_ or 0, stop))
+        bounds = [(tables[part.splitname], part.from_, part.to) for part in parts]
         return RecordRows(self.path, bounds)
 
     def _splits(self) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tools.mutants import trial
 from tools.mutants.operators import mutations
 
@@ -40,14 +42,21 @@ def test_bodies_are_changed_and_messages_annotations_and_defaults_are_not() -> N
         compile(changed, "changed", "exec")
 
 
-def test_the_assertion_of_equal_lengths_in_zip_is_not_changed() -> None:
-    descriptions = [
-        mutation.description
-        for mutation in mutations(
-            b"def pairs(a, b):\n    return zip(a, b, strict=True), zip(a, b, strict=False)\n"
-        )
-    ]
-    assert descriptions == ["False becomes True"]
+@pytest.mark.parametrize(
+    ("statement", "descriptions"),
+    [
+        ("return zip(a, b, strict=True), zip(a, b, strict=False)", ["False becomes True"]),
+        ("raise NotImplementedError", []),
+        ("raise LookupError", ["remove the raise"]),
+        ("return time.monotonic() > a", []),
+        ("return time.monotonic() - a > b", ["time.monotonic() - a becomes time.monotonic() + a"]),
+    ],
+)
+def test_changes_that_cannot_make_a_difference_are_not_made(
+    statement: str, descriptions: list[str]
+) -> None:
+    found = mutations(f"def work(a, b):\n    {statement}\n".encode())
+    assert sorted(mutation.description for mutation in found) == sorted(descriptions)
 
 
 def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path) -> None:

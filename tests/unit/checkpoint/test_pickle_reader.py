@@ -11,6 +11,7 @@ import torch
 
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.hostile.bombs import pickled
 
 
 def saved(value: Any) -> bytes:
@@ -107,3 +108,18 @@ def test_data_that_is_cut_or_extended_is_refused() -> None:
     for other in (data[:-1], data + b"x", data[1:], data[: len(data) // 2], b""):
         with pytest.raises(CheckpointUnusable):
             pickle_reader.load(other, "here")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"c_codecs\nencode\n]R",  # a call whose arguments are a list
+        b"ctorch\nfloat32\n)R",  # a call of what is no function
+        b"ctorch.storage\nUntypedStorage\n)R",  # a call of a class that only names a storage
+        b"}}b",  # attributes of a dict
+        b"ccollections\nOrderedDict\n)R]b",  # attributes that are a list
+    ],
+)
+def test_calls_and_attributes_that_torch_save_never_writes_are_rejected(program: bytes) -> None:
+    with pytest.raises(CheckpointUnusable, match="its pickle has an instruction"):
+        pickle_reader.load(pickled(program), "here")

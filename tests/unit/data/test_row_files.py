@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.data.encode import Truncation
-from automodel_ckpt.data.row_files import RecordStream, RecordTable
+from automodel_ckpt.data.row_files import RecordStream, RecordTable, header
 from automodel_ckpt.data.row_stream import row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.errors import RecipeError
@@ -235,3 +235,10 @@ def test_a_table_with_only_a_header_has_its_fields(tmp_path: Path) -> None:
     (tmp_path / "header.csv").write_text("question,answer\n")
     table = RecordTable([tmp_path / "header.csv"])
     assert (table.fields, len(table)) == (["question", "answer"], 0)
+
+
+def test_an_error_of_the_system_is_not_reported_as_a_damaged_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        header(tmp_path / "none.csv")
+    with pytest.raises(FileNotFoundError):
+        RecordTable([tmp_path / "none.jsonl"])

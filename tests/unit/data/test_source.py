@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
@@ -369,3 +370,32 @@ def test_a_text_file_has_a_row_per_line_and_an_empty_one_beside_it_does_not_matt
     (tmp_path / "b.txt").write_text("")
     assert Source(str(tmp_path / "a.txt")).texts(["text"]) == [["one", "two"]]
     assert texts_of(Source(str(tmp_path / "*.txt")).stream()) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "split", ["train[:2]+test[1:]", "train[:2]+test[-2:]", "train[:50%]+test[33%:]"]
+)
+def test_parts_of_splits_are_the_rows_between_their_bounds(tmp_path: Path, split: str) -> None:
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in "abcd")
+    )
+    (tmp_path / "test.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in "xyz")
+    )
+    assert Source(str(tmp_path), split=split).texts(["text"]) == [["a", "b", "y", "z"]]
+
+
+def test_the_fingerprint_of_a_directory_follows_its_content_whatever_reads_it(
+    tmp_path: Path,
+) -> None:
+    rows = datasets.Dataset.from_list([{"text": text} for text in "abc"])
+    for name in ("parquet", "jsonl"):
+        directory = tmp_path / name
+        directory.mkdir()
+        write = rows.to_parquet if name == "parquet" else rows.to_json
+        write(directory / f"train.{name}")
+        first, again = (Source(str(directory)).fingerprint() for _ in range(2))
+        (directory / f"train.{name}").unlink()
+        write = rows.select([0]).to_parquet if name == "parquet" else rows.select([0]).to_json
+        write(directory / f"train.{name}")
+        assert first == again != Source(str(directory)).fingerprint()

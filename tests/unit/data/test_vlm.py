@@ -307,6 +307,7 @@ def test_the_digits_have_a_fixed_validation_split_that_is_not_trained_on() -> No
     assert (len(train), len(validation)) == (1497, 300)
     scans = [{image.tobytes() for image in split.images} for split in (train, validation)]
     assert scans[0].isdisjoint(scans[1])
+    assert validation.image(0).size == (32, 32)
     assert validation.digits == digits.scans(processor, split="validation").digits
 
 
@@ -327,3 +328,5 @@ def test_truncation_changes_only_what_has_a_value_for_each_token(
         else:
             assert torch.equal(shorter[name], value)
     assert shorter["attention_mask"][0].sum() == length - 1
+    fitting = conversations(processor, str(data), seq_length=length)
+    assert collate([fitting[0]])["attention_mask"].sum() == length
