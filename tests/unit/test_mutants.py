@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.mutants import trial
+from tools.mutants.__main__ import NO_DIFFERENCE, ROOT, reviewed
 from tools.mutants.operators import mutations
 
 SOURCE = b'''\
@@ -77,3 +78,9 @@ def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path
             == expected
         )
     assert b"x + x" in (tmp_path / "doubling.py").read_bytes(), "the original is unchanged"
+
+
+def test_each_reviewed_change_is_one_that_the_tool_makes() -> None:
+    for path, description in reviewed(NO_DIFFERENCE):
+        descriptions = [mutation.description for mutation in mutations((ROOT / path).read_bytes())]
+        assert description in descriptions, path

@@ -7,7 +7,8 @@ python -m tools.mutants --only automodel_ckpt/checkpoint/commit.py
 
 Every mutation is tried against the tests that execute its line, in a copy of the repository. A mutation is *killed* if
 a test fails or hangs; it *survived* otherwise. Survivors are printed and written to runs/mutants.json. Read them: each
-is a missing test, a line that does nothing, or a change that makes no difference.
+is a missing test, a line that does nothing, or a change that makes no difference. The last kind can be listed, with the
+reason, in tools/mutants/no_difference.toml; it is then printed, and not counted as a survivor.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import random
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +40,7 @@ PACKAGES = {
 TESTS = ("tests/unit", "tests/distributed", "tests/golden", "tests/contract", "tests/hostile")
 RESULTS = ROOT / "runs" / "mutants.json"
 RECORDING = ROOT / "runs" / "mutants_reached.json"
+NO_DIFFERENCE = Path(__file__).parent / "no_difference.toml"
 # The most specific tests, those that execute the fewest lines, come first: they notice a change soonest.
 MOST_TESTS = 100
 
@@ -168,26 +171,43 @@ def _report(
     seed: int,
 ) -> None:
     results = []
+    reasons = reviewed(NO_DIFFERENCE)
     for package, paths in files.items():
         mine = [
             (one, outcome)
             for one, outcome in zip(trials, outcomes, strict=True)
             if one.path in paths
         ]
-        alive = [(one, outcome) for one, outcome in mine if outcome != "killed"]
-        share = len(alive) / len(mine) if mine else 0.0
-        print(f"\n{package}: {len(alive)} of {len(mine)} mutations survived ({share:.0%})")
+        unnoticed = [(one, outcome) for one, outcome in mine if outcome != "killed"]
+        equal = [one for one, _ in unnoticed if (one.path, one.mutation.description) in reasons]
+        alive = [(one, outcome) for one, outcome in unnoticed if one not in equal]
+        num_different = len(mine) - len(equal)
+        share = len(alive) / num_different if num_different else 0.0
+        print(f"\n{package}: {len(alive)} of {num_different} mutations survived ({share:.0%})")
         for one, outcome in alive:
             print(f"  {outcome:11} {one.place}  {one.mutation.description}")
+        for one in equal:
+            reason = reasons[one.path, one.mutation.description]
+            print(f"  no difference {one.place}  {one.mutation.description}: {reason}")
         survivors = [
             {"place": one.place, "change": one.mutation.description, "outcome": outcome}
             for one, outcome in alive
         ]
-        results.append(
-            {"package": package, "seed": seed, "mutations": len(mine), "survivors": survivors}
-        )
+        result = {
+            "package": package,
+            "seed": seed,
+            "mutations": num_different,
+            "survivors": survivors,
+        }
+        results.append({**result, "no_difference": [one.place for one in equal]})
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def reviewed(path: Path) -> dict[tuple[str, str], str]:
+    """Return the reason of each reviewed change that makes no difference, by (file, description of the change)."""
+    changes = tomllib.loads(path.read_text())["change"]
+    return {(change["path"], change["change"]): change["reason"] for change in changes}
 
 
 if __name__ == "__main__":
