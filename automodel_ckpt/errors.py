@@ -49,16 +49,16 @@ def without_hidden(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *remedy* (hint)."""
+    """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *hint*."""
 
     what: str
     where: str
     value: object
-    remedy: str
+    hint: str
 
     def __str__(self) -> str:
         lines = [self.what]
-        for label, text in (("where", self.where), ("value", self.value), ("hint", self.remedy)):
+        for label, text in (("where", self.where), ("value", self.value), ("hint", self.hint)):
             if text is not None and text != "":
                 lines.append(f"  {label + ':':8}{text}")
         return without_hidden("\n".join(lines))
@@ -69,15 +69,15 @@ class AutomodelError(Exception):
 
     exit_code = EXIT_INTERNAL
 
-    def __init__(self, what: str, *, where: str, value: object, remedy: str) -> None:
-        self.problems: tuple[Problem, ...] = (Problem(what, where, value, remedy),)
+    def __init__(self, what: str, *, where: str, value: object, hint: str) -> None:
+        self.problems: tuple[Problem, ...] = (Problem(what, where, value, hint),)
         super().__init__(what)
 
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> AutomodelError:
         """Return one error that reports all *problems* (at least one), in order."""
         first = problems[0]
-        error = cls(first.what, where=first.where, value=first.value, remedy=first.remedy)
+        error = cls(first.what, where=first.where, value=first.value, hint=first.hint)
         error.problems = tuple(problems)
         return error
 
@@ -135,15 +135,15 @@ class SystemLimit(AutomodelError):
     """A system limit on open files, threads or memory was reached."""
 
 
-def os_problem(error: OSError, what: str, *, remedy: str) -> Problem:
+def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
     """Build the :class:`Problem` of a failed system call: its path, the name and text of errno, and the system limit
     that was reached, if any."""
     name = errno_names.errorcode.get(error.errno or 0, "unknown errno")
     where = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
     value = f"{name} ({error.strerror or error})"
     if (limit := _limit(error)) is not None:
-        return Problem(what, where, f"{value}; {limit.limits()}", limit.remedy)
-    return Problem(what, where, value, remedy)
+        return Problem(what, where, f"{value}; {limit.limits()}", limit.hint)
+    return Problem(what, where, value, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class _Limit:
     what: str
     names: tuple[tuple[int, str, int], ...]
     """(limit in ``resource``, command that prints it, size of its unit)"""
-    remedy: str
+    hint: str
 
     def limits(self) -> str:
         """The current limits as text, such as ``ulimit -n is 32``."""
@@ -229,7 +229,7 @@ def limit_error(error: BaseException) -> SystemLimit | None:
                 f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else 'no more'}"
             )
             return SystemLimit(
-                limit.what, where=where, value=f"{value}; {limit.limits()}", remedy=limit.remedy
+                limit.what, where=where, value=f"{value}; {limit.limits()}", hint=limit.hint
             )
     return None
 

@@ -251,7 +251,7 @@ class FinetuneRecipe(ModelBuilding):
                 "a loss has to be the sum over the labels: the recipe divides by those of the whole global batch",
                 where="loss_fn.reduction",
                 value=loss_fn.reduction,
-                remedy="leave reduction out",
+                hint="leave reduction out",
             )
         check_labels(loss_fn)
         if isinstance(loss_fn, nn.Module):
@@ -306,7 +306,7 @@ class FinetuneRecipe(ModelBuilding):
                     "there is nothing to export: only models of transformers have Hugging Face files",
                     where=f"checkpoint.{key}",
                     value=str(getattr(section, key)).lower(),
-                    remedy="remove the key; or give your recipe a build_assets method that describes the export",
+                    hint="remove the key; or give your recipe a build_assets method that describes the export",
                 )
 
     def build_assets(self) -> dict[str, Assets]:

@@ -156,7 +156,7 @@ def _open(path: str) -> Weights:
             "the weights of this name cannot be fetched from the Hub, or are no safetensors",
             where="init_from.path",
             value=path,
-            remedy="check the name (of a directory: that it is there); a Hub name needs the network or a filled cache, "
+            hint="check the name (of a directory: that it is there); a Hub name needs the network or a filled cache, "
             "and for a model that asks for it a login (hf auth login)",
         )
     return open_weights(fetched)
@@ -214,7 +214,7 @@ def _check_both_given(path: str, *, ours: bool, theirs: bool) -> None:
             "these are adapters, and this recipe trains a whole model",
             where="init_from.path",
             value=path,
-            remedy="make one model of base and adapters, by ckpt export --merge, and name that; or give the recipe the "
+            hint="make one model of base and adapters, by ckpt export --merge, and name that; or give the recipe the "
             "peft section of the adapters",
         )
     if ours and not theirs:
@@ -222,7 +222,7 @@ def _check_both_given(path: str, *, ours: bool, theirs: bool) -> None:
             "this is a whole model, and the recipe trains adapters on one",
             where="init_from.path",
             value=path,
-            remedy="name it in model.from_pretrained (of a checkpoint of ours its model/consolidated directory, which "
+            hint="name it in model.from_pretrained (of a checkpoint of ours its model/consolidated directory, which "
             "ckpt consolidate makes), and leave init_from out",
         )
 

@@ -234,7 +234,7 @@ class Lifecycle:
                 "an attribute hides a method of the recipe",
                 where=f"{type(self).__name__}.build",
                 value=", ".join(hidden),
-                remedy="give the attribute another name",
+                hint="give the attribute another name",
             )
 
     def check_moved_methods(self) -> None:
@@ -245,7 +245,7 @@ class Lifecycle:
                 "the recipe overrides a method that another object has now",
                 where=type(self).__name__,
                 value=found[0],
-                remedy=f"override it in {MOVED_METHODS[found[0]]} (docs/guides/write-a-recipe.md)",
+                hint=f"override it in {MOVED_METHODS[found[0]]} (docs/guides/write-a-recipe.md)",
             )
 
     def _log_omitted_state(self) -> None:
@@ -348,9 +348,7 @@ class Lifecycle:
             + (", which is saved" if saved else "; nothing was saved"),
             where=str(self.checkpointer.directory) if self.checkpointer else "",
             value=self.saves.last_save.path.name if self.saves.last_save else "",
-            remedy="the same command goes on from there"
-            if saved
-            else "the same command starts over",
+            hint="the same command goes on from there" if saved else "the same command starts over",
         )
 
     def end(self) -> None:

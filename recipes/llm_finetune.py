@@ -50,7 +50,7 @@ class LLMFinetune(FinetuneRecipe):
                 "a language model has a tokenizer, not a processor",
                 where="processor",
                 value="a processor section",
-                remedy="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
+                hint="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
             )
         if section is None:
             return None
@@ -68,7 +68,7 @@ class LLMFinetune(FinetuneRecipe):
                 "the tokenizer cannot be read",
                 where=where,
                 value=f"{name} ({first_line(error)})",
-                remedy="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
+                hint="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
                 "a model that asks for it a login (hf auth login); for data that is tokenized already: tokenizer: null",
             ) from error
 
@@ -117,7 +117,7 @@ class LLMFinetune(FinetuneRecipe):
                     "this model does not keep the samples of a pack apart",
                     where="packed_sequence",
                     value=f"{type(model).__name__}, {attention} attention{apart.reason}",
-                    remedy="leave packed_sequence out, or use another model or attn_implementation",
+                    hint="leave packed_sequence out, or use another model or attn_implementation",
                 )
             log.info(
                 "samples are padded to the longest: this model does not keep those apart that share a row%s",

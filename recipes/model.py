@@ -109,7 +109,7 @@ class ModelBuilding(Steps):
                     "router_aux_loss has no effect: this model computes no router logits",
                     where="model.router_aux_loss",
                     value=section.router_aux_loss,
-                    remedy="set output_router_logits: true in the model's config, or remove the key",
+                    hint="set output_router_logits: true in the model's config, or remove the key",
                 )
             return None
         if isinstance(section, ModelConfig) and not section.router_aux_loss:

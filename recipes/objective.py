@@ -147,7 +147,7 @@ class Objective:
                 "a row cannot be cut along the sequence",
                 where=f"distributed.{key}",
                 value=f"{length} tokens among {num_parts} ranks",
-                remedy=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
+                hint=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
             )
         return WHOLE if context is None else context.slice_of(length)
 

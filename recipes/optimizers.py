@@ -168,7 +168,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
             "earlier groups have all parameters of a group",
             where=f"optimizer.groups.{empty[0]}",
             value=section.groups[empty[0]].params,
-            remedy="a parameter belongs to the first group that matches it: put the narrower group first",
+            hint="a parameter belongs to the first group that matches it: put the narrower group first",
         )
     return [group for group, size in zip(planned, sizes, strict=True) if size]
 
@@ -291,7 +291,7 @@ def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
             "torch.optim.Muon takes matrices only",
             where=groups[0].key,
             value=f"{len(others)} other parameters, the first {others[0].names[0]} of shape {shape}",
-            remedy="give it a group of its own, and another optimizer to the rest: "
+            hint="give it a group of its own, and another optimizer to the rest: "
             "optimizer: {lr: 1e-4, groups: [{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]}",
         )
 
@@ -305,7 +305,7 @@ def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None
                 f"{type(optimizer).__name__} has no option {unknown[0]} for a group of parameters",
                 where=f"{group.key}.{unknown[0]}",
                 value=group.options[unknown[0]],
-                remedy=f"it has {', '.join(sorted(optimizer.defaults))}",
+                hint=f"it has {', '.join(sorted(optimizer.defaults))}",
             )
 
 

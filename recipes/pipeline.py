@@ -160,7 +160,7 @@ def check_single_step_optimizer(recipe: Any, base: Any) -> None:
             "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",
             where="distributed.pp_size",
             value=own[0],
-            remedy="leave pp_size out, or override Objective.row_loss instead, which the last stage calls",
+            hint="leave pp_size out, or override Objective.row_loss instead, which the last stage calls",
         )
 
 
@@ -174,7 +174,7 @@ def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) ->
             "a pipeline stage has nothing to be trained",
             where="model.freeze",
             value=f"stage {counts.index(0)} of {len(counts)}",
-            remedy="freeze less, or set a smaller distributed.pp_size",
+            hint="freeze less, or set a smaller distributed.pp_size",
         )
 
 
@@ -205,7 +205,7 @@ def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> 
             "the optimizer makes other parameter groups on one pipeline stage than on another",
             where="optimizer",
             value=f"{len(stages[0][1])} groups on stage 0, {len(stages[odd][1])} on stage {odd}, or other settings",
-            remedy="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
+            hint="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
         )
     groups = [[theirs[index] for theirs, _ in stages] for index in range(len(mine))]
     optimizer.whole = [  # type: ignore[attr-defined]

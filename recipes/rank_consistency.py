@@ -51,7 +51,7 @@ def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGro
             "the ranks do not have the same data: their data sets are not equally long",
             where=name,
             value=f"{numbers[0]} samples on rank 0, {', '.join(unlike[:SHOWN])}",
-            remedy="give all machines the same files, best on storage that they share",
+            hint="give all machines the same files, best on storage that they share",
         )
 
 
@@ -72,9 +72,9 @@ def _differences(first: Start, mine: Start) -> Iterator[Problem]:
         if mine.versions[name] != there
     ]
     if versions:
-        remedy = "install the same versions on all machines"
+        hint = "install the same versions on all machines"
         yield Problem(
-            "this rank has other software than rank 0", "versions", "; ".join(versions), remedy
+            "this rank has other software than rank 0", "versions", "; ".join(versions), hint
         )
     there, here = (dict(_leaves(yaml.safe_load(start.config_yaml), "")) for start in (first, mine))
     keys = [key for key in there | here if str(there.get(key)) != str(here.get(key))]

@@ -238,7 +238,7 @@ class Steps(Lifecycle):
                 "the objective leaves out the router's load balancing loss",
                 where=f"{type(self.objective).__name__}.loss",
                 value=f"metrics without {AUX_LOSS}",
-                remedy="return what super().loss(micro_batch) or with_aux_loss(loss) returns, or set "
+                hint="return what super().loss(micro_batch) or with_aux_loss(loss) returns, or set "
                 "model.router_aux_loss: false",
             )
         # The wrappers average over the ranks what has to be a sum.

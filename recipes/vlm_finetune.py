@@ -49,14 +49,14 @@ class VLMFinetune(FinetuneRecipe):
                 "a vision-language model's tokenizer is part of its processor",
                 where="tokenizer",
                 value="a tokenizer section",
-                remedy="give a processor section instead",
+                hint="give a processor section instead",
             )
         if config.packed_sequence is not None:
             raise RecipeError(
                 "samples with images are not packed: each is padded to the longest",
                 where="packed_sequence",
                 value="a packed_sequence section",
-                remedy="leave packed_sequence out",
+                hint="leave packed_sequence out",
             )
 
     def build_processor(self) -> Any:
@@ -70,7 +70,7 @@ class VLMFinetune(FinetuneRecipe):
                 "there is no processor",
                 where="processor",
                 value=None,
-                remedy="give processor.from_pretrained, or a builder in processor._target_",
+                hint="give processor.from_pretrained, or a builder in processor._target_",
             )
         try:
             processor = read_processor(os.path.expanduser(name))
@@ -79,7 +79,7 @@ class VLMFinetune(FinetuneRecipe):
                 "the processor cannot be read",
                 where=where,
                 value=f"{name} ({first_line(error, 3)})",
-                remedy="name a directory with processor files, and install the libraries that its processor asks for "
+                hint="name a directory with processor files, and install the libraries that its processor asks for "
                 "(pip install 'automodel_ckpt[vision]', and torchvision where it is named)",
             ) from error
         return self.checked_processor(processor, where)
@@ -92,7 +92,7 @@ class VLMFinetune(FinetuneRecipe):
             "this processor does not take both text and images",
             where=where,
             value=type(processor).__name__,
-            remedy="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
+            hint="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
         )
 
     def build_dataset(self, section: Target) -> Any:
@@ -131,13 +131,13 @@ def _unused(names: list[str], *, adapters: bool) -> Problem:
     plain = [name.removeprefix("module.") for name in names]
     if adapters:
         plain = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in plain]
-        key, remedy, found = "peft.exclude_modules", "leave them out", sorted(set(plain))
+        key, hint, found = "peft.exclude_modules", "leave them out", sorted(set(plain))
     else:
-        key, remedy = "model.freeze", "freeze them"
+        key, hint = "model.freeze", "freeze them"
         found = sorted({f"{name.rpartition('.')[0]}.*" for name in plain})
     return Problem(
         "parameters are to be trained that take no part in the model's output",
         key,
         f"{len(plain)} of them: {', '.join(plain[:5])}{' ...' if len(plain) > 5 else ''}",
-        f"{remedy}: {key}: [{', '.join(map(repr, found))}]",
+        f"{hint}: {key}: [{', '.join(map(repr, found))}]",
     )

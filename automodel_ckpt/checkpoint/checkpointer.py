@@ -137,7 +137,7 @@ class Checkpointer:
                 "Hugging Face files are always written as safetensors",
                 where="checkpoint.model_save_format",
                 value=model_save_format,
-                remedy=f"remove this key, or set checkpoint.model_layout to shards (now {model_layout})",
+                hint=f"remove this key, or set checkpoint.model_layout to shards (now {model_layout})",
             )
         keep = policy.KeepPolicy(
             keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode

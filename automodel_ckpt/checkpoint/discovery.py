@@ -64,7 +64,7 @@ def discover(recipe: object) -> dict[str, Any]:
                 "two objects with state have the same name",
                 where=f"recipe attribute {name!r}",
                 value=f"{type(found[name]).__name__} and {type(value).__name__}",
-                remedy="rename one of them (keys of a dict are compared as text)",
+                hint="rename one of them (keys of a dict are compared as text)",
             )
     return found
 
@@ -164,7 +164,7 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
             "a learning-rate scheduler drives an optimizer that is not part of the recipe's state",
             where=f"recipe attribute {item.name!r}",
             value=type(item.value.optimizer).__name__,
-            remedy="assign the optimizer to an attribute of the recipe, "
+            hint="assign the optimizer to an attribute of the recipe, "
             f"or add {item.name!r} to the recipe's `untracked`",
         )
     return replace(item, owner=owner)
@@ -182,13 +182,13 @@ def _check_names(items: Iterable[Item]) -> None:
         elif place in layout.RESERVED:
             reason = "the name is reserved for a file of the checkpoint"
         if reason:
-            remedy = f"rename it, or add {item.name!r} to the recipe's `untracked`"
+            hint = f"rename it, or add {item.name!r} to the recipe's `untracked`"
             problems.append(
                 Problem(
                     "an attribute's name cannot be used as a file name",
                     "recipe",
                     f"{item.name!r}: {reason}",
-                    remedy,
+                    hint,
                 )
             )
     if problems:

@@ -104,7 +104,7 @@ class ExportManifest:
                 "an export's manifest is missing or malformed",
                 where=str(path),
                 value=repr(error)[:300],
-                remedy=_remedy(directory),
+                hint=_hint(directory),
             ) from error
         for name in files:
             if reason := layout.unsafe_path(name):
@@ -112,7 +112,7 @@ class ExportManifest:
                     "an export's manifest names a file outside of it",
                     where=str(path),
                     value=f"{name!r}: {reason}",
-                    remedy=_remedy(directory),
+                    hint=_hint(directory),
                 )
         return cls(directory, files, follow_links)
 
@@ -155,7 +155,7 @@ class ExportManifest:
             real = self._path(name)
             problem = size_problem(real.parent, real.name, record)
         return problem and replace(
-            problem, what=_of_export(problem.what), remedy=_remedy(self.directory)
+            problem, what=_of_export(problem.what), hint=_hint(self.directory)
         )
 
     def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
@@ -188,7 +188,7 @@ class ExportManifest:
             shown.append(f"{len(tensors) - _SHOWN} more")
         value = f"damaged: {', '.join(shown)}" if tensors else "its digest differs"
         what = "a file of the export is damaged: its digest does not match"
-        return Problem(what, str(self.directory / name), value, _remedy(self.directory))
+        return Problem(what, str(self.directory / name), value, _hint(self.directory))
 
     def _tensors_in(self, name: str, damaged: Sequence[DigestedRange]) -> list[str]:
         """The tensors that have bytes in the *damaged* ranges; none where the header is damaged itself."""
@@ -228,7 +228,7 @@ class ExportManifest:
                 "the export's manifest does not list this file",
                 where=str(self.directory / name),
                 value=name,
-                remedy=_remedy(self.directory),
+                hint=_hint(self.directory),
             )
         if problem := self._size_problem(name):
             raise CheckpointUnusable.all_of([problem])
@@ -279,7 +279,7 @@ class ExportManifest:
             f"the export's manifest does not match the tensor {fqn!r}",
             where=str(self.directory / name),
             value="its byte ranges are not those of the file's header",
-            remedy=_remedy(self.directory),
+            hint=_hint(self.directory),
         )
 
     def _path(self, name: str) -> Path:
@@ -331,7 +331,7 @@ def _of_export(what: str) -> str:
     )
 
 
-def _remedy(directory: Path) -> str:
+def _hint(directory: Path) -> str:
     command = "ckpt export --merge" if directory.name == layout.MERGED else "ckpt export"
     return f"export again: {command}; {_CHANGED_ON_PURPOSE}"
 

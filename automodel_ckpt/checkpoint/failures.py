@@ -34,21 +34,21 @@ def as_failure(
         return error
     if isinstance(error, OSError):
         error.filename = error.filename or str(where)
-        remedy = (
+        hint = (
             _NAME_ANOTHER
             if kind is RecipeError
             else _EXPORT_AGAIN
             if kind is ExportFailed
             else RETRY
         )
-        return kind.all_of([os_problem(error, f"{doing} failed", remedy=remedy)])
+        return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
     log.debug("unexpected", exc_info=error)
     if (limit := limit_error(error)) is not None:
         (problem,) = limit.problems
         return kind.all_of([replace(problem, what=f"{doing} failed: {problem.what}")])
     place = location_in_user_code(error)
     if place is not None:
-        said, remedy = (
+        said, hint = (
             f"{type(error).__name__}: {error}",
             "fix that code, then run the same command",
         )
@@ -56,6 +56,6 @@ def as_failure(
             f"{doing} failed in user code that the recipe names",
             where=place,
             value=said,
-            remedy=remedy,
+            hint=hint,
         )
-    return kind(f"{doing} failed", where=str(where), value=repr(error), remedy=_DEFECT)
+    return kind(f"{doing} failed", where=str(where), value=repr(error), hint=_DEFECT)

@@ -127,7 +127,7 @@ class HFAssets:
                 "the side files of an export cannot be created (config, generation config or tokenizer)",
                 where=str(self._base_dir or "the model of this recipe"),
                 value=str(error).strip(),
-                remedy="fix the model's generation config or its tokenizer",
+                hint="fix the model's generation config or its tokenizer",
             ) from error
 
     @functools.cached_property
@@ -262,7 +262,7 @@ class HFAssets:
                         "a file of the base model cannot be read",
                         where=str(self._base_dir / name),
                         value=str(error),
-                        remedy="download the base model again",
+                        hint="download the base model again",
                     ) from error
         return tensors
 

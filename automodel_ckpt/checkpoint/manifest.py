@@ -316,7 +316,7 @@ def _reject_other_forms(path: Path) -> Iterator[None]:
 
 def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
     return CheckpointUnusable(
-        what, where=str(path), value=value, remedy="use another checkpoint of this run"
+        what, where=str(path), value=value, hint="use another checkpoint of this run"
     )
 
 

@@ -138,7 +138,7 @@ def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> I
             "experts are sharded across ranks, but a checkpoint stores each expert whole",
             where="distributed.tp_plan",
             value=f"{fqn}: {value.placements}",
-            remedy="remove the experts from the plan (fsdp2 shards them)",
+            hint="remove the experts from the plan (fsdp2 shards them)",
         )
     local, first = _local_rows(value)
     return (name for name, (row, _) in parts.items() if 0 <= row - first < len(local))

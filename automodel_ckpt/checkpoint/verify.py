@@ -217,9 +217,9 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
                     )
                 )
     for path in unlisted_files(checkpoint, manifest):
-        remedy = "remove it if it is not yours; nothing reads it"
+        hint = "remove it if it is not yours; nothing reads it"
         problems.append(
-            Problem("a file that the manifest does not name", str(checkpoint / path), "", remedy)
+            Problem("a file that the manifest does not name", str(checkpoint / path), "", hint)
         )
     return problems
 

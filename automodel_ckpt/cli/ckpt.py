@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(
-            message, where=self.prog, value="", remedy=f"`{self.prog} --help` lists the arguments"
+            message, where=self.prog, value="", hint=f"`{self.prog} --help` lists the arguments"
         )
 
 
@@ -123,7 +123,7 @@ def _failed(error: BaseException, arguments: argparse.Namespace) -> int:
         problem = os_problem(
             error,
             "cannot access a file or directory",
-            remedy="check the path, its permissions and the free space",
+            hint="check the path, its permissions and the free space",
         )
         error = (SaveFailed if arguments.command in _WRITING else CheckpointUnusable).all_of(
             [problem]

@@ -138,6 +138,6 @@ def _newest(run: Path) -> Path:
     return _resolved(run / newest.name)
 
 
-def nothing(what: str, path: Path, value: str, remedy: str) -> CheckpointUnusable:
+def nothing(what: str, path: Path, value: str, hint: str) -> CheckpointUnusable:
     """Return the error for a path at which nothing usable was found."""
-    return CheckpointUnusable(what, where=str(path), value=value, remedy=remedy)
+    return CheckpointUnusable(what, where=str(path), value=value, hint=hint)

@@ -238,8 +238,16 @@ def json_text(document: Any) -> str:
 
 
 def problem_json(problem: Problem) -> dict[str, str]:
-    """Convert a problem to the mapping that ``--json`` prints."""
-    return {name: str(getattr(problem, name)) for name in ("what", "where", "value", "remedy")}
+    """Convert a problem to the mapping that ``--json`` prints.
+
+    The key of the hint is ``remedy``, its name when ``--json`` was introduced: scripts read it.
+    """
+    return {
+        "what": problem.what,
+        "where": problem.where,
+        "value": str(problem.value),
+        "remedy": problem.hint,
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -137,7 +137,7 @@ def _check_working_directory() -> None:
             "the current directory does not exist",
             where=os.environ.get("PWD", "."),
             value="it was removed",
-            remedy="cd to an existing directory",
+            hint="cd to an existing directory",
         ) from error
 
 
@@ -152,7 +152,7 @@ def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: 
             "the selftest requires a recipe derived from FinetuneRecipe",
             where="--selftest-resume",
             value=f"{recipe.__module__}.{recipe.__qualname__}",
-            remedy="derive the recipe from automodel_ckpt.recipes.base.FinetuneRecipe",
+            hint="derive the recipe from automodel_ckpt.recipes.base.FinetuneRecipe",
         )
     made: type = observed(recipe, notes, stop_after=stop_after)
     return made
@@ -164,15 +164,15 @@ def _recipe_path(line: CommandLine) -> str:
     if files:
         rest.remove(files[0])
     for word in rest:
-        remedy = (
+        hint = (
             f"did you mean --{word}?"
             if "=" in word
             else "give only one recipe file; overrides begin with --"
         )
-        line.problems.append(Problem(f"unexpected argument {word}", "command line", "", remedy))
+        line.problems.append(Problem(f"unexpected argument {word}", "command line", "", hint))
     if not files:
-        remedy = "run ckpt-train RECIPE.yaml; ckpt-train --list lists the example recipes"
-        line.problems.append(Problem("no recipe file given", "command line", "", remedy))
+        hint = "run ckpt-train RECIPE.yaml; ckpt-train --list lists the example recipes"
+        line.problems.append(Problem("no recipe file given", "command line", "", hint))
         raise RecipeError.all_of(line.problems)
     return files[0]
 
@@ -210,7 +210,7 @@ def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
         "step_scheduler.global_batch_size must be a multiple of local_batch_size x ranks",
         where=loaded.origins["step_scheduler.global_batch_size"],
         value=f"{written}, ranks: {ranks}",
-        remedy="change the global batch, the local batch or the number of ranks",
+        hint="change the global batch, the local batch or the number of ranks",
     )
 
 
@@ -280,10 +280,8 @@ def copy_example(name: str, directory: str) -> Path:
     found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]
     if not found:
         meant = closest(name, [*known, *(path.stem for path in known.values())])
-        remedy = (
-            f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
-        )
-        raise RecipeError("unknown example recipe", where="--copy", value=name, remedy=remedy)
+        hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
+        raise RecipeError("unknown example recipe", where="--copy", value=name, hint=hint)
     code = re.search(r"^recipe: (\w+\.py):", found[0].read_text(encoding="utf-8"), re.MULTILINE)
     if code:
         _copy(found[0].with_name(code[1]), Path(directory))
@@ -299,7 +297,7 @@ def _copy(source: Path, directory: Path) -> Path:
     except OSError as error:
         reason = "choose another directory, or remove the existing file"
         raise RecipeError(
-            "the recipe cannot be copied", where=str(target), value=error.strerror, remedy=reason
+            "the recipe cannot be copied", where=str(target), value=error.strerror, hint=reason
         ) from error
     return target
 

@@ -283,12 +283,12 @@ class Binder:
                 quoted=node.quoted and text is not None,
             )
         except ReferenceFailed as error:
-            self.note(f"{key}: {error}", node, node, error.remedy)
+            self.note(f"{key}: {error}", node, node, error.hint)
         except ValueError:
-            remedy = ""
+            hint = ""
             if node.is_null and str in alternatives:
-                remedy = f"quote it to use the text {node.value or '(empty)'}, or remove the key"
-            self._note_invalid(key, node, describe(alternatives), choices(alternatives), remedy)
+                hint = f"quote it to use the text {node.value or '(empty)'}, or remove the key"
+            self._note_invalid(key, node, describe(alternatives), choices(alternatives), hint)
         return INVALID
 
     def _construct(self, cls: type[Any], values: dict[str, Any], node: Node, key: str) -> Any:
@@ -309,7 +309,7 @@ class Binder:
         # The problem is reported at the first key that the user gave.
         given = [node for node in nodes.values() if node is not None and node.origin != DEFAULT]
         place = given[0] if given else section
-        self.note(what, place, value, relation.remedy)
+        self.note(what, place, value, relation.hint)
 
     def _check_effect(
         self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str
@@ -327,7 +327,7 @@ class Binder:
                     f"{join(key, name)} has no effect: {condition.says}",
                     node,
                     node,
-                    condition.remedy,
+                    condition.hint,
                 )
 
     def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
@@ -336,32 +336,30 @@ class Binder:
         beside = closest(name, hints_of(cls))
         elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
         meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
-        remedy = (
-            f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
-        )
-        self.note(f"unknown key {join(key, name)}", node, node, remedy)
+        hint = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
+        self.note(f"unknown key {join(key, name)}", node, node, hint)
 
     def _note_invalid(
-        self, key: str, node: Node, expected: str, listed: Iterable[str] = (), remedy: str = ""
+        self, key: str, node: Node, expected: str, listed: Iterable[str] = (), hint: str = ""
     ) -> Any:
         meant = closest(str(node.value), listed)
         if meant:
-            remedy = f"did you mean {meant}?"
+            hint = f"did you mean {meant}?"
         self.note(
             f"{key} must be {expected}",
             node,
             node,
-            remedy or "correct the value, or remove the key to use its default",
+            hint or "correct the value, or remove the key to use its default",
         )
         return INVALID
 
-    def note(self, what: str, node: Node, value: object, remedy: str) -> None:
+    def note(self, what: str, node: Node, value: object, hint: str) -> None:
         """Add a problem. The resolved value of an environment reference is not shown, since it may be a secret."""
         hidden = (
             isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
         )
         shown = f"{value} (resolved value hidden)" if hidden else str(value)
-        self.problems.append(Problem(what, node.origin, shown, remedy))
+        self.problems.append(Problem(what, node.origin, shown, hint))
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

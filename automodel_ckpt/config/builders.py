@@ -244,8 +244,8 @@ def unknown_argument(
     parameters = list(parameters)
     meant = closest(name, parameters)
     takes = ", ".join(parameters) or "no keyword arguments"
-    remedy = f"did you mean {join(key, meant)}?" if meant else f"{target} accepts {takes}"
-    return Problem(f"unknown key {join(key, name)}", node.origin, str(node), remedy)
+    hint = f"did you mean {join(key, meant)}?" if meant else f"{target} accepts {takes}"
+    return Problem(f"unknown key {join(key, name)}", node.origin, str(node), hint)
 
 
 def missing_argument(key: str, target: str, name: str, section: Node | None) -> Problem:

@@ -122,12 +122,12 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
     name = node.value
     if is_name(name) and name not in names:
         meant = closest(name, names)
-        remedy = (
+        hint = (
             f"did you mean {meant}?"
             if meant
             else f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
         )
-        problems.append(Problem("unknown recipe", node.origin, name, remedy))
+        problems.append(Problem("unknown recipe", node.origin, name, hint))
         name = meant or "llm_finetune"
     return not names.get(name, "").startswith("automodel_ckpt.")
 
@@ -140,12 +140,12 @@ def _missing_file(path: Path) -> Problem:
         str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))
     ]
     near = recipes if is_directory else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
-    remedy = (
+    hint = (
         f"did you mean {', '.join(near[:5])}?"
         if near
         else "ckpt-train --list lists the example recipes"
     )
-    return Problem(what, str(path.absolute()), "", remedy)
+    return Problem(what, str(path.absolute()), "", hint)
 
 
 def _origins(node: Node, key: str) -> Iterator[tuple[str, str]]:

@@ -161,8 +161,8 @@ class _Parser:
         meant = closest(name, [*_LAUNCH, *MODES])
         return f"--{meant.replace('_', '-')}" if meant else None
 
-    def _note(self, flag: str, what: str, remedy: str) -> None:
-        self.line.problems.append(Problem(what, flag, "", remedy))
+    def _note(self, flag: str, what: str, hint: str) -> None:
+        self.line.problems.append(Problem(what, flag, "", hint))
 
 
 def _reads_as_boolean(word: str, *, optional: bool) -> bool:

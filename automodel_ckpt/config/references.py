@@ -23,9 +23,9 @@ _NAME = re.compile(r"\$\{oc\.env:([^,${}]*)")
 class ReferenceFailed(Exception):
     """A reference is malformed or its variable is not set. Neither message nor hint contains a value."""
 
-    def __init__(self, what: str, remedy: str) -> None:
+    def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
-        self.remedy = remedy
+        self.hint = hint
 
 
 def is_reference(text: str) -> bool:
@@ -57,5 +57,5 @@ def resolve(text: str) -> str | None:
 def _failure(unset: list[str]) -> ReferenceFailed:
     if not unset:
         return ReferenceFailed("invalid interpolation", ALLOWED)
-    remedy = f"set it, or write ${{oc.env:{unset[0]},default}}"
-    return ReferenceFailed(f"environment variable {', '.join(unset)} is not set", remedy)
+    hint = f"set it, or write ${{oc.env:{unset[0]},default}}"
+    return ReferenceFailed(f"environment variable {', '.join(unset)} is not set", hint)

@@ -34,7 +34,7 @@ class Relation:
     keys: tuple[str, ...]
     holds: Callable[[Any], bool]
     says: str
-    remedy: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Condition:
     on: tuple[str, ...]
     holds: Callable[[Any], bool]
     says: str
-    remedy: str
+    hint: str
 
 
 AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")

@@ -55,9 +55,9 @@ _checked: dict[
 class Rejected(Exception):
     """A name may not be used, or leads nowhere."""
 
-    def __init__(self, what: str, remedy: str) -> None:
+    def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
-        self.remedy = remedy
+        self.hint = hint
 
 
 class Trust:
@@ -107,7 +107,7 @@ def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any],
         trust.covers(module) or allowlist.is_listed(purpose, inner)
     ):
         raise Rejected(
-            f"{name} is defined in {module or 'no module'}, which is not trusted", _remedy(module)
+            f"{name} is defined in {module or 'no module'}, which is not trusted", _hint(module)
         )
     return typing.cast(Callable[..., Any], found), None
 
@@ -137,10 +137,10 @@ def _not_listed(name: str, purpose: str) -> Rejected:
     allowed = allowlist.suggestion(purpose, name)
     section = {"": "an argument", CUSTOM: "a recipe"}.get(purpose, purpose)
     what = f"{name} is not trusted, and not on the allowlist for {section}"
-    return Rejected(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_remedy(name)}")
+    return Rejected(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_hint(name)}")
 
 
-def _remedy(module: str | None) -> str:
+def _hint(module: str | None) -> str:
     root = (module or "builtins").partition(".")[0]
     if root in _NEVER:
         return "recipes cannot call functions of the standard library; write a wrapper in your own package and trust it"
@@ -341,8 +341,8 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
         if runs_code:
             node = loaded.tree.at(key)
             what = f"{key}: this runs code from a model repository, which is not trusted"
-            remedy = f"if you trust this code, allow it with --trust {REMOTE_CODE}"
-            yield Problem(what, node.origin if node else "", str(node) if node else "", remedy)
+            hint = f"if you trust this code, allow it with --trust {REMOTE_CODE}"
+            yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
 
 
 def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -386,7 +386,7 @@ def _problem(key: str, error: Rejected, node: Node | None) -> Problem:
             str(node),
             "correct the environment variable",
         )
-    return Problem(f"{key}: {error}", node.origin, str(node), error.remedy)
+    return Problem(f"{key}: {error}", node.origin, str(node), error.hint)
 
 
 class _Checker:
@@ -450,8 +450,8 @@ class _Checker:
         if unnamed:
             what = f"{key}: {target._target_} has positional-only parameters ({', '.join(unnamed)})"
             where = self.tree.at(join(key, "_target_"))
-            remedy = "write a wrapper with keyword arguments in your own package, and trust it"
-            self.problems.append(Problem(what, where.origin if where else "", "", remedy))
+            hint = "write a wrapper with keyword arguments in your own package, and trust it"
+            self.problems.append(Problem(what, where.origin if where else "", "", hint))
 
     def _check_allowed(
         self, target: Target, name: str, node: Node, key: str, entry: Entry | None
@@ -464,7 +464,7 @@ class _Checker:
         )
         if reason is not None:
             what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
-            self.problems.append(Problem(what, node.origin, str(node), _remedy(target._target_)))
+            self.problems.append(Problem(what, node.origin, str(node), _hint(target._target_)))
 
     def _argument(
         self,
@@ -546,10 +546,10 @@ def build(target: Target, /, **supplied: Any) -> Any:
         if not _within(getattr(function, "__module__", None) or "", LIBRARIES):
             raise
         value = f"{type(error).__name__}: {error}"
-        remedy = "correct the arguments of this section"
+        hint = "correct the arguments of this section"
         what = f"calling {target._target_} failed"
         raise RecipeError(
-            what, where=f"_target_: {target._target_}", value=value, remedy=remedy
+            what, where=f"_target_: {target._target_}", value=value, hint=hint
         ) from error
 
 
@@ -564,7 +564,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
         function, entry = _resolve(target._target_, Trust(()), CUSTOM)
     except Rejected as error:
         raise RecipeError(
-            str(error), where="_target_", value=target._target_, remedy=error.remedy
+            str(error), where="_target_", value=target._target_, hint=error.hint
         ) from error
     for name, value in target.kwargs.items():
         reason = allowlist.argument_problem(entry, name, value) if entry is not None else None
@@ -573,7 +573,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
                 reason,
                 where=f"_target_: {target._target_}",
                 value=f"{name}: {value}",
-                remedy="remove the argument",
+                hint="remove the argument",
             )
     return function
 

@@ -132,7 +132,7 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
         text = content.decode("utf-8-sig")
     except OSError as error:
         problems.append(
-            os_problem(error, "the recipe cannot be read", remedy="grant this user read permission")
+            os_problem(error, "the recipe cannot be read", hint="grant this user read permission")
         )
         return None
     except UnicodeDecodeError as error:
@@ -245,11 +245,9 @@ class _Reader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self._peek()
         if getattr(event, "tag", None):
-            remedy = "remove the tag; the key determines the type of its value"
+            hint = "remove the tag; the key determines the type of its value"
             self.problems.append(
-                Problem(
-                    "YAML tags are not allowed", self.place(event.start_mark), event.tag, remedy
-                )
+                Problem("YAML tags are not allowed", self.place(event.start_mark), event.tag, hint)
             )
         self.depth += 1
         self._limit(self.depth, event.start_mark)

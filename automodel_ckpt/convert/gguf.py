@@ -108,7 +108,7 @@ def _library() -> Any:
             "writing GGUF needs the package gguf",
             where="ckpt export --to gguf",
             value=str(error),
-            remedy="pip install 'automodel_ckpt[gguf]'",
+            hint="pip install 'automodel_ckpt[gguf]'",
         ) from error
 
 
@@ -132,7 +132,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
             "there is something already",
             where=str(target),
             value="a directory" if target.is_dir() else "a file",
-            remedy="choose another --output, or say --force to replace the file",
+            hint="choose another --output, or say --force to replace the file",
         )
 
 
@@ -155,7 +155,7 @@ def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
                 f"a tensor of dtype {tensor.dtype} is not written as GGUF",
                 where=where,
                 value=fqn,
-                remedy="F64 weights can be cast: --cast-dtype fp32",
+                hint="F64 weights can be cast: --cast-dtype fp32",
             )
     return found
 
@@ -172,7 +172,7 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
                 f"GGUF needs the model's {name}",
                 where=str(side),
                 value="no such file",
-                remedy="put the file there, or export Hugging Face files (--to hf)",
+                hint="put the file there, or export Hugging Face files (--to hf)",
             )
     assert config is not None and tokenizer is not None
     model = read_llama(config, str(side / "config.json"))
@@ -181,7 +181,7 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
             "config.json does not fit the tensors",
             where=str(side / "config.json"),
             value=fault,
-            remedy="restore the file from another copy, or use another checkpoint",
+            hint="restore the file from another copy, or use another checkpoint",
         )
     if fault := name_faults(
         model.tensors(), {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
@@ -190,7 +190,7 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
             "the tensors are not those of the config",
             where=str(side / "config.json"),
             value=fault,
-            remedy="use another checkpoint, or export Hugging Face files (--to hf)",
+            hint="use another checkpoint, or export Hugging Face files (--to hf)",
         )
     settings = read_json(side, "tokenizer_config.json", source.export) or {}
     vocabulary = tokenizer_keys(
@@ -216,7 +216,7 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
             "the chat template cannot be read",
             where=str(side / _TEMPLATE),
             value=repr(error)[:200],
-            remedy="restore the file from another copy",
+            hint="restore the file from another copy",
         ) from error
 
 
@@ -257,9 +257,9 @@ def _staged(target: Path, log: Log) -> Iterator[Path]:
         fsync_directory(target.parent)
     except OSError as error:
         error.filename = error.filename or str(target)
-        remedy = "free space or choose another --output"
+        hint = "free space or choose another --output"
         raise SaveFailed.all_of(
-            [os_problem(error, "the GGUF file could not be written", remedy=remedy)]
+            [os_problem(error, "the GGUF file could not be written", hint=hint)]
         ) from error
     finally:
         if path is not None:

@@ -273,5 +273,5 @@ def name_faults(
 
 def refused(what: str, where: str, value: object) -> CheckpointUnusable:
     """What cannot be GGUF is refused with, and what else to do."""
-    remedy = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
-    return CheckpointUnusable(what, where=where, value=value, remedy=remedy)
+    hint = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
+    return CheckpointUnusable(what, where=where, value=value, hint=hint)

@@ -198,7 +198,7 @@ def _located(source: Path) -> tuple[Path, str]:
             "this is already a checkpoint of automodel_ckpt: there is nothing to import",
             where=str(source),
             value=layout.MANIFEST,
-            remedy="use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
+            hint="use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
         )
     for place in _PLACES:
         directory = source / place
@@ -217,7 +217,7 @@ def _kind(directory: Path) -> str | None:
             "an adapter cannot be imported without its base, which it does not identify",
             where=str(directory),
             value=layout.ADAPTER_MODEL,
-            remedy="use a recipe with the base and the peft section, and set init_from.path to this adapter",
+            hint="use a recipe with the base and the peft section, and set init_from.path to this adapter",
         )
     _check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
     if os.path.lexists(directory / layout.DCP_METADATA):
@@ -274,7 +274,7 @@ def _check_name_is_free(target: Path) -> None:
             "a checkpoint of this step already exists",
             where=str(target),
             value=target.name,
-            remedy="import into another run directory, or under another --step",
+            hint="import into another run directory, or under another --step",
         )
 
 
@@ -291,7 +291,7 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
         "the imported weights would become the newest checkpoint of an existing training run",
         where=str(run),
         value=newest.name,
-        remedy="import into a separate run directory, and start from it with init_from",
+        hint="import into a separate run directory, and start from it with init_from",
     )
 
 
@@ -463,4 +463,4 @@ def _equal(tree: Tree, one: str, other: str) -> bool:
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, remedy=_REMEDY)
+    return CheckpointUnusable(what, where=str(where), value=value, hint=_REMEDY)

@@ -141,9 +141,9 @@ def _base(
     called = given if given is not None else find_base(record, checkpoint.parent)
     directory = directory_of(called)
     if directory is None:
-        remedy = "load it once while there is a network, or name its place with --base"
+        hint = "load it once while there is a network, or name its place with --base"
         raise RecipeError(
-            "the base model is not on this machine", where="--base", value=called, remedy=remedy
+            "the base model is not on this machine", where="--base", value=called, hint=hint
         )
     identity = identify_base(called, directory, run=checkpoint.parent, cache=cache)
     if identity.digest != record["base"].get("digest"):
@@ -151,7 +151,7 @@ def _base(
             "this is not the base that the adapter was trained on",
             where=str(directory),
             value=f"digest {identity.digest}, not {record['base'].get('digest')}",
-            remedy=f"name the place of {record['base'].get('name')} as it was then with --base",
+            hint=f"name the place of {record['base'].get('name')} as it was then with --base",
         )
     return directory
 
@@ -182,7 +182,7 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
                 "the description of the adapters is not there",
                 where=str(directory),
                 value=layout.ADAPTER_CONFIG,
-                remedy="restore the file from another copy, or use another checkpoint",
+                hint="restore the file from another copy, or use another checkpoint",
             )
         yield Adapter(directory, tensors, config)
 
@@ -213,7 +213,7 @@ def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
             "the base is not in safetensors files",
             where="--base",
             value=str(directory),
-            remedy="merge with peft in your own code (merge_and_unload): its digest is of these files",
+            hint="merge with peft in your own code (merge_and_unload): its digest is of these files",
         )
     export = find_export_manifest(directory, follow_links=True)
     tensors: dict[str, Tensor] = {}
@@ -350,8 +350,8 @@ class MergedModel:
         return cast(whole_checked(Path("/"), tensor), tensor.dtype, width)
 
     def _refuse(self, what: str, name: str) -> NoReturn:
-        remedy = "load base and adapter with peft in your own code, and call merge_and_unload"
-        raise CheckpointUnusable(what, where=self._adapter.where, value=name, remedy=remedy)
+        hint = "load base and adapter with peft in your own code, and call merge_and_unload"
+        raise CheckpointUnusable(what, where=self._adapter.where, value=name, hint=hint)
 
 
 def _side_files(

@@ -101,5 +101,5 @@ def merged(
 
 
 def _unusable(what: str, where: str, value: str) -> CheckpointUnusable:
-    remedy = "load base and adapter with peft in your own code, and call merge_and_unload"
-    return CheckpointUnusable(what, where=where, value=value, remedy=remedy)
+    hint = "load base and adapter with peft in your own code, and call merge_and_unload"
+    return CheckpointUnusable(what, where=where, value=value, hint=hint)

@@ -214,4 +214,4 @@ def _real(path: Path) -> Path:
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, remedy=_REMEDY)
+    return CheckpointUnusable(what, where=str(where), value=value, hint=_REMEDY)

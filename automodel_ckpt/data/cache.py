@@ -62,9 +62,9 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
             if not final.is_dir():
                 _build(final, build)
     except OSError as error:
-        remedy = "set the environment variable AUTOMODEL_CKPT_CACHE to a writable directory with enough free space"
+        hint = "set the environment variable AUTOMODEL_CKPT_CACHE to a writable directory with enough free space"
         raise RecipeError.all_of(
-            [os_problem(error, "prepared data cannot be stored", remedy=remedy)]
+            [os_problem(error, "prepared data cannot be stored", hint=hint)]
         ) from error
     return final
 

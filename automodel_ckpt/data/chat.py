@@ -432,9 +432,9 @@ class ChatTemplate:
             yield
         except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
-            remedy = "correct the conversation, the template, or dataset.template_kwargs"
+            hint = "correct the conversation, the template, or dataset.template_kwargs"
             raise UnusableSample(
-                "the chat template cannot render this conversation", value, remedy
+                "the chat template cannot render this conversation", value, hint
             ) from error
 
     def _encode(self, text: str) -> list[int]:
@@ -442,13 +442,13 @@ class ChatTemplate:
 
 
 def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
-    remedy = "remove it, or use the role assistant for the messages to train on"
+    hint = "remove it, or use the role assistant for the messages to train on"
     if any(turn["role"] == "assistant" for turn in turns):
-        remedy = "remove it: all of its assistant messages have weight 0"
+        hint = "remove it: all of its assistant messages have weight 0"
     if any(map(is_trained_on, turns)):
-        remedy = "correct the chat template or its generation markers: they mark no assistant token"
+        hint = "correct the chat template or its generation markers: they mark no assistant token"
     roles = ", ".join(str(turn["role"]) for turn in turns)
-    return UnusableSample("this conversation has no assistant token to train on", roles, remedy)
+    return UnusableSample("this conversation has no assistant token to train on", roles, hint)
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
@@ -467,7 +467,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
                 "the tokenizer has no chat template",
                 where="dataset.chat_template",
                 value=tokenizer.name_or_path,
-                remedy="set a template or the path of a template file; tokenizers of instruct models come with one",
+                hint="set a template or the path of a template file; tokenizers of instruct models come with one",
             ) from error
     return read_template(given)
 
@@ -482,12 +482,10 @@ def read_template(given: str) -> str:
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "give the path of a text file in UTF-8, or the template itself"
+        hint = "give the path of a text file in UTF-8, or the template itself"
         value = f"{given} ({getattr(error, 'strerror', error)})"
         what = "the chat template cannot be read"
-        raise RecipeError(
-            what, where="dataset.chat_template", value=value, remedy=remedy
-        ) from error
+        raise RecipeError(what, where="dataset.chat_template", value=value, hint=hint) from error
 
 
 def conversations(
@@ -511,7 +509,7 @@ def conversations(
         except UnusableSample as error:
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(
-                error.what, where=where, value=error.value, remedy=error.remedy
+                error.what, where=where, value=error.value, hint=error.hint
             ) from error
         samples.append(sample._replace(is_empty=any(map(is_empty, conversation))))
     return samples

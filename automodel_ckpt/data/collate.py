@@ -31,7 +31,7 @@ class PadCollator:
                 "pad_to_multiple_of must be at least 1",
                 where="dataloader.pad_to_multiple_of",
                 value=pad_to_multiple_of,
-                remedy="give a positive number, or null for no rounding",
+                hint="give a positive number, or null for no rounding",
             )
         self.pad_token_id = pad_token_id
         self.multiple = pad_to_multiple_of or 1
@@ -64,19 +64,19 @@ def check_unpadded(sample: Mapping[str, Sequence[int]]) -> None:
             "a sample is already padded: tokens that its attention_mask hides would be treated as data",
             where="dataset",
             value=f"{num_hidden} of {len(sample['input_ids'])} tokens",
-            remedy="remove the padding (each batch is padded as needed), or set dataloader.collate_fn",
+            hint="remove the padding (each batch is padded as needed), or set dataloader.collate_fn",
         )
 
 
 def _check(sample: Mapping[str, Sequence[int]]) -> None:
-    remedy = 'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
+    hint = 'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise RecipeError(
-            "a sample lacks input_ids or labels", where="dataset", value=found, remedy=remedy
+            "a sample lacks input_ids or labels", where="dataset", value=found, hint=hint
         )
     check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
     if lengths["input_ids"] != lengths["labels"] or lengths["input_ids"] == 0:
         what = "input_ids and labels of a sample must have the same length and must not be empty"
-        raise RecipeError(what, where="dataset", value=lengths, remedy=remedy)
+        raise RecipeError(what, where="dataset", value=lengths, hint=hint)

@@ -89,7 +89,7 @@ class DigitConversations:
             return image_text(self.template, turns, [self.image(index)], where=where)
         except UnusableSample as error:
             raise RecipeError(
-                error.what, where=where, value=error.value, remedy=error.remedy
+                error.what, where=where, value=error.value, hint=error.hint
             ) from error
 
     def image(self, index: int) -> Any:
@@ -109,7 +109,7 @@ def _load(split: str) -> tuple[np.ndarray[Any, Any], list[int]]:
             "the digits data set requires scikit-learn",
             where="dataset",
             value=str(error),
-            remedy="install it: pip install scikit-learn",
+            hint="install it: pip install scikit-learn",
         ) from error
     bunch: Any = load_digits()
     order = np.random.RandomState(0).permutation(len(bunch.target))

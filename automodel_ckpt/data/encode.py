@@ -41,12 +41,12 @@ class Truncation:
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, ("error", "right"))
         if self.seq_length < 2:
-            remedy = "give at least 2 (a token and the one it predicts)"
+            hint = "give at least 2 (a token and the one it predicts)"
             raise RecipeError(
                 "seq_length is too small",
                 where="dataset.seq_length",
                 value=self.seq_length,
-                remedy=remedy,
+                hint=hint,
             )
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
@@ -62,7 +62,7 @@ class Truncation:
                 "a sample is longer than seq_length",
                 where=where(),
                 value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
-                remedy="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
+                hint="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
                 "remove them; without dataset.streaming all of them are counted before training",
             )
         if not any(sample.labelled[1 : self.seq_length]):
@@ -111,7 +111,7 @@ class Truncation:
             where=", ".join(first),
             value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
             f"the longest sample {longest} tokens, the 99th percentile {percentile}",
-            remedy=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
+            hint=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
             "or remove them",
         )
 
@@ -123,7 +123,7 @@ def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase
             "text data requires a tokenizer, but the recipe has none",
             where="tokenizer",
             value="none",
-            remedy="set tokenizer.from_pretrained (a pretrained model provides its own)",
+            hint="set tokenizer.from_pretrained (a pretrained model provides its own)",
         )
     return tokenizer
 
@@ -138,7 +138,7 @@ class Encoder:
                 "the tokenizer has no end-of-sequence token",
                 where="tokenizer",
                 value=tokenizer.name_or_path,
-                remedy="use a tokenizer with an eos_token, or set one",
+                hint="use a tokenizer with an eos_token, or set one",
             )
         self.tokenizer = tokenizer
         self.end = [int(tokenizer.eos_token_id)]
@@ -208,7 +208,7 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         what = f"unknown value for {name}"
         raise RecipeError(
-            what, where=f"dataset.{name}", value=value, remedy=f"use one of: {', '.join(choices)}"
+            what, where=f"dataset.{name}", value=value, hint=f"use one of: {', '.join(choices)}"
         )
 
 

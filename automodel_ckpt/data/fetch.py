@@ -98,7 +98,7 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
             "collate_fn must return a mapping of tensors with a key 'labels'",
             where="dataloader.collate_fn",
             value=sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__,
-            remedy="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
+            hint="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
         )
     if empty:
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
@@ -122,7 +122,7 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
         f"{where} {what}",
         where=location_in_user_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
         value=f"{type(error).__name__}: {error}",
-        remedy="correct or remove this sample, or fix the data set's code",
+        hint="correct or remove this sample, or fix the data set's code",
     )
 
 
@@ -203,7 +203,7 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
             "a data loading worker died",
             where="dataloader.num_workers",
             value=f"{num_workers}{death}",
-            remedy="check for the out-of-memory killer (exit code -9) and a full /dev/shm, or set "
+            hint="check for the out-of-memory killer (exit code -9) and a full /dev/shm, or set "
             "dataloader.num_workers 0",
         )
 

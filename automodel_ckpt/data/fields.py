@@ -32,10 +32,10 @@ class FieldTemplate:
             self._template = environment.from_string(text)
         # Python itself refuses what is nested too deeply.
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-            remedy = "write fields as {{ name }} and optional parts as {% if name %}...{% endif %}"
+            hint = "write fields as {{ name }} and optional parts as {% if name %}...{% endif %}"
             what = "a field template is not valid Jinja"
             raise RecipeError(
-                what, where="dataset", value=f"{str(error)[:200]} in {text[:80]!r}", remedy=remedy
+                what, where="dataset", value=f"{str(error)[:200]} in {text[:80]!r}", hint=hint
             ) from error
         self.names = sorted(undeclared - environment.globals.keys())
 
@@ -45,9 +45,9 @@ class FieldTemplate:
             return self._template.render(row)
         except Exception as error:  # a template computes: it may divide by zero
             value = f"{type(error).__name__}: {error}"
-            remedy = "correct this sample, or the template"
+            hint = "correct this sample, or the template"
             raise RecipeError(
-                "a field template fails on a sample", where=where(), value=value, remedy=remedy
+                "a field template fails on a sample", where=where(), value=value, hint=hint
             ) from error
 
 

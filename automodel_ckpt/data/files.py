@@ -69,13 +69,13 @@ def files_of(paths: Sequence[str]) -> list[Path]:
             "data files of different formats cannot be combined",
             where="dataset.path",
             value=", ".join(f"*{kind}" for kind in kinds),
-            remedy="use files of one format, for example data/*.jsonl",
+            hint="use files of one format, for example data/*.jsonl",
         )
     [(name, count)] = Counter(os.path.realpath(file) for file in files).most_common(1)
     if count > 1:
-        remedy = "list each file once; otherwise its samples are trained on twice in each epoch"
+        hint = "list each file once; otherwise its samples are trained on twice in each epoch"
         raise RecipeError(
-            "a data file is listed twice", where="dataset.path", value=name, remedy=remedy
+            "a data file is listed twice", where="dataset.path", value=name, hint=hint
         )
     return files
 
@@ -86,9 +86,9 @@ def _matching(path: str) -> list[Path]:
         return [Path(expanded)]
     found = sorted(name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name))
     if not found:
-        remedy = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+        hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
         raise RecipeError(
-            "no data file matches this pattern", where="dataset.path", value=path, remedy=remedy
+            "no data file matches this pattern", where="dataset.path", value=path, hint=hint
         )
     return [Path(name) for name in found]
 
@@ -151,18 +151,16 @@ def saved_table(directory: Path) -> list[Path] | None:
 def require_readable(path: Path) -> Path:
     """*path*, if it is a file of a known kind that can be read; else :class:`RecipeError`."""
     if kind_of(path) not in LOADERS:
-        remedy = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory, or a Hub name"
-        raise RecipeError(
-            "unknown data file format", where="dataset.path", value=path, remedy=remedy
-        )
+        hint = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory, or a Hub name"
+        raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
     try:
         path.open("rb").close()
     except OSError as error:
-        remedy = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+        hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
         if _REMOTE.match(str(path)):
-            remedy = "copy the file to a local disk: only local files and data sets of the Hub can be read"
+            hint = "copy the file to a local disk: only local files and data sets of the Hub can be read"
         raise RecipeError.all_of(
-            [os_problem(error, "a data file cannot be read", remedy=remedy)]
+            [os_problem(error, "a data file cannot be read", hint=hint)]
         ) from error
     return path
 
@@ -187,5 +185,5 @@ def is_damage(error: Exception) -> bool:
 
 def damaged(path: Path, error: Exception) -> RecipeError:
     """The error for a compressed file that cannot be decompressed."""
-    remedy = "download or compress it again, and check that its suffix matches its compression"
-    return RecipeError("a compressed file is damaged", where=str(path), value=error, remedy=remedy)
+    hint = "download or compress it again, and check that its suffix matches its compression"
+    return RecipeError("a compressed file is damaged", where=str(path), value=error, hint=hint)

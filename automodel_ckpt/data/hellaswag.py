@@ -66,5 +66,5 @@ def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:
             "a row has no valid label",
             where=source.place(row),
             value=f"label {label!r}, {len(endings) if isinstance(endings, list) else 'no'} endings",
-            remedy="use the split train or validation (the split test has no labels)",
+            hint="use the split train or validation (the split test has no labels)",
         ) from error

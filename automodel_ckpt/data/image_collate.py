@@ -89,7 +89,7 @@ class ImageTextCollator:
                 "the processor rejects these samples",
                 where=", ".join(sample.where for sample in samples),
                 value=f"{type(error).__name__}: {error}",
-                remedy="correct the conversations, their images, or the chat template",
+                hint="correct the conversations, their images, or the chat template",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
@@ -127,7 +127,7 @@ class ImageTextCollator:
                 "this conversation has no assistant token to train on",
                 where=sample.where,
                 value=sample.text[:200],
-                remedy="correct the chat template, or its generation markers",
+                hint="correct the chat template, or its generation markers",
             )
         return flags
 
@@ -161,7 +161,7 @@ class ImageTextCollator:
                 "a sample is longer than seq_length",
                 where=sample.where,
                 value=f"{len(tokens)} tokens including {num_images}; seq_length {limit}",
-                remedy="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
+                hint="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
             )
         cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
         if not cuts_image and any(labeled[1:limit]):

@@ -25,7 +25,7 @@ def pillow() -> Any:
             "images require Pillow",
             where="recipe: vlm_finetune",
             value=str(error),
-            remedy="install it: pip install 'automodel_ckpt[vision]'",
+            hint="install it: pip install 'automodel_ckpt[vision]'",
         ) from error
     return Image
 

@@ -15,6 +15,6 @@ def at_most(max_samples: int | None, num_samples: int) -> int:
             what,
             where="dataset.max_samples",
             value=max_samples,
-            remedy="omit it to use all samples",
+            hint="omit it to use all samples",
         )
     return min(num_samples, max_samples)

@@ -128,7 +128,7 @@ class GlobalBatchLoader:
                 where="GlobalBatchLoader.mark_consumed",
                 value=f"epoch {batch.epoch} sample {batch.start}, "
                 f"but the next is epoch {self.epoch} sample {self.consumed_samples}",
-                remedy="call mark_consumed(batch) right after the optimizer step of each batch",
+                hint="call mark_consumed(batch) right after the optimizer step of each batch",
             )
         self._source_state = batch.source_state
         if batch.last_of_epoch:
@@ -163,7 +163,7 @@ class GlobalBatchLoader:
                 "this is not the state of a data loader",
                 where="dataloader",
                 value=f"missing {', '.join(missing)}",
-                remedy="resume from another checkpoint (checkpoint.restore_from)",
+                hint="resume from another checkpoint (checkpoint.restore_from)",
             )
         position = {name: state[name] for name in ("epoch", "consumed_samples")}
         is_valid = [type(count) is int and 0 <= count < 2**53 for count in position.values()]
@@ -172,7 +172,7 @@ class GlobalBatchLoader:
                 "the saved position in the data is invalid",
                 where="dataloader",
                 value=", ".join(f"{name} {str(count)[:40]}" for name, count in position.items()),
-                remedy="resume from another checkpoint (checkpoint.restore_from)",
+                hint="resume from another checkpoint (checkpoint.restore_from)",
             )
         self._require_same_data(state["num_samples"])
         self._report_other_data(state)
@@ -256,7 +256,7 @@ class GlobalBatchLoader:
                 "the stream is already split by rank",
                 where="dataset",
                 value="datasets.distributed.split_dataset_by_node",
-                remedy="remove the split: the loader gives each rank its part of every global batch, so that global "
+                hint="remove the split: the loader gives each rank its part of every global batch, so that global "
                 "batches do not depend on the number of ranks",
             )
         if self.shuffle and not shuffles(self.dataset):
@@ -278,7 +278,7 @@ class GlobalBatchLoader:
                 "the data set has fewer samples than one global batch, and drop_last drops them all",
                 where="dataloader.drop_last",
                 value=f"{num_samples} samples, global_batch_size {self.sizes.global_batch_size}",
-                remedy="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
+                hint="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
             )
 
     def _require_same_data(self, saved: int | None) -> None:
@@ -288,7 +288,7 @@ class GlobalBatchLoader:
             "the data set differs from the one in the checkpoint",
             where="dataset",
             value=f"the checkpoint was saved with {_size(saved)}, the recipe has {_size(self.num_samples)}",
-            remedy="resume with the same data set; to train on other data, start a new run from the exported model "
+            hint="resume with the same data set; to train on other data, start a new run from the exported model "
             "in another checkpoint_dir",
         )
 
@@ -357,7 +357,7 @@ def _length(dataset: Any) -> int | None:
             "the data set is a mapping of several data sets",
             where="dataset",
             value=", ".join(str(name) for name in list(dataset)[:8]),
-            remedy="return one of them from the function that builds it, for example the split train",
+            hint="return one of them from the function that builds it, for example the split train",
         )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset)
@@ -367,7 +367,7 @@ def _length(dataset: Any) -> int | None:
         "the data set is neither map-style nor iterable",
         where="dataset",
         value=type(dataset).__name__,
-        remedy="give it __len__ and __getitem__, or __iter__",
+        hint="give it __len__ and __getitem__, or __iter__",
     )
 
 
@@ -380,5 +380,5 @@ def _empty(what: str) -> RecipeError:
         what,
         where="dataset",
         value="0 samples",
-        remedy="check its path, split and filters; an iterable data set must restart at each __iter__",
+        hint="check its path, split and filters; an iterable data set must restart at each __iter__",
     )

@@ -23,11 +23,11 @@ _SHAREGPT = {
 
 
 class UnusableSample(Exception):
-    """A conversation cannot be used as a sample. *remedy* is the hint; the caller adds the location."""
+    """A conversation cannot be used as a sample. *hint* states what to change; the caller adds the location."""
 
-    def __init__(self, what: str, value: object, remedy: str) -> None:
+    def __init__(self, what: str, value: object, hint: str) -> None:
         super().__init__(what)
-        self.what, self.value, self.remedy = what, value, remedy
+        self.what, self.value, self.hint = what, value, hint
 
 
 def turns_of(conversation: Any) -> list[dict[str, Any]]:
@@ -166,25 +166,25 @@ def _require_content(turn: dict[str, Any]) -> None:
         )
     content = turn.get("content", "")
     if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
-        remedy = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
+        hint = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
         raise UnusableSample(
-            "a message's content is neither text nor a list of parts", repr(content)[:80], remedy
+            "a message's content is neither text nor a list of parts", repr(content)[:80], hint
         )
 
 
 def _require_weight(turn: dict[str, Any]) -> None:
     weight = turn.get(_WEIGHT, 0)
     if weight not in (0, 1):
-        remedy = (
+        hint = (
             "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others"
         )
         raise UnusableSample(
-            "a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", remedy
+            "a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", hint
         )
     if weight and turn["role"] != "assistant":
-        remedy = "remove the weight or set it to 0: only assistant messages are trained on"
+        hint = "remove the weight or set it to 0: only assistant messages are trained on"
         raise UnusableSample(
-            "a message that is not the assistant's has a weight", f"role: {turn['role']}", remedy
+            "a message that is not the assistant's has a weight", f"role: {turn['role']}", hint
         )
 
 

@@ -82,7 +82,7 @@ class PackedDataset:
                 where="packed_sequence.size",
                 value=f"{num_too_long} of {len(lengths)} samples; size {size}, the longest, sample {lengths.argmax()}, "
                 f"has {lengths.max()} tokens, the 99th percentile is {percentile}",
-                remedy=f"set packed_sequence.size to at least {lengths.max()}, or dataset.seq_length to at most {size}",
+                hint=f"set packed_sequence.size to at least {lengths.max()}, or dataset.seq_length to at most {size}",
             )
         self.packs = best_fit_decreasing(lengths, size)
         self.num_tokens = int(lengths.sum())
@@ -118,7 +118,7 @@ def _lengths(dataset: Any) -> _Lengths:
             "an iterable data set cannot be packed: packing requires the lengths of all samples",
             where="packed_sequence",
             value=type(dataset).__name__,
-            remedy="remove packed_sequence, or use a data set with a length",
+            hint="remove packed_sequence, or use a data set with a length",
         )
     return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), dtype=np.int64)
 

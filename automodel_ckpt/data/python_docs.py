@@ -47,7 +47,7 @@ def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
             "the vocabulary is too small for a byte-level tokenizer",
             where="tokenizer.vocab_size",
             value=vocab_size,
-            remedy=f"give at least {_SMALLEST_VOCABULARY}: 256 bytes and 3 special tokens",
+            hint=f"give at least {_SMALLEST_VOCABULARY}: 256 bytes and 3 special tokens",
         )
 
     def build(directory: Path) -> None:
@@ -143,7 +143,7 @@ def _topics_digest() -> str:
             "this Python comes without its documentation",
             where=str(path),
             value="no such file",
-            remedy="install the whole standard library (Debian: libpython3-stdlib), or use another data set",
+            hint="install the whole standard library (Debian: libpython3-stdlib), or use another data set",
         ) from error
 
 

@@ -104,7 +104,7 @@ def check_tables(paths: Sequence[Path]) -> None:
                 "a data file has different columns than the first one",
                 where=f"{path}:1",
                 value=f"{', '.join(names)}; {first_path} has {', '.join(first_names)}",
-                remedy="give all files the same columns, or list only files that have them",
+                hint="give all files the same columns, or list only files that have them",
             )
         for number, _ in enumerate(read_records(path)):
             if number == _FIRST_ROWS:
@@ -145,7 +145,7 @@ def _decoded(raw: bytes, path: Path, line: int) -> str:
             "a line is not UTF-8 text",
             where=f"{path}:{line}",
             value=f"byte {raw[error.start]:#04x} at {error.start - start_of_line} of the line",
-            remedy="save the file as UTF-8",
+            hint="save the file as UTF-8",
         ) from error
 
 
@@ -261,8 +261,8 @@ def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
 
 
 def _not_json(path: Path, line: int, reason: str) -> RecipeError:
-    remedy = "correct or remove this line"
-    return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, remedy=remedy)
+    hint = "correct or remove this line"
+    return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, hint=hint)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def _split_csv(lines: _Lines) -> Iterator[list[str]]:
                 "a row is not CSV",
                 where=f"{lines.path}:{before + 1}",
                 value=str(error),
-                remedy='put quotes around values with commas, line breaks or quotes, and write " inside of them as ""',
+                hint='put quotes around values with commas, line breaks or quotes, and write " inside of them as ""',
             ) from error
         before = lines.number
         yield values
@@ -357,18 +357,16 @@ def _other_length(
     values: Sequence[str], names: Sequence[str], separator: str, where: str
 ) -> RecipeError:
     is_longer = len(values) > len(names)
-    remedy = "give every row a value for each column; an empty one is enough"
+    hint = "give every row a value for each column; an empty one is enough"
     if is_longer and separator == ",":
-        remedy = (
-            "put quotes around values with commas in them, or name all columns in the first line"
-        )
+        hint = "put quotes around values with commas in them, or name all columns in the first line"
     elif is_longer:
-        remedy = "remove tabs from the values, or name all columns in the first line"
+        hint = "remove tabs from the values, or name all columns in the first line"
     return RecipeError(
         f"a row has {'more' if is_longer else 'fewer'} values than the table has columns",
         where=where,
         value=f"{len(values)} values for {', '.join(names)}",
-        remedy=remedy,
+        hint=hint,
     )
 
 

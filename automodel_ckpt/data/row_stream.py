@@ -59,12 +59,12 @@ class RowStream(IterableDataset[Row]):
         block: int = DEFAULT_BLOCK,
     ) -> None:
         if block < 1:
-            remedy = "set 1 to disable shuffling, or a larger number"
+            hint = "set 1 to disable shuffling, or a larger number"
             raise RecipeError(
                 "shuffle_block must be at least 1",
                 where="dataset.shuffle_block",
                 value=block,
-                remedy=remedy,
+                hint=hint,
             )
         self.rows = rows
         self.encode = encode

@@ -77,7 +77,7 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: i
             "batch sizes must be at least 1",
             where=where,
             value=sizes,
-            remedy="give positive numbers",
+            hint="give positive numbers",
         )
     per_pass = local_batch_size * dp_size
     if global_batch_size % per_pass:
@@ -87,6 +87,6 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: i
             "the global batch does not divide into equal micro-batches",
             where=where,
             value=sizes,
-            remedy=f"make global_batch_size a multiple of local_batch_size x ranks = {per_pass}: {nearest}",
+            hint=f"make global_batch_size a multiple of local_batch_size x ranks = {per_pass}: {nearest}",
         )
     return global_batch_size // per_pass

@@ -88,7 +88,7 @@ class Rows:
                 f"the data has no field {', '.join(missing)}",
                 where=self.path,
                 value=f"its fields are {', '.join(self.fields)}",
-                remedy=_known_form(self.fields) or general,
+                hint=_known_form(self.fields) or general,
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
@@ -135,8 +135,8 @@ class Rows:
         for row, value in enumerate(values):
             if not isinstance(value, str):
                 what = f"field {field} of a sample is {'missing' if value is None else 'not text'}"
-                remedy = "correct or remove this sample"
-                raise RecipeError(what, where=self.place(row), value=value, remedy=remedy)
+                hint = "correct or remove this sample"
+                raise RecipeError(what, where=self.place(row), value=value, hint=hint)
         return values
 
 
@@ -251,9 +251,9 @@ class Source(Rows):
             several = (path,) if is_pattern(path) else ()
             return cls(path, name, split, several)
         if not path:
-            remedy = "list at least one file"
+            hint = "list at least one file"
             raise RecipeError(
-                "the list of data files is empty", where="dataset.path", value="[]", remedy=remedy
+                "the list of data files is empty", where="dataset.path", value="[]", hint=hint
             )
         shown = ", ".join(path) if len(path) < 3 else f"{path[0]} and {len(path) - 1} more"
         return cls(shown, name, split, tuple(path))
@@ -271,9 +271,9 @@ class Source(Rows):
     def files(self) -> list[Path]:
         """The files of the source if :attr:`is_file`. Raises :class:`RecipeError` if they cannot be read."""
         if self.name is not None:
-            remedy = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
+            hint = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
             raise RecipeError(
-                "a data file has no subsets", where="dataset.name", value=self.name, remedy=remedy
+                "a data file has no subsets", where="dataset.name", value=self.name, hint=hint
             )
         return files_of(self.several or [self.path])
 
@@ -288,7 +288,7 @@ class Source(Rows):
                 "data files that contain relative paths are in several directories",
                 where="dataset.path",
                 value=", ".join(map(str, folders[:3])),
-                remedy="move them into one directory",
+                hint="move them into one directory",
             )
         return folders[0]
 
@@ -315,12 +315,12 @@ class Source(Rows):
     def stream(self) -> RecordStream | TableStream:
         """The rows as a stream, read during training. Raises :class:`RecipeError` for no or unreadable rows."""
         if "[" in self.split or "+" in self.split:
-            remedy = "use a whole split, or set dataset.streaming false"
+            hint = "use a whole split, or set dataset.streaming false"
             raise RecipeError(
                 "a stream cannot read part of a split",
                 where="dataset.split",
                 value=self.split,
-                remedy=remedy,
+                hint=hint,
             )
         if self._record_files is not None:
             [split] = self._splits()
@@ -370,9 +370,9 @@ class Source(Rows):
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError, SyntaxError) as error:
             value = f"{type(error).__name__}: {error}"
-            remedy = "correct or remove this sample"
+            hint = "correct or remove this sample"
             raise RecipeError(
-                "a row cannot be read", where=self.place(number), value=value, remedy=remedy
+                "a row cannot be read", where=self.place(number), value=value, hint=hint
             ) from error
 
     def place(self, row: int) -> str:
@@ -444,12 +444,10 @@ class Source(Rows):
 
     def unreadable(self, error: Exception) -> RecipeError:
         """Make the error for data that ``datasets`` cannot read, with the reason."""
-        remedy = (
-            "repair the file; every row must have the same fields with values of the same types"
-        )
+        hint = "repair the file; every row must have the same fields with values of the same types"
         reason = " ".join(str(error.__cause__ or error).split())
         return self._other_fields(reason) or RecipeError(
-            "the data file cannot be read", where=self.path, value=reason, remedy=remedy
+            "the data file cannot be read", where=self.path, value=reason, hint=hint
         )
 
     def _other_fields(self, reason: str) -> RecipeError | None:
@@ -465,7 +463,7 @@ class Source(Rows):
             "a data file has fields that the first one does not have",
             where=str(odd),
             value=f"{', '.join(fields[odd])}; {first} has {', '.join(fields[first])}",
-            remedy="give all files the same fields, or list the file that has all of them first",
+            hint="give all files the same fields, or list the file that has all of them first",
         )
 
     @cached_property
@@ -541,12 +539,12 @@ class Source(Rows):
 
     def _cannot_read(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
-            remedy = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or use another directory"
+            hint = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or use another directory"
             return RecipeError(
                 "the directory contains no data file",
                 where="dataset.path",
                 value=self.path,
-                remedy=remedy,
+                hint=hint,
             )
         reason: BaseException = error
         if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
@@ -556,7 +554,7 @@ class Source(Rows):
             "the data set cannot be read",
             where="dataset.path, dataset.name, dataset.split",
             value=f"{self.path}, {self.name}, {self.split} ({lines[0]})",
-            remedy="check these settings; a Hub name requires the network or a filled cache, "
+            hint="check these settings; a Hub name requires the network or a filled cache, "
             f"relative paths start at {Path.cwd()}",
         )
 
@@ -618,5 +616,5 @@ def _names_in_all(fields: Sequence[str]) -> list[str]:
 
 
 def _empty(path: str) -> RecipeError:
-    remedy = "give a file with at least one sample"
-    return RecipeError("the data file is empty", where=path, value="0 samples", remedy=remedy)
+    hint = "give a file with at least one sample"
+    return RecipeError("the data file is empty", where=path, value="0 samples", hint=hint)

@@ -62,18 +62,18 @@ def squad(
 def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        remedy = 'use {"text": ["..."], "answer_start": [0]}'
+        hint = 'use {"text": ["..."], "answer_start": [0]}'
         raise RecipeError(
             "the answers are not in SQuAD's format",
             where=source.place(row),
             value=answers,
-            remedy=remedy,
+            hint=hint,
         )
     if texts:
         return str(texts[0]).strip()
     if no_answer is None:
-        remedy = "set dataset.no_answer to the text that the model should answer"
+        hint = "set dataset.no_answer to the text that the model should answer"
         raise RecipeError(
-            "a question has no answer", where=source.place(row), value=answers, remedy=remedy
+            "a question has no answer", where=source.place(row), value=answers, hint=hint
         )
     return no_answer

@@ -107,7 +107,7 @@ def prompt_completion(
                 "a chat template is set, but prompts and completions are plain text",
                 where="dataset.chat_template, dataset.template_kwargs",
                 value=", ".join(fields),
-                remedy="remove these settings, or provide prompt and completion as lists of messages",
+                hint="remove these settings, or provide prompt and completion as lists of messages",
             )
         prompts, completions = rows.texts(fields)
         return encoder.pairs(prompts, completions)

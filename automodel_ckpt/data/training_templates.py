@@ -82,7 +82,7 @@ def select_template(own: str, given: str | None) -> str:
             "no training template is shipped for the tokenizer's chat template",
             where="dataset.chat_template",
             value="training",
-            remedy=f"remove it, or set the path of a template with {{% generation %}} markers; shipped for: {known}",
+            hint=f"remove it, or set the path of a template with {{% generation %}} markers; shipped for: {known}",
         )
     return _text_of(shipped)
 

@@ -124,7 +124,7 @@ class ImageConversations:
         except UnusableSample as error:
             where = f"sample {index} ({self.source.place(index)})"
             raise RecipeError(
-                error.what, where=where, value=error.value, remedy=error.remedy
+                error.what, where=where, value=error.value, hint=error.hint
             ) from error
 
 
@@ -192,7 +192,7 @@ def _template(processor: Any, given: str | None) -> str:
             "the processor has no chat template",
             where="dataset.chat_template",
             value=type(processor).__name__,
-            remedy="set a template or the path of a template file; processors of instruct models come with one",
+            hint="set a template or the path of a template file; processors of instruct models come with one",
         )
     return select_template(own, given)
 

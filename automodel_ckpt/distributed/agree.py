@@ -120,7 +120,7 @@ def _portable(error: BaseException) -> AutomodelError:
         describe(error)[1],
         where="",
         value="",
-        remedy="this is a bug: please report it with the traceback of that rank",
+        hint="this is a bug: please report it with the traceback of that rank",
     )
 
 
@@ -136,7 +136,7 @@ def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> Automodel
 
 def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, ...]:
     head, *rest = failed[first].problems
-    named = Problem(f"rank {first}: {head.what}", head.where, head.value, head.remedy)
+    named = Problem(f"rank {first}: {head.what}", head.where, head.value, head.hint)
     others = [
         f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first
     ]

@@ -50,7 +50,7 @@ def check_context_heads(config: Any, cp_size: int, tp_size: int = 1) -> None:
         where=_WHERE,
         value=f"{cp_size}; the model has num_attention_heads {heads}"
         + (f", tp_size is {tp_size}" * (tp_size > 1)),
-        remedy=f"set it to {fitting}" if fitting > 1 else "remove cp_size",
+        hint=f"set it to {fitting}" if fitting > 1 else "remove cp_size",
     )
 
 
@@ -66,7 +66,7 @@ def cannot_be_cut(model: nn.Module, reason: str) -> RecipeError:
         "this model does not support context parallelism",
         where=_WHERE,
         value=f"{type(_base(model)).__name__.removeprefix('FSDP')}: {reason}",
-        remedy="remove cp_size; fsdp2, tp_size and activation_checkpointing save memory too",
+        hint="remove cp_size; fsdp2, tp_size and activation_checkpointing save memory too",
     )
 
 

@@ -174,7 +174,7 @@ def _check_known(backend: str) -> None:
             "unknown torch.distributed backend",
             where="distributed.backend",
             value=backend,
-            remedy="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
+            hint="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
         )
     for name in names:
         if (
@@ -184,7 +184,7 @@ def _check_known(backend: str) -> None:
                 f"the backend {name} is unavailable: this node has no device for it, or torch is built without it",
                 where="distributed.backend",
                 value=backend,
-                remedy="remove distributed.backend: the default matches the node",
+                hint="remove distributed.backend: the default matches the node",
             )
 
 
@@ -208,7 +208,7 @@ def _device(backend: str | None, local_rank: int) -> torch.device:
             "this node has fewer GPUs than ranks",
             where=f"local rank {local_rank}",
             value=f"{torch.cuda.device_count()} GPUs",
-            remedy="lower --nproc-per-node, or set distributed.backend to gloo to train on the CPU",
+            hint="lower --nproc-per-node, or set distributed.backend to gloo to train on the CPU",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

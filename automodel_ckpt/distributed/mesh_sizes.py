@@ -79,19 +79,19 @@ def share_out(
             "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
             value=f"{named}, {world_size} rank{'' if world_size == 1 else 's'}",
-            remedy=_product_remedy(dp_size, sharing, world_size),
+            hint=_product_hint(dp_size, sharing, world_size),
         )
     if dp % dp_replicate_size:
         raise RecipeError(
             "the data parallel ranks are not divisible by dp_replicate_size",
             where=f"{_WHERE}.dp_replicate_size",
             value=f"{dp_replicate_size} of {dp} data parallel ranks",
-            remedy=f"set it to a divisor of {dp}",
+            hint=f"set it to a divisor of {dp}",
         )
     return Sizes(dp_replicate_size, dp // dp_replicate_size, tp_size, pp_size, cp_size)
 
 
-def _product_remedy(dp_size: int | None, sharing: int, world_size: int) -> str:
+def _product_hint(dp_size: int | None, sharing: int, world_size: int) -> str:
     if dp_size is not None:
         return f"remove dp_size to derive it, or start {dp_size * sharing} ranks"
     return (
@@ -115,30 +115,30 @@ def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     where = f"{_WHERE}.strategy"
     problems = []
     if strategy == "single" and sizes.token_parts > 1:
-        remedy, found = (
+        hint, found = (
             "set it to auto, fsdp2 or ddp, or start one process",
             f"single, with {sizes.token_parts} ranks",
         )
         problems.append(
-            Problem("strategy single supports only one data parallel rank", where, found, remedy)
+            Problem("strategy single supports only one data parallel rank", where, found, hint)
         )
     if strategy == "ddp" and sizes.dp_replicate > 1:
-        remedy = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
+        hint = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
         problems.append(
             Problem(
                 "dp_replicate_size requires fsdp2: ddp does not shard",
                 where,
                 f"ddp, with {sizes}",
-                remedy,
+                hint,
             )
         )
     if strategy == "ddp" and sizes.tp > 1:
-        remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
+        hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
         problems.append(
-            Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", remedy)
+            Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", hint)
         )
     if strategy == "ddp" and sizes.pp > 1:
-        remedy = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
+        hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
         what = "ddp supports one forward pass per backward pass, but a pipeline runs several"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", remedy))
+        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
     return problems

@@ -53,14 +53,14 @@ def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
             "only fsdp2 supports CPU offload",
             where="distributed.cpu_offload",
             value=f"strategy {strategy}",
-            remedy="set distributed.strategy to fsdp2, or remove cpu_offload",
+            hint="set distributed.strategy to fsdp2, or remove cpu_offload",
         )
     if how.cpu_offload and layout.device.type != "cuda":
         raise RecipeError(
             "there is no GPU memory to offload from: FSDP2's CPUOffloadPolicy needs an accelerator",
             where="distributed.cpu_offload",
             value=f"device {layout.device}",
-            remedy="remove cpu_offload when training on the CPU",
+            hint="remove cpu_offload when training on the CPU",
         )
 
 

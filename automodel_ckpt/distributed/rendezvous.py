@@ -99,7 +99,7 @@ class MasterRendezvous(RendezvousHandler):
             f"the nodes are inconsistent: {why}",
             where=flag,
             value=value,
-            remedy="start each node with the same --nnodes and --master-addr, and a unique --node-rank",
+            hint="start each node with the same --nnodes and --master-addr, and a unique --node-rank",
         )
 
     @property

@@ -133,7 +133,7 @@ def check_heads(config: Any, tp_size: int) -> None:
             where=_WHERE,
             value=f"{tp_size}; the model has "
             + ", ".join(f"{name} {count}" for name, count in uneven.items()),
-            remedy=f"set it to {max(fitting)}"
+            hint=f"set it to {max(fitting)}"
             + (", and shard with fsdp2" if max(fitting) == 1 else ""),
         )
 
@@ -194,7 +194,7 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             "this model has no tensor parallel plan",
             where=_WHERE,
             value=f"{tp_size}, with {type(model).__name__}",
-            remedy="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
+            hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
         )
     bare = dict(_matches(plan, (name for name, _ in model.named_parameters())))
     if experts := _experts(model, found, bare):
@@ -203,7 +203,7 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             where=_WHERE,
             value=f"{tp_size}; {experts[0]}"
             + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
-            remedy="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
+            hint="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
         )
     problems = [
         *_unmatched(given or {}, model),
@@ -234,9 +234,9 @@ def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
     names = [name for name, _ in model.named_modules()]
     for pattern in given:
         if not any(map(_compiled(pattern).fullmatch, names)):
-            remedy = "use the names of model.named_modules(), with * for a layer's number"
+            hint = "use the names of model.named_modules(), with * for a layer's number"
             yield Problem(
-                "the plan matches no module of the model", "distributed.tp_plan", pattern, remedy
+                "the plan matches no module of the model", "distributed.tp_plan", pattern, hint
             )
 
 
@@ -253,9 +253,9 @@ def _experts(model: nn.Module, found: Plan, bare: Plan) -> list[str]:
 def _unknown(found: Plan, bare: Plan) -> Iterator[Problem]:
     """Styles that are not known, and styles of parameters instead of modules."""
     for name in bare:
-        remedy = f"use the module, {name.rpartition('.')[0]}"
+        hint = f"use the module, {name.rpartition('.')[0]}"
         yield Problem(
-            "the tensor parallel plan names a parameter instead of a module", _WHERE, name, remedy
+            "the tensor parallel plan names a parameter instead of a module", _WHERE, name, hint
         )
     unknown = {name: s for name, s in found.items() if isinstance(s, str) and s not in _STYLES}
     for style in sorted({str(style) for style in unknown.values()}):
@@ -334,7 +334,7 @@ def _tie(model: nn.Module, alias: str, kept: str) -> None:
             "the tensor parallel plan shards tied parameters differently",
             where="distributed.tp_plan",
             value=f"{kept} and {alias}",
-            remedy="shard both along the same dimension (embedding_rowwise with colwise_gather_output), or untie them",
+            hint="shard both along the same dimension (embedding_rowwise with colwise_gather_output), or untie them",
         )
     parent, _, name = alias.rpartition(".")
     setattr(model.get_submodule(parent), name, one)
@@ -394,6 +394,6 @@ def _blocks(model: nn.Module) -> tuple[str, list[str]]:
             "sequence parallelism supports only models built like Llama and Qwen",
             where="distributed.sequence_parallel",
             value=type(model).__name__,
-            remedy="remove sequence_parallel: tensor parallelism works without it",
+            hint="remove sequence_parallel: tensor parallelism works without it",
         )
     return prefix, [f"{prefix}layers.{number}" for number in range(len(layers))]

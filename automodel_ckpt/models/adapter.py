@@ -304,7 +304,7 @@ def _lora_config(
             "adapters on an embedding and on its tied output layer cannot be kept equal",
             where="peft.target_modules",
             value=adapted,
-            remedy="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
+            hint="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
         )
     options: dict[str, Any] = (
         {"ensure_weight_tying": True} if keep_tied and _ends_of_model(saved) else {}
@@ -347,7 +347,7 @@ def _peft_names(
             "peft cannot distinguish these modules from others with the same name suffix",
             where="peft.modules_to_save",
             value=list(wanted)[:5],
-            remedy="list all modules with these suffixes, or other modules",
+            hint="list all modules with these suffixes, or other modules",
         )
     return []
 
@@ -362,11 +362,9 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
                 model, peft_config, ADAPTER_NAME, autocast_adapter_dtype=autocast
             )
         except ValueError as error:
-            remedy = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
+            hint = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
             what = "peft cannot put adapters there"
-            raise RecipeError(
-                what, where="peft.target_modules", value=error, remedy=remedy
-            ) from error
+            raise RecipeError(what, where="peft.target_modules", value=error, hint=hint) from error
     for text in {
         str(w.message)
         for w in caught

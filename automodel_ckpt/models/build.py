@@ -67,7 +67,7 @@ def require_local(name: str, where: str) -> None:
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
     if looks_local or ("/" in name and path.parent.is_dir()):
         raise RecipeError(
-            "no such directory", where=where, value=name, remedy=_nearest_directory(path)
+            "no such directory", where=where, value=name, hint=_nearest_directory(path)
         )
 
 
@@ -123,7 +123,7 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
             "the model's configuration cannot be read",
             where=where,
             value=f"{name} ({first_line(error)})",
-            remedy="name a directory with a config.json; a Hub name needs the network or a filled cache, and for a "
+            hint="name a directory with a config.json; a Hub name needs the network or a filled cache, and for a "
             "model that asks for it a login (hf auth login)",
         ) from error
 
@@ -143,7 +143,7 @@ def _config_from_mapping(
             f"transformers rejects this configuration of a {model_type} model",
             where="model.from_config",
             value=first_line(error, 3),
-            remedy="correct the value; the settings are those of the model type's config.json",
+            hint="correct the value; the settings are those of the model type's config.json",
         ) from error
 
 
@@ -157,7 +157,7 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
         "from_config requires a model_type that transformers supports",
         where="model.from_config.model_type",
         value=model_type,
-        remedy=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
+        hint=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
     )
 
 
@@ -218,7 +218,7 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
         "this recipe does not support this kind of model",
         where="model",
         value=f"a {config.model_type} model ({made}), which {auto_class.__name__} does not support",
-        remedy="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
+        hint="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
         "encoder-decoders need a recipe of your own",
     )
 
@@ -230,7 +230,7 @@ def check_attention(model: nn.Module, device: torch.device) -> None:
             "torch's flex_attention has no backward pass on the CPU",
             where="model.attn_implementation",
             value="flex_attention",
-            remedy="set it to sdpa or eager, or train on a GPU",
+            hint="set it to sdpa or eager, or train on a GPU",
         )
 
 
@@ -242,7 +242,7 @@ def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None
             "samples may be longer than the model's context",
             where=where,
             value=f"{seq_length} tokens; the model's max_position_embeddings is {limit}",
-            remedy=f"set it to {limit} or less, or use a model with a longer context",
+            hint=f"set it to {limit} or less, or use a model with a longer context",
         )
 
 
@@ -257,7 +257,7 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, *, size: int | No
             "the tokenizer has more tokens than the model's vocabulary",
             where="tokenizer",
             value=f"{len(tokenizer)} tokens; the model's vocab_size is {size}",
-            remedy="set model.vocab_size tokenizer, so that the model gets room for them; or use the model's own "
+            hint="set model.vocab_size tokenizer, so that the model gets room for them; or use the model's own "
             "tokenizer (leave the tokenizer section out)",
         )
 
@@ -302,15 +302,15 @@ def build_model(
             "a file of the model's weights is damaged",
             where=_damaged_file(os.path.expanduser(str(from_pretrained))),
             value=first_line(error),
-            remedy="download or copy it again, and compare its size with the original",
+            hint="download or copy it again, and compare its size with the original",
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        remedy = "correct the model section; weights are read from *.safetensors beside config.json"
+        hint = "correct the model section; weights are read from *.safetensors beside config.json"
         if attn_implementation is not None and "flash" in str(error).lower():
-            remedy = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
+            hint = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
         value = first_line(error, 3)
         raise RecipeError(
-            "the model cannot be built", where="model", value=value, remedy=remedy
+            "the model cannot be built", where="model", value=value, hint=hint
         ) from error
     if from_pretrained is not None:
         verdict = Verdict.of_differences(
@@ -403,7 +403,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
             "no parameter is left to train",
             where="model.freeze",
             value=list(patterns),
-            remedy="freeze fewer parameters",
+            hint="freeze fewer parameters",
         )
     return num_trainable
 
@@ -412,12 +412,12 @@ def check_complete(model: object) -> None:
     """Raise :class:`RecipeError` for what is no module, or has tensors without values, as lazy ones and those on the
     meta device are."""
     if not isinstance(model, nn.Module):
-        remedy = "return one from the function or class of this section"
+        hint = "return one from the function or class of this section"
         raise RecipeError(
             "the model is not a torch.nn.Module",
             where="model",
             value=type(model).__name__,
-            remedy=remedy,
+            hint=hint,
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta]
@@ -426,7 +426,7 @@ def check_complete(model: object) -> None:
             "tensors of the model are not initialized",
             where="model",
             value=f"{len(lazy)} of {len(tensors)}, the first {lazy[0]}",
-            remedy="let what makes the model run it once on a few tokens (lazy layers), and leave the meta device out",
+            hint="let what makes the model run it once on a few tokens (lazy layers), and leave the meta device out",
         )
 
 
@@ -440,7 +440,7 @@ def check_trained_types(model: nn.Module) -> None:
             "float16 training requires a loss scaler (small gradients underflow), which is not supported",
             where="model.dtype",
             value=f"{len(short)} trainable parameters in float16, the first {short[0]}",
-            remedy="set it to bfloat16, which has float32's range, or to float32; adapters on a base in float16 are "
+            hint="set it to bfloat16, which has float32's range, or to float32; adapters on a base in float16 are "
             "trained in peft.dtype float32",
         )
 
@@ -452,7 +452,7 @@ def checkpoint_activations(model: Any) -> None:
             "this model cannot recompute its activations",
             where="model.activation_checkpointing",
             value=type(model).__name__,
-            remedy="remove activation_checkpointing",
+            hint="remove activation_checkpointing",
         )
     enable = (
         getattr(model, "activation_checkpointing_enable", None)

@@ -55,9 +55,9 @@ def _check_backend(backend: str, device: torch.device) -> None:
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
-        remedy = "install g++, or set compile.backend aot_eager"
+        hint = "install g++, or set compile.backend aot_eager"
         raise _refused(
-            "inductor cannot find a C++ compiler for the CPU", "backend", backend, remedy
+            "inductor cannot find a C++ compiler for the CPU", "backend", backend, hint
         ) from error
 
 
@@ -71,5 +71,5 @@ def _check_mode(backend: str, mode: str | None) -> None:
         raise _refused("inductor has no such mode", "mode", mode, f"it has {', '.join(known)}")
 
 
-def _refused(what: str, key: str, value: object, remedy: str) -> RecipeError:
-    return RecipeError(what, where=f"compile.{key}", value=value, remedy=remedy)
+def _refused(what: str, key: str, value: object, hint: str) -> RecipeError:
+    return RecipeError(what, where=f"compile.{key}", value=value, hint=hint)

@@ -48,7 +48,7 @@ def make_base(
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         problem = os_problem(
-            error, "the base model cannot be written", remedy=f"set another directory in {_WHERE}"
+            error, "the base model cannot be written", hint=f"set another directory in {_WHERE}"
         )
         raise RecipeError.all_of([problem]) from error
     return True
@@ -97,6 +97,6 @@ def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
             value=f"{directory} (differs in {', '.join(differ[:5])})"
             if stored
             else f"{directory} (no config.json)",
-            remedy="name another directory; or, to train on what stands there, name it in model.from_pretrained "
+            hint="name another directory; or, to train on what stands there, name it in model.from_pretrained "
             "and leave from_config and base_dir out",
         )

@@ -51,7 +51,7 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
             "pipeline parallelism supports only models built like Llama and Qwen",
             where=_WHERE,
             value=f"{num_stages}; {type(model).__name__}: {reason}",
-            remedy="remove pp_size: fsdp2 shards any model",
+            hint="remove pp_size: fsdp2 shards any model",
         )
     num_layers = len(_inner(model).layers)
     if num_layers < num_stages:
@@ -59,7 +59,7 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
             "there are more pipeline stages than layers",
             where=_WHERE,
             value=f"{num_stages}; the model has {num_layers} layers",
-            remedy=f"set it to {num_layers} or less",
+            hint=f"set it to {num_layers} or less",
         )
 
 

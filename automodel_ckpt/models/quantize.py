@@ -104,7 +104,7 @@ def check_not_quantized(model: nn.Module) -> None:
         "the base's weights stay quantized and cannot be cast to model.dtype",
         where="model.from_pretrained",
         value=f"quantization_config with quant_method {getattr(method, 'value', method)}",
-        remedy="use a base that is not quantized, or train adapters on it (add a peft section)",
+        hint="use a base that is not quantized, or train adapters on it (add a peft section)",
     )
 
 
@@ -112,7 +112,5 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse(kind: str, why: str, remedy: str) -> NoReturn:
-    raise RecipeError(
-        f"the base cannot be quantized: {why}", where=_WHERE, value=kind, remedy=remedy
-    )
+def _refuse(kind: str, why: str, hint: str) -> NoReturn:
+    raise RecipeError(f"the base cannot be quantized: {why}", where=_WHERE, value=kind, hint=hint)

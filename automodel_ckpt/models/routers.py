@@ -66,7 +66,7 @@ def check_router_loss(
         "the model's router loss is not the supported load balancing loss",
         where=WHERE,
         value=f"{type(model).__name__}: {found}",
-        remedy=_OFF,
+        hint=_OFF,
     )
 
 
@@ -77,5 +77,5 @@ def check_stages_with_routers(num_stages: int) -> None:
             "the router's load balancing loss requires the routers of all layers, but a pipeline stage has only some",
             where=WHERE,
             value=f"distributed.pp_size {num_stages}, and the model's config has output_router_logits: true",
-            remedy=f"{_OFF}, or remove pp_size",
+            hint=f"{_OFF}, or remove pp_size",
         )

@@ -58,7 +58,7 @@ def _empty_model(directory: Path) -> Any:
             "the base is not a model of the transformers library",
             where=str(directory / "config.json"),
             value=str(error).strip()[:300],
-            remedy="load the base and the adapter with peft in your own code, and call merge_and_unload",
+            hint="load the base and the adapter with peft in your own code, and call merge_and_unload",
         ) from error
 
 

@@ -26,7 +26,7 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
             "vocab_size tokenizer requires a tokenizer",
             where="model.vocab_size",
             value=option,
-            remedy="add a tokenizer section, or set a number",
+            hint="add a tokenizer section, or set a number",
         )
     return len(tokenizer)
 
@@ -53,7 +53,7 @@ def check_token_ids(
                     f"a sample has {name} outside of the model's vocabulary",
                     where=where,
                     value=f"{int(unknown[0])}; the model has tokens from 0 to {size - 1 if size else '?'}",
-                    remedy="prepare the data with the model's own tokenizer, or set model.vocab_size",
+                    hint="prepare the data with the model's own tokenizer, or set model.vocab_size",
                 )
 
 

@@ -78,7 +78,7 @@ class Verdict:
                     "the weights do not match this model",
                     where,
                     "\n    ".join([str(value), *lines]),
-                    _remedy(self, section),
+                    _hint(self, section),
                 )
             ]
         )
@@ -112,7 +112,7 @@ class Verdict:
         return cls({}, {}, only_here, only_there, misshapen, frozenset(allowed))
 
 
-def _remedy(verdict: Verdict, section: str) -> str:
+def _hint(verdict: Verdict, section: str) -> str:
     missing = [name for name in verdict.new if name not in verdict.allowed]
     unexpected = [name for name in verdict.unexpected if name not in verdict.allowed]
     parts = [f"{section}.allow_missing: {_patterns(missing)}"] * bool(missing)

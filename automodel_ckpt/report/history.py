@@ -110,7 +110,7 @@ def read_history(path: Path, name: str | None = None) -> History:
             "the directory contains no run to plot",
             where=str(path),
             value=f"neither {layout.TRAINING_LOG} nor a checkpoint",
-            remedy="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
+            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     steps = [record for record in records if "event" not in record]
     saves = [record for record in records if record.get("event") == "save"]
@@ -146,7 +146,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             "a log of this run cannot be read",
             where=str(path),
             value=error.strerror,
-            remedy="remove it",
+            hint="remove it",
         ) from error
     for line in lines:
         try:

@@ -33,7 +33,7 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
             "writing a PNG requires matplotlib, which is not installed",
             where="--output",
             value=str(file),
-            remedy="pip install 'automodel_ckpt[plot]', or write an .html file, which requires nothing",
+            hint="pip install 'automodel_ckpt[plot]', or write an .html file, which requires nothing",
         ) from error
     pyplot.switch_backend("agg")
     figure = drawn(pyplot, runs)

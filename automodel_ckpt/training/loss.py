@@ -90,7 +90,7 @@ def next_token_loss(
             "the loss must be a scalar, the sum over all positions",
             where="loss_fn",
             value=f"a tensor of shape {list(loss.shape)}",
-            remedy="sum the values that loss_fn computes for each position",
+            hint="sum the values that loss_fn computes for each position",
         )
     return loss
 
@@ -106,7 +106,7 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
         value=f"a tensor of shape {shape} for {list(labels.shape)} tokens"
         if is_tensor
         else type(logits).__name__,
-        remedy="use a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
+        hint="use a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
         "or compute another loss in a recipe of your own (Objective.loss)",
     )
 
@@ -123,5 +123,5 @@ def check_labels(loss_fn: LossFn) -> None:
             "this loss does not accept logits and label ids",
             where="loss_fn",
             value=f"{type(loss_fn).__name__}: {error}",
-            remedy="use torch.nn.CrossEntropyLoss, or a function of your own with the arguments (logits, labels)",
+            hint="use torch.nn.CrossEntropyLoss, or a function of your own with the arguments (logits, labels)",
         ) from error

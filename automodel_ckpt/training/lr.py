@@ -52,7 +52,7 @@ def build_schedule(
             "this schedule requires the number of steps, which the data set does not define",
             where="lr_scheduler.name",
             value=name,
-            remedy="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
+            hint="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
         )
     warmup = (
         round(warmup_ratio * length)
@@ -71,7 +71,7 @@ def build_schedule(
             f"the schedule {name} cannot be computed with these values",
             where="lr_scheduler.kwargs",
             value=f"{dict(kwargs or {})} ({type(error).__name__}: {error})",
-            remedy="correct them, or remove them to use the schedule's defaults",
+            hint="correct them, or remove them to use the schedule's defaults",
         ) from error
     return schedule
 
@@ -117,7 +117,7 @@ def _check_all_used(name: str, settings: Mapping[str, Any]) -> None:
                 f"the schedule {name} does not use {key}",
                 where=f"lr_scheduler.{key}",
                 value=value,
-                remedy="remove it, or choose another schedule",
+                hint="remove it, or choose another schedule",
             )
 
 
@@ -133,5 +133,5 @@ def _check_kwargs(
             else f"the schedule {name} does not accept this",
             where="lr_scheduler.kwargs",
             value=", ".join(unknown) or dict(given),
-            remedy=f"it takes {', '.join(sorted(taken)) or 'nothing besides'}",
+            hint=f"it takes {', '.join(sorted(taken)) or 'nothing besides'}",
         )

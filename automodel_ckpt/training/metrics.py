@@ -66,9 +66,7 @@ class JsonlLog:
                 if not waiting:
                     log.warning(
                         "%s",
-                        os_problem(
-                            error, f"{self.path} cannot be written now", remedy="free space"
-                        ),
+                        os_problem(error, f"{self.path} cannot be written now", hint="free space"),
                     )
 
     def flush(self) -> None:
@@ -105,9 +103,9 @@ class JsonlLog:
             yield
         except OSError as error:
             error.filename = error.filename or str(self.path)
-            remedy = "remove what is stored there or free space, then run the same command"
+            hint = "remove what is stored there or free space, then run the same command"
             raise SaveFailed.all_of(
-                [os_problem(error, "a log of the run cannot be truncated", remedy=remedy)]
+                [os_problem(error, "a log of the run cannot be truncated", hint=hint)]
             ) from error
 
     def _cut_back(self, step: float) -> int:

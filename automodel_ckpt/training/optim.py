@@ -32,7 +32,7 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
             "the optimizer is not a torch.optim.Optimizer",
             where="optimizer",
             value=type(optimizer).__name__,
-            remedy="return one from this section's function or class",
+            hint="return one from this section's function or class",
         )
     needed = [
         p.name
@@ -44,7 +44,7 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
             "this optimizer evaluates the loss several times in a step, but the recipe computes it once",
             where="optimizer",
             value=f"{type(optimizer).__name__}.step({', '.join(needed)})",
-            remedy="use another optimizer, or override train_step in a recipe of your own",
+            hint="use another optimizer, or override train_step in a recipe of your own",
         )
 
 
@@ -60,7 +60,7 @@ def check_sharding_support(optimizer: torch.optim.Optimizer, error: Exception) -
             "the optimizer cannot update sharded parameters",
             where="optimizer",
             value=f"{type(optimizer).__name__}: {str(error).splitlines()[0][:160]}",
-            remedy="use another one, such as torch.optim.AdamW or SGD, or distributed.strategy ddp, which does "
+            hint="use another one, such as torch.optim.AdamW or SGD, or distributed.strategy ddp, which does "
             "not shard parameters",
         ) from error
 

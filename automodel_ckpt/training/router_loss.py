@@ -125,7 +125,7 @@ class RouterLoss:
                 "the router's load balancing loss requires the standard forward pass, which this recipe replaces",
                 where="Objective.loss",
                 value="row_loss() was not called for a micro-batch",
-                remedy="return super().loss(micro_batch), or set model.router_aux_loss: false",
+                hint="return super().loss(micro_batch), or set model.router_aux_loss: false",
             )
         noted, self._noted = self._noted, None
         return noted

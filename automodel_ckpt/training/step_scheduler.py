@@ -122,7 +122,7 @@ def _check_plausible(state: Mapping[str, Any]) -> None:
             "the saved step counters are invalid",
             where="step_scheduler",
             value=", ".join(f"{name} {str(state[name])[:40]}" for name in wrong),
-            remedy="resume from another checkpoint (checkpoint.restore_from)",
+            hint="resume from another checkpoint (checkpoint.restore_from)",
         )
 
 

@@ -26,7 +26,7 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
             "trackers read the run's logs, but this run writes none",
             where="logging.trackers",
             value="checkpoint.enabled is false",
-            remedy="set checkpoint.enabled, or remove the trackers",
+            hint="set checkpoint.enabled, or remove the trackers",
         )
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -34,7 +34,7 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
             "a tracker's library is not installed",
             where="logging.trackers",
             value=", ".join(missing),
-            remedy=f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
+            hint=f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
         )
 
 

@@ -261,7 +261,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "words", "pieces"), TABLE, ids=lambda value: str(value)[:40])
-def test_a_mistake_is_named_with_its_place_and_a_remedy(
+def test_a_mistake_is_named_with_its_place_and_a_hint(
     recipe: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str], pieces: list[str]
 ) -> None:
     recipe.write_text(RECIPE + text)

@@ -22,7 +22,7 @@ from tests.support import ranks
 
 def disk_full(rank: int) -> SaveFailed:
     return SaveFailed(
-        "cannot write", where=f"shard-{rank}", value="ENOSPC (No space left)", remedy="make room"
+        "cannot write", where=f"shard-{rank}", value="ENOSPC (No space left)", hint="make room"
     )
 
 
@@ -51,7 +51,7 @@ def test_one_ranks_error_is_raised_on_all_with_class_rank_and_code() -> None:
 
 def test_several_failing_ranks_are_all_named_and_the_first_one_decides() -> None:
     error = raised_by(
-        {2: CheckpointUnusable("torn", where="x", value="", remedy="y"), 1: disk_full(1)}
+        {2: CheckpointUnusable("torn", where="x", value="", hint="y"), 1: disk_full(1)}
     )[0]
     assert isinstance(error, SaveFailed)
     assert str(error).splitlines()[0] == "rank 1: cannot write"
@@ -60,7 +60,7 @@ def test_several_failing_ranks_are_all_named_and_the_first_one_decides() -> None
 
 def test_different_errors_on_all_ranks_are_all_named() -> None:
     errors = {
-        rank: SaveFailed(f"cannot write part {rank}", where=f"shard-{rank}", value="EIO", remedy="")
+        rank: SaveFailed(f"cannot write part {rank}", where=f"shard-{rank}", value="EIO", hint="")
         for rank in range(3)
     }
     text = str(raised_by(dict(errors))[0])
@@ -69,7 +69,7 @@ def test_different_errors_on_all_ranks_are_all_named() -> None:
 
 
 def test_the_same_error_on_all_ranks_is_reported_without_ranks() -> None:
-    same = SaveFailed("cannot write", where="checkpoints/", value="EACCES", remedy="chmod")
+    same = SaveFailed("cannot write", where="checkpoints/", value="EACCES", hint="chmod")
     assert [str(error) for error in raised_by(dict.fromkeys(range(3), same))] == [str(same)] * 3
 
 

@@ -198,14 +198,14 @@ def test_what_is_none_of_transformers_models_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "remedy"),
+    ("sizes", "hint"),
     [((4, 2), "set it to 2"), ((3, 1), "set it to 2"), ((2, 4), "remove cp_size")],
 )
-def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], remedy: str) -> None:
+def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], hint: str) -> None:
     check_context_heads(config_of(), 2, 2)
     with pytest.raises(RecipeError) as caught:
         check_context_heads(config_of(), *sizes)
-    assert "num_attention_heads 4" in str(caught.value) and remedy in str(caught.value)
+    assert "num_attention_heads 4" in str(caught.value) and hint in str(caught.value)
 
 
 def test_rows_that_cannot_be_cut_evenly_are_refused(tmp_path: Path) -> None:

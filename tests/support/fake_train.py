@@ -39,7 +39,7 @@ class FakeRecipe:
                 "the data set is empty",
                 where="dataset",
                 value="0 samples",
-                remedy="give it samples",
+                hint="give it samples",
             )
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
@@ -99,7 +99,7 @@ class FakeRecipe:
                     f"stopped by {signal.Signals(number).name}",
                     where="",
                     value="",
-                    remedy="run it again",
+                    hint="run it again",
                 )
             time.sleep(0.05)
 
@@ -173,7 +173,7 @@ class FakeRecipe:
         self.step()
 
     def disk_full(self) -> SaveFailed:
-        return SaveFailed("cannot write", where="shard", value="ENOSPC", remedy="make room")
+        return SaveFailed("cannot write", where="shard", value="ENOSPC", hint="make room")
 
 
 def raise_in(module: str, error: Exception) -> None:

@@ -78,7 +78,7 @@ def refused(provoke: Callable[[], object], said: str) -> None:
     with pytest.raises(AutomodelError, match=said) as caught:
         provoke()
     (problem,) = caught.value.problems
-    assert problem.where and problem.value and problem.remedy
+    assert problem.where and problem.value and problem.hint
 
 
 @pytest.mark.parametrize(

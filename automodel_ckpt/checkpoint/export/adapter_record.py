@@ -41,7 +41,7 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
         "this checkpoint holds no adapters",
         where=str(checkpoint / directory),
         value=f"no {layout.AUTOMODEL_PEFT_CONFIG}",
-        remedy="resume without a peft section, or start a new run in another checkpoint.checkpoint_dir",
+        hint="resume without a peft section, or start a new run in another checkpoint.checkpoint_dir",
     )
 
 
@@ -68,7 +68,7 @@ def _invalid_record(path: Path, value: str) -> NoReturn:
         "the description of the adapters cannot be read",
         where=str(path),
         value=value,
-        remedy="restore the file from another copy, or use another checkpoint",
+        hint="restore the file from another copy, or use another checkpoint",
     )
 
 
@@ -87,5 +87,5 @@ def find_base(record: Mapping[str, Any], run: Path) -> str:
         "the base model of this adapter is not where it was",
         where=name,
         value=f"nor at {moved}",
-        remedy="put it back, or name its place with --base",
+        hint="put it back, or name its place with --base",
     )

@@ -91,7 +91,7 @@ def identify_base(
             _keep(_kept_file(cache, directory), stamps, records)
     except OSError as error:
         problem = os_problem(
-            error, "a file of the base model cannot be read", remedy="download the base model again"
+            error, "a file of the base model cannot be read", hint="download the base model again"
         )
         raise RecipeError.all_of([problem]) from error
     files = {file: records[file] for file in names}
@@ -112,7 +112,7 @@ def _weight_files(directory: Path) -> list[str]:
         "the base model has no weights",
         where="model.from_pretrained",
         value=str(directory),
-        remedy="name a directory with model.safetensors, or with its index and files",
+        hint="name a directory with model.safetensors, or with its index and files",
     )
 
 
@@ -129,7 +129,7 @@ def files_of_index(index: Path) -> list[str]:
             "the index of the base model is none",
             where=str(index),
             value=f"{name[:200]}: {fault}",
-            remedy="download the base model again",
+            hint="download the base model again",
         )
     return sorted(names)
 

@@ -129,7 +129,7 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
     ):
         if value < 1:
             raise RecipeError(
-                "not a number of workers", where=name, value=value, remedy="give 1 or more"
+                "not a number of workers", where=name, value=value, hint="give 1 or more"
             )
     return Workers(num_procs, num_threads)
 
@@ -216,5 +216,5 @@ def _damaged(source: Source, damaged: Sequence[Slice], workers: Workers) -> Auto
         "a slice changed while it was read",
         where=str(source.root / damaged[0].file),
         value=f"tensor {damaged[0].fqn} (slice at {list(damaged[0].offsets)})",
-        remedy="check for another program that writes there or for faulty memory, then export again",
+        hint="check for another program that writes there or for faulty memory, then export again",
     )

@@ -71,7 +71,7 @@ class Workers:
                 "a worker process was killed",
                 where="consolidation",
                 value=f"one of {len(shares)}",
-                remedy="look for a memory limit in the system's log; use fewer processes",
+                hint="look for a memory limit in the system's log; use fewer processes",
             ) from error
 
 

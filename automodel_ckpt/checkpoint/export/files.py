@@ -44,7 +44,7 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         files = {name: read_safely(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
     except OSError as error:
         problem = os_problem(
-            error, "a side file cannot be read", remedy="restore it from another copy"
+            error, "a side file cannot be read", hint="restore it from another copy"
         )
         raise CheckpointUnusable.all_of([problem]) from None
     warnings = []
@@ -103,7 +103,7 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
             "config.json is not a JSON mapping",
             where=str(path),
             value=repr(raw[:40]),
-            remedy="restore the file from another copy",
+            hint="restore the file from another copy",
         )
     before = json.dumps(config)
     tensors = [tensor for file in plan.files for tensor in file.tensors]

@@ -180,5 +180,5 @@ def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
         "a slice cannot be read",
         where=str(path),
         value=f"at byte {start}: {why}",
-        remedy="restore the file from another copy, or use another checkpoint",
+        hint="restore the file from another copy, or use another checkpoint",
     )

@@ -104,7 +104,7 @@ def parse_cast_dtype(name: str | None) -> str | None:
             "unknown dtype to cast to",
             where="--cast-dtype (CAST_DTYPE)",
             value=name,
-            remedy="one of bf16, fp16, fp32, fp64, bfloat16, float16, float32, float64",
+            hint="one of bf16, fp16, fp32, fp64, bfloat16, float16, float32, float64",
         )
     return code
 
@@ -219,7 +219,7 @@ def _refuse(what: str, where: str, value: object) -> NoReturn:
         what,
         where=where,
         value=value,
-        remedy="use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
+        hint="use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
     )
 
 

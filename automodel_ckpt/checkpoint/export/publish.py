@@ -39,7 +39,7 @@ def _check_replaceable(target: Path, value: str) -> None:
         "the output directory holds files that no export made",
         where=str(target),
         value=value,
-        remedy="move them away, or choose another --output",
+        hint="move them away, or choose another --output",
     )
 
 
@@ -79,7 +79,7 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             _publish(staging, target, log)
     except OSError as error:
         raise SaveFailed.all_of(
-            [os_problem(error, "the export could not be written", remedy=_REMEDY)]
+            [os_problem(error, "the export could not be written", hint=_REMEDY)]
         ) from error
     finally:
         # After a swap the staging name holds the export that was replaced.

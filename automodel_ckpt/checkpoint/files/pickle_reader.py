@@ -80,7 +80,7 @@ def load(data: bytes, where: str) -> Any:
             "stored state is not plain data",
             where=where,
             value=said[:300],
-            remedy="use another checkpoint of this run (`ckpt ls`)",
+            hint="use another checkpoint of this run (`ckpt ls`)",
         ) from error
 
 

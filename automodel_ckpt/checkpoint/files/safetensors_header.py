@@ -109,7 +109,7 @@ def _unusable(path: str | os.PathLike[str], fault: _Fault) -> CheckpointUnusable
         "not a usable safetensors file",
         where=str(Path(path)),
         value=str(fault),
-        remedy="take the file from another copy, or use another checkpoint",
+        hint="take the file from another copy, or use another checkpoint",
     )
 
 

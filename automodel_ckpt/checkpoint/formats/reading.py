@@ -164,7 +164,7 @@ class _Files:
                     "a file is shorter than the manifest says",
                     where=str(self._checkpoint / file),
                     value=start,
-                    remedy=_REMEDY,
+                    hint=_REMEDY,
                 )
             memory, start = memory[count:], start + count
 

@@ -160,7 +160,7 @@ class RunDirectory:
         except OSError as error:
             # The checkpoint itself is safe, and the next start mends the pointers.
             log.warning(
-                "%s", os_problem(error, "could not update LATEST and LOWEST_VAL", remedy=RETRY)
+                "%s", os_problem(error, "could not update LATEST and LOWEST_VAL", hint=RETRY)
             )
 
     def _repair_pointers(self) -> None:
@@ -197,7 +197,7 @@ class RunDirectory:
             self._pointers_are_behind = True
             log.warning(
                 "%s",
-                os_problem(error, f"could not record the validation of {name}", remedy=_NOT_RANKED),
+                os_problem(error, f"could not record the validation of {name}", hint=_NOT_RANKED),
             )
 
     def _point_to_best(self, changed: str | None) -> None:
@@ -257,7 +257,7 @@ class RunDirectory:
             removable = self._keep.removable(records, protected)
         except OSError as error:
             log.warning(
-                "%s", os_problem(error, "could not list the checkpoints to remove", remedy=RETRY)
+                "%s", os_problem(error, "could not list the checkpoints to remove", hint=RETRY)
             )
             return ()
         withdrawn = {}
@@ -284,7 +284,7 @@ class RunDirectory:
             log.warning(
                 "%s",
                 os_problem(
-                    error, f"could not remove {name}", remedy="it is retried after the next save"
+                    error, f"could not remove {name}", hint="it is retried after the next save"
                 ),
             )
             return None

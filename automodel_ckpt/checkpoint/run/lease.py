@@ -329,7 +329,7 @@ class Lease:
                 "another run took over this directory at the same time",
                 where=str(self._path.parent),
                 value=lost.problems[0].value,
-                remedy="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+                hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
             ) from None
 
 
@@ -440,7 +440,7 @@ def _reject_special_file(path: Path) -> None:
                 "the lock file of this directory is not a regular file",
                 where=str(path),
                 value=stat.filemode(mode),
-                remedy="remove it: a run creates only regular files",
+                hint="remove it: a run creates only regular files",
             )
 
 
@@ -449,7 +449,7 @@ def _rejection(path: Path, holder: Holder | None) -> RecipeError:
         "another run is using this directory",
         where=str(path.parent),
         value=_described(holder),
-        remedy="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+        hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
     )
 
 
@@ -460,13 +460,13 @@ def _lost(path: Path, holder: Holder | None) -> LeaseLost:
             "that has ended since",
             where=str(path),
             value="no such file",
-            remedy="this run writes nothing more here; run the same command to resume from the newest checkpoint",
+            hint="this run writes nothing more here; run the same command to resume from the newest checkpoint",
         )
     return LeaseLost(
         "this run lost the lock on its directory: another run has taken over",
         where=str(path.parent),
         value=_described(holder),
-        remedy="this run writes nothing more here. The other run took over because this one wrote no heartbeat for "
+        hint="this run writes nothing more here. The other run took over because this one wrote no heartbeat for "
         "too long: check what suspended this process or stalled its disk",
     )
 

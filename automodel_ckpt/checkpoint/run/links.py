@@ -118,7 +118,7 @@ def _follow(root: Path, old: str, new: str) -> None:
             _change(Path(link), text)
         except OSError as error:
             what = f"the link {link} could not be changed when {old} became {new}"
-            log.warning("%s", os_problem(error, what, remedy=f"change it to point to {text}"))
+            log.warning("%s", os_problem(error, what, hint=f"change it to point to {text}"))
 
 
 def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | None:

@@ -125,7 +125,7 @@ def drop_optimizer(root: Path, name: str) -> int:
                 "this file system cannot swap two directories in one step",
                 where=str(root),
                 value=name,
-                remedy="remove whole checkpoints instead: leave out --drop-optimizer",
+                hint="remove whole checkpoints instead: leave out --drop-optimizer",
             )
         fsync_directory(root)
     finally:
@@ -181,6 +181,6 @@ def run_of(checkpoint: Path) -> tuple[Path, str]:
             "not a checkpoint of a run",
             where=str(checkpoint),
             value=checkpoint.name,
-            remedy="use a path like checkpoints/epoch_0_step_20, or a pointer to it",
+            hint="use a path like checkpoints/epoch_0_step_20, or a pointer to it",
         )
     return checkpoint.parent, checkpoint.name

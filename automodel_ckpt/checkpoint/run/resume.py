@@ -199,7 +199,7 @@ def named_checkpoint(root: Path, name: str) -> Path:
             "the checkpoint to restore from does not exist",
             where="checkpoint.restore_from",
             value=name,
-            remedy=f"use an existing one ({root} contains {there}), LATEST, LOWEST_VAL, or a path",
+            hint=f"use an existing one ({root} contains {there}), LATEST, LOWEST_VAL, or a path",
         )
     return found
 

@@ -72,7 +72,7 @@ class Chooser:
             else "no checkpoint can be used",
             where=str(run.path),
             value="\n" + resume.rejection_table(skipped),
-            remedy="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
+            hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
             "or start a new run in another checkpoint.checkpoint_dir",
         )
 

@@ -108,7 +108,7 @@ class AdapterAssets:
                 "the checkpoint's adapters do not match this recipe",
                 where=where,
                 value="\n    " + "\n    ".join(lines),
-                remedy="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
+                hint="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
                 "or start a new run in another checkpoint.checkpoint_dir",
             )
 
@@ -128,7 +128,7 @@ def _raise_other_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) 
         "the adapters of this checkpoint were trained on another base model",
         where=where,
         value=f"saved with {saved.get('name')}, now {here.name}; files that differ: {', '.join(differ[:5])}",
-        remedy=f"set model.from_pretrained to the base they were trained on{moved}; "
+        hint=f"set model.from_pretrained to the base they were trained on{moved}; "
         "or start a new run in another checkpoint.checkpoint_dir",
     )
 

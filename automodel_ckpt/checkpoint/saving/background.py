@@ -219,7 +219,7 @@ class Background:
                 f"{who} made no progress",
                 where=str(self._where),
                 value=f"process {self.writer_pid}: none for {self.still_seconds():.0f} s (distributed.timeout_minutes)",
-                remedy="check for a disk that does not respond or a stopped process, then run the same command",
+                hint="check for a disk that does not respond or a stopped process, then run the same command",
             )
 
     def wait(self, seconds: float | None = None) -> None:

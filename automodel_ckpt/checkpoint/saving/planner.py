@@ -197,7 +197,7 @@ class Planner:
                 "a checkpoint does not fit on the disk",
                 where=str(self.run.path),
                 value=f"it needs about {size_text(forecast.nbytes)}, {size_text(forecast.free_bytes)} are free",
-                remedy="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
+                hint="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
                 "or another checkpoint.checkpoint_dir",
             )
 

@@ -25,7 +25,7 @@ def open_dcp(directory: Path) -> Source:
                 "a checkpoint contains a symbolic link",
                 where=str(directory / name),
                 value=os.readlink(directory / name),
-                remedy="put the file itself in its place",
+                hint="put the file itself in its place",
             )
     content = read_content(directory)
     names = model_names(content)
@@ -36,7 +36,7 @@ def open_dcp(directory: Path) -> Source:
             "there are no tensors here",
             where=str(directory),
             value=f"{len(content.values)} other values",
-            remedy="name the directory that the model was saved to",
+            hint="name the directory that the model was saved to",
         )
     return Source(directory, directory, tensors, notes=tuple(_notes(content, names)))
 

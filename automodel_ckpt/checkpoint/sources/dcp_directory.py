@@ -392,5 +392,5 @@ def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
         what,
         where=str(where),
         value=value,
-        remedy="take the files from another copy, or export them with PyTorch",
+        hint="take the files from another copy, or export them with PyTorch",
     )

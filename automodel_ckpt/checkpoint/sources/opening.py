@@ -74,7 +74,7 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
             "an adapter checkpoint needs no consolidation",
             where=str(directory),
             value=layout.ADAPTER_MODEL,
-            remedy="load the directory with peft as it is",
+            hint="load the directory with peft as it is",
         )
     _check_no_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
     _check_no_unlisted_files(directory, {path.removeprefix(prefix) for path in manifest.files})
@@ -201,7 +201,7 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
             "this file is not a shard: its header does not say where its slices belong",
             where=str(path),
             value=f"no {SHARDING_INFO}",
-            remedy="whole Hugging Face files need no consolidation; a file that strayed in here must go",
+            hint="whole Hugging Face files need no consolidation; a file that strayed in here must go",
         )
     try:
         info = json.loads(text)

@@ -60,5 +60,5 @@ def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
         what,
         where=str(where),
         value=value,
-        remedy="take the files from another copy, or use another checkpoint",
+        hint="take the files from another copy, or use another checkpoint",
     )

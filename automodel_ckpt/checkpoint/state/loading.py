@@ -140,10 +140,8 @@ class Loader:
         lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
         return matched, lines
 
-    def _raise_unusable(self, what: str, lines: list[str], remedy: str) -> NoReturn:
-        raise CheckpointUnusable(
-            what, where=str(self._path), value=first_lines(lines), remedy=remedy
-        )
+    def _raise_unusable(self, what: str, lines: list[str], hint: str) -> NoReturn:
+        raise CheckpointUnusable(what, where=str(self._path), value=first_lines(lines), hint=hint)
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)

@@ -97,7 +97,7 @@ def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
                 "the model's config in the checkpoint cannot be read",
                 where=str(checkpoint / name),
                 value=reason[:_SHOWN_LETTERS],
-                remedy="resume from another checkpoint (checkpoint.restore_from)",
+                hint="resume from another checkpoint (checkpoint.restore_from)",
             )
         return config
     return None
@@ -146,7 +146,7 @@ def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
             "the model differs from the one that was saved: the weights fit, but compute a different function",
             where=str(checkpoint),
             value="\n    " + "\n    ".join(changes.function[:_MOST_LINES]),
-            remedy="restore the saved values (the checkpoint's config.yaml is the recipe that wrote it), or accept "
+            hint="restore the saved values (the checkpoint's config.yaml is the recipe that wrote it), or accept "
             "the change with --checkpoint.allow_changed_model true",
         )
 

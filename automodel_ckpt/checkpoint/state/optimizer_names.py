@@ -109,7 +109,7 @@ class Owners:
                 "an optimizer trains parameters of a module that is not an attribute of the recipe",
                 where=f"recipe attribute {item.name!r}",
                 value=f"{len(strangers)} parameter(s), the first of shape {list(strangers[0])}",
-                remedy="assign their module to an attribute of the recipe, so that it is saved too",
+                hint="assign their module to an attribute of the recipe, so that it is saved too",
             )
 
 
@@ -168,7 +168,7 @@ def _made(item: Item) -> Iterator[None]:
             "the optimizer cannot create its state: its step() failed with zero gradients",
             where=f"recipe attribute {item.name!r}",
             value=repr(error),
-            remedy="change step() so that it works with zero gradients: "
+            hint="change step() so that it works with zero gradients: "
             "a resume reads the saved state into what it creates",
         ) from error
     finally:

@@ -49,7 +49,7 @@ def places(root: Any, prefix: str = "") -> dict[str, Place]:
                 "two values in the state of an optimizer have the same name",
                 where=min(doubled),
                 value=f"the key {key!r}",
-                remedy="use keys that differ as text, without dots",
+                hint="use keys that differ as text, without dots",
             )
         found |= inner
     return found
@@ -136,7 +136,7 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
                 "an optimizer keeps different state on each rank for sharded parameters",
                 where=key,
                 value="it differs between the ranks",
-                remedy="compute it from the whole parameter (a DTensor), "
+                hint="compute it from the whole parameter (a DTensor), "
                 "or do not shard it (distributed.strategy: ddp)",
             )
 
@@ -242,7 +242,7 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
             "an optimizer creates state of a different shape than the parameter's after its first step",
             where=stored.fqn,
             value=f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
-            remedy="create it in the first step(), so that a resume knows how it is sharded",
+            hint="create it in the first step(), so that a resume knows how it is sharded",
         )
     return torch.zeros(stored.shape, dtype=dtype, device=parameter.device)
 

@@ -112,6 +112,6 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
             f"the tensor {tensor.fqn!r} cannot be read",
             where=str(root / tensor.slices[0].file),
             value=value,
-            remedy="run `ckpt verify` to list all damaged files; restore them from a copy",
+            hint="run `ckpt verify` to list all damaged files; restore them from a copy",
         ) from error
     return sums.result()

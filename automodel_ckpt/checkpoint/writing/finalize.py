@@ -57,7 +57,7 @@ def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
             "the checkpoint is not published, because it could not be read back",
             where=problem.where,
             value=f"{problem.what}: {problem.value}",
-            remedy="earlier checkpoints are unchanged; please report this",
+            hint="earlier checkpoints are unchanged; please report this",
         ) from unreadable
     return data
 

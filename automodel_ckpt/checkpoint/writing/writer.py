@@ -183,7 +183,7 @@ class Writer:
             _GONE,
             where=where,
             value=f"process {self.pid}: {how}",
-            remedy="check what killed it (the system log reports out-of-memory kills), then run the same command "
+            hint="check what killed it (the system log reports out-of-memory kills), then run the same command "
             "to resume from the previous checkpoint",
         )
 

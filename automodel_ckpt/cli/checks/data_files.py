@@ -39,5 +39,5 @@ def _problems(plugin: Plugin) -> Iterator[Problem]:
             )
             node = plugin.node.at(name) or plugin.node
             found = problem.value if problem.where.startswith("dataset.") else problem.where
-            remedy = problem.remedy.replace("dataset.path", join(plugin.key, "path"))
-            yield Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, found, remedy)
+            hint = problem.hint.replace("dataset.path", join(plugin.key, "path"))
+            yield Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, found, hint)

@@ -85,8 +85,8 @@ def plan_of(line: CommandLine) -> Plan:
     return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
 
 
-def _fail(what: str, where: str, value: object, remedy: str) -> None:
-    raise RecipeError(what, where=where, value=value, remedy=remedy)
+def _fail(what: str, where: str, value: object, hint: str) -> None:
+    raise RecipeError(what, where=where, value=value, hint=hint)
 
 
 def selftest(path: str, line: CommandLine, observe: Observe) -> int:

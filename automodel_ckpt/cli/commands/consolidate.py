@@ -117,7 +117,7 @@ def _processes() -> int:
         return int(text)
     except ValueError:
         raise RecipeError(
-            "not a number of processes", where="NPROC_PER_NODE", value=text, remedy="give 1 or more"
+            "not a number of processes", where="NPROC_PER_NODE", value=text, hint="give 1 or more"
         ) from None
 
 

@@ -157,7 +157,7 @@ def _check_unused(arguments: argparse.Namespace, target: str, **given: bool) -> 
                 f"this option has no effect with --to {target}",
                 where=f"ckpt export --{name}",
                 value=getattr(arguments, name),
-                remedy=f"remove --{name}",
+                hint=f"remove --{name}",
             )
 
 

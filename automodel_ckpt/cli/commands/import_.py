@@ -66,7 +66,7 @@ def import_(arguments: argparse.Namespace) -> int:
                 "step and epoch must not be negative",
                 where=f"--{name}",
                 value=getattr(arguments, name),
-                remedy="use 0 or more",
+                hint="use 0 or more",
             )
     planned = prepare(
         Path(arguments.source), Path(arguments.run), step=arguments.step, epoch=arguments.epoch

@@ -214,10 +214,8 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
         if os.path.lexists(checkpoint / layout.EXPORT_MANIFEST):
             return _export_problems(checkpoint, arguments)
         if _is_external(checkpoint):
-            remedy = "`ckpt import` makes a checkpoint with digests; `ckpt show --stats` reads the tensors"
-            return [
-                Problem("unverifiable: no digests", str(checkpoint), "no MANIFEST.json", remedy)
-            ]
+            hint = "`ckpt import` makes a checkpoint with digests; `ckpt show --stats` reads the tensors"
+            return [Problem("unverifiable: no digests", str(checkpoint), "no MANIFEST.json", hint)]
     try:
         manifest = Manifest.read(checkpoint)
     except CheckpointUnusable as error:
@@ -235,7 +233,7 @@ def prune(arguments: argparse.Namespace) -> int:
     run = run_around(Path(arguments.path))
     if run is None:
         raise CheckpointUnusable(
-            "no checkpoints found", where=arguments.path, value="", remedy="specify a run directory"
+            "no checkpoints found", where=arguments.path, value="", hint="specify a run directory"
         )
     keep = _policy(arguments, policy)
 
@@ -289,7 +287,7 @@ def _policy(arguments: argparse.Namespace, policy: Any) -> Any:
             "no checkpoints were selected to keep",
             where="ckpt prune",
             value="no --keep-last",
-            remedy="add --keep-last N (try it with --dry-run first), or --superseded",
+            hint="add --keep-last N (try it with --dry-run first), or --superseded",
         )
     return policy.KeepPolicy(
         arguments.keep_last,

@@ -93,7 +93,7 @@ def _write(runs: list[History], file: Path) -> None:
             "unsupported file extension",
             where="--output",
             value=str(file),
-            remedy="use .html or .png",
+            hint="use .html or .png",
         )
 
 

@@ -62,7 +62,7 @@ def track(arguments: argparse.Namespace) -> int:
             "the library of the tracker is not installed",
             where="--to",
             value=arguments.to,
-            remedy=f"pip install {arguments.to}",
+            hint=f"pip install {arguments.to}",
         )
     failures: list[str] = []
     options, after = _options(arguments.option), 0 if arguments.again else None
@@ -72,7 +72,7 @@ def track(arguments: argparse.Namespace) -> int:
                 "another process is uploading this run's log",
                 where="ckpt track",
                 value=str(run),
-                remedy="wait until it finishes; during training, use logging.trackers in the recipe",
+                hint="wait until it finishes; during training, use logging.trackers in the recipe",
             )
         Follower(run, {arguments.to: options}, after, failures.append).close()
     if failures:
@@ -90,6 +90,6 @@ def _options(words: list[str]) -> dict[str, Any]:
     for word in words:
         if "=" not in word:
             raise RecipeError(
-                "invalid option", where="--option", value=word, remedy="use the form KEY=VALUE"
+                "invalid option", where="--option", value=word, hint="use the form KEY=VALUE"
             )
     return {key: untyped(value) for key, _, value in (word.partition("=") for word in words)}

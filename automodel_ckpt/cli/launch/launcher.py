@@ -213,7 +213,7 @@ def _serve_store() -> Any:
             "the name of the machine of rank 0 leads nowhere",
             where="MASTER_ADDR",
             value=os.environ["MASTER_ADDR"],
-            remedy="give --master-addr a name or an address that all machines of the job know",
+            hint="give --master-addr a name or an address that all machines of the job know",
         )
     if os.environ["RANK"] != "0":
         return None
@@ -396,15 +396,15 @@ def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
         "the ranks could not be started",
         where=f"rendezvous {meet.rdzv_backend} at {meet.rdzv_endpoint}",
         value=f"{type(error).__name__}: {error}",
-        remedy="check that the address is this run's, that its port is free, and that all machines were started",
+        hint="check that the address is this run's, that its port is free, and that all machines were started",
     )
 
 
 def _no_room(error: OSError) -> AutomodelError:
     """This machine lets no process be started, or no semaphore be made, which takes /dev/shm."""
-    remedy = "look at ulimit -u, at the free memory, and whether /dev/shm can be written"
+    hint = "look at ulimit -u, at the free memory, and whether /dev/shm can be written"
     return AutomodelError.all_of(
-        [os_problem(error, "the system did not let the ranks start", remedy=remedy)]
+        [os_problem(error, "the system did not let the ranks start", hint=hint)]
     )
 
 
@@ -444,7 +444,7 @@ def _check_cuda_not_started(torch: Any) -> None:
             "code of the recipe uses a GPU while it is imported; ranks forked after that cannot use any",
             where="recipe, _target_",
             value="torch.cuda is initialised",
-            remedy="move that code into a function, or start the ranks with torchrun",
+            hint="move that code into a function, or start the ranks with torchrun",
         )
 
 
@@ -464,7 +464,7 @@ def _validate_no_autograd_threads() -> None:
             "this process has already run a backward pass; ranks forked after that cannot run any",
             where="recipe, _target_",
             value=f"{num_threads} threads of torch's autograd are running",
-            remedy="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
+            hint="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
         )
 
 

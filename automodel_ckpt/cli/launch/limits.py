@@ -28,5 +28,5 @@ def raise_file_limit() -> None:
             "the limit on open files is too low",
             where="ulimit -n",
             value=soft,
-            remedy=f"raise it to {LEAST_FILES} or more: ulimit -n 4096 (as root, or in the settings of the job)",
+            hint=f"raise it to {LEAST_FILES} or more: ulimit -n 4096 (as root, or in the settings of the job)",
         )

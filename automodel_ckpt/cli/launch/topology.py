@@ -39,7 +39,7 @@ def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str:
                 "this process is already a rank, started by torchrun or alike",
                 where="--nproc-per-node, --nnodes, --max-restarts",
                 value=f"RANK={environment['RANK']} WORLD_SIZE={environment['WORLD_SIZE']}",
-                remedy="give these flags to torchrun only, or run ckpt-train by itself: "
+                hint="give these flags to torchrun only, or run ckpt-train by itself: "
                 "unset RANK where a shell has it left over",
             )
         return "torchrun"
@@ -79,7 +79,7 @@ def _check_parsed(environment: Mapping[str, str]) -> None:
         value=" ".join(
             f"{name}={text}" for name, text in (numbers | {"LOCAL_RANK": local}).items()
         ),
-        remedy="correct them where ranks are started by hand; else unset RANK, which a shell has left over",
+        hint="correct them where ranks are started by hand; else unset RANK, which a shell has left over",
     )
 
 
@@ -91,7 +91,7 @@ def _check_not_mpi(environment: Mapping[str, str], *, asked: bool) -> None:
             "this process is one of several that mpirun started, whose variables are not read",
             where="OMPI_COMM_WORLD_SIZE, PMI_SIZE",
             value=size,
-            remedy="set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or start one process per "
+            hint="set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or start one process per "
             "machine with --nproc-per-node, --nnodes and --rdzv-endpoint",
         )
 
@@ -110,7 +110,7 @@ def slurm_ranks(environment: Mapping[str, str], flags: LaunchFlags) -> dict[str,
             "srun does not tell which machines the step has",
             where="SLURM_STEP_NODELIST, SLURM_JOB_NODELIST",
             value="",
-            remedy="give --master-addr HOST, the machine of task 0",
+            hint="give --master-addr HOST, the machine of task 0",
         )
     job = slurm_number(environment, "SLURM_JOB_ID", default=0)
     step = slurm_number(environment, "SLURM_STEP_ID", default=0)
@@ -160,7 +160,7 @@ def slurm_number(environment: Mapping[str, str], *names: str, default: int) -> i
                 "this variable of Slurm is not a number",
                 where=name,
                 value=text,
-                remedy="correct it, or unset SLURM_PROCID to run without srun's ranks",
+                hint="correct it, or unset SLURM_PROCID to run without srun's ranks",
             )
         total += int(match[1]) * int(match[2] or 1)
     return total
@@ -229,7 +229,7 @@ def _endpoint(text: str) -> str:
             "this is not a place to meet",
             where="--rdzv-endpoint",
             value=text,
-            remedy="give HOST:PORT, such as node0:29400 or [fd00::1]:29400",
+            hint="give HOST:PORT, such as node0:29400 or [fd00::1]:29400",
         )
     return f"{host}:{port}"
 
@@ -242,7 +242,7 @@ def _check_static_flags(flags: LaunchFlags) -> None:
                 "two ways to meet the other machines",
                 where=f"--{name.replace('_', '-')} beside --rdzv-endpoint",
                 value=value,
-                remedy="give --rdzv-endpoint (ranks are assigned there), or --master-addr with --node-rank",
+                hint="give --rdzv-endpoint (ranks are assigned there), or --master-addr with --node-rank",
             )
 
 
@@ -253,21 +253,21 @@ def _node_rank(flags: LaunchFlags, nodes: tuple[int, int], environment: Mapping[
             "an elastic number of machines needs a place to meet",
             where="--nnodes",
             value=flags.nnodes,
-            remedy="add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all machines",
+            hint="add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all machines",
         )
     if most > 1 and flags.master_addr is None:
         raise RecipeError(
             "several machines need a place to meet",
             where="--nnodes",
             value=flags.nnodes,
-            remedy="add --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N",
+            hint="add --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N",
         )
     if most > 1 and flags.max_restarts:
         raise RecipeError(
             "restarts on several machines need a rendezvous that can be repeated",
             where="--max-restarts",
             value=flags.max_restarts,
-            remedy="give --rdzv-endpoint HOST:PORT instead of --master-addr and --node-rank",
+            hint="give --rdzv-endpoint HOST:PORT instead of --master-addr and --node-rank",
         )
     rank = flags.node_rank
     if rank is None and most == 1:
@@ -279,7 +279,7 @@ def _node_rank(flags: LaunchFlags, nodes: tuple[int, int], environment: Mapping[
             "this machine's number is missing or too large",
             where="--node-rank",
             value=rank,
-            remedy=f"give each machine its own number from 0 to {most - 1}",
+            hint=f"give each machine its own number from 0 to {most - 1}",
         )
     return rank
 
@@ -355,7 +355,7 @@ def count_ranks(asked: str, num_gpus: int, *, on_gpu: bool) -> int:
             else "this machine has no GPU",
             where="--nproc-per-node",
             value=f"{asked} ({num_gpus} GPUs are visible)",
-            remedy="lower --nproc-per-node, or train on the CPU with --distributed.backend gloo"
+            hint="lower --nproc-per-node, or train on the CPU with --distributed.backend gloo"
             if num_gpus
             else "use --nproc-per-node cpu, auto or a number",
         )

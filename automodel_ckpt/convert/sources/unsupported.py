@@ -41,7 +41,7 @@ class Format(NamedTuple):
             f"this format cannot be read: {self.name}",
             where=str(path),
             value=path.name,
-            remedy=self.hint,
+            hint=self.hint,
         )
 
 

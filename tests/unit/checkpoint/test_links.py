@@ -172,7 +172,7 @@ def test_prune_decides_when_it_has_the_lease(tmp_path: Path) -> None:
 
 def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> None:
     def lost() -> None:
-        raise LeaseLost("another run has taken over", where="", value="", remedy="")
+        raise LeaseLost("another run has taken over", where="", value="", hint="")
 
     with pytest.raises(LeaseLost):
         maintenance.remove(run, ["epoch_0_step_10"], check_lease=lost)

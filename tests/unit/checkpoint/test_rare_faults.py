@@ -213,7 +213,7 @@ def test_what_cannot_be_read_or_written_is_said_with_its_place(
     with pytest.raises((CheckpointUnusable, SaveFailed), match=said) as caught:
         provoke(tmp_path)
     (problem,) = caught.value.problems
-    assert str(tmp_path) in problem.where and problem.remedy
+    assert str(tmp_path) in problem.where and problem.hint
 
 
 def test_a_side_file_that_is_too_large_to_be_one(

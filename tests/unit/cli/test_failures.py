@@ -30,7 +30,7 @@ TORCH = "torch.distributed.distributed_c10d"
 
 
 def disk_full() -> SaveFailed:
-    return SaveFailed("cannot write", where="shard", value="ENOSPC", remedy="make room")
+    return SaveFailed("cannot write", where="shard", value="ENOSPC", hint="make room")
 
 
 def record(time: float, rank: int, *, primary: bool = True, code: int = 1) -> FailureRecord:
@@ -75,7 +75,7 @@ def test_a_broken_connection_is_an_echo_and_so_is_what_it_caused() -> None:
         "[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1", TORCH
     )
     assert not record_of(closed, 0).primary
-    wrapped = SaveFailed("cannot write", where="", value="", remedy="")
+    wrapped = SaveFailed("cannot write", where="", value="", hint="")
     wrapped.__cause__ = closed
     assert not record_of(wrapped, 0).primary
     assert record_of(wrapped, 0).code == 4
@@ -138,7 +138,7 @@ def test_an_error_the_ranks_agreed_on_is_primary_where_it_began() -> None:
 
 
 def test_a_message_names_its_rank_only_where_there_are_several() -> None:
-    error = RecipeError("wrong", where="x", value=1, remedy="y")
+    error = RecipeError("wrong", where="x", value=1, hint="y")
     assert text_of(record_of(error, 3), several_ranks=True).endswith("\n  rank:   3")
     assert "rank" not in text_of(record_of(error, 0), several_ranks=False)
 

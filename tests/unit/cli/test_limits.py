@@ -68,9 +68,9 @@ def test_other_errors_are_no_limits() -> None:
     replaced.__context__, replaced.__suppress_context__ = MemoryError(), True
     assert limit_error(replaced) is None
     problem = os_problem(
-        TOO_MANY, "prepared data cannot be stored", remedy="choose another directory"
+        TOO_MANY, "prepared data cannot be stored", hint="choose another directory"
     )
-    assert "EMFILE" in str(problem.value) and "ulimit -n" in problem.remedy
+    assert "EMFILE" in str(problem.value) and "ulimit -n" in problem.hint
 
 
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:

@@ -271,7 +271,7 @@ def test_flags_that_contradict_each_other_or_say_too_little_are_refused(
     with pytest.raises(RecipeError) as raised:
         rendezvous(flags, {})
     assert raised.value.problems[0].where.startswith(where)
-    assert raised.value.problems[0].remedy
+    assert raised.value.problems[0].hint
 
 
 CORES = len(os.sched_getaffinity(0))
@@ -293,7 +293,7 @@ def test_how_many_ranks(asked: str, num_gpus: int, on_gpu: bool, ranks: int) -> 
     assert count_ranks(asked, num_gpus, on_gpu=on_gpu) == ranks
 
 
-def test_more_gpus_than_there_are_is_an_error_with_a_remedy() -> None:
+def test_more_gpus_than_there_are_is_an_error_with_a_hint() -> None:
     with pytest.raises(RecipeError, match="more ranks") as raised:
         count_ranks("3", 2, on_gpu=True)
     assert "3 (2 GPUs are visible)" in str(raised.value)

@@ -383,7 +383,7 @@ def test_errors_that_come_up_later_show_the_reference_too(
             f"no {SECRET}",
             where="here",
             value=Path(loaded.config.dataset.kwargs["x"]),
-            remedy="abc, not abcd 7",
+            hint="abc, not abcd 7",
         ),
         ValueError(f"no {SECRET} {loaded.config.dataset.kwargs['x']!r} abc, not abcd 7"),
     ):

@@ -240,7 +240,7 @@ def test_all_launch_flags_are_read() -> None:
         (["--list=x"], "--list takes no value"),
     ],
 )
-def test_wrong_flags_are_named_with_a_remedy(words: list[str], message: str) -> None:
+def test_wrong_flags_are_named_with_a_hint(words: list[str], message: str) -> None:
     assert message in "\n".join(map(str, parse(words).problems))
 
 

@@ -274,7 +274,7 @@ def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) ->
 def test_an_error_of_ours_keeps_its_kind_and_gains_the_sample(num_workers: int) -> None:
     class TooLong(Numbers):
         def __getitem__(self, index: int) -> Any:
-            raise RecipeError("too long", where="data.jsonl:3", value=lambda: None, remedy="cut it")
+            raise RecipeError("too long", where="data.jsonl:3", value=lambda: None, hint="cut it")
 
     with pytest.raises(RecipeError, match=r"dataset\[\d+\]: data.jsonl:3"):
         list(make(TooLong(4), num_workers=num_workers))

@@ -313,7 +313,7 @@ def test_all_samples_that_are_too_long_are_reported_at_once(tokenizer: Any, tmp_
         f"the 99th percentile {lengths[-2]}"
     )
     assert (
-        f"dataset.seq_length to {lengths[-1]}" in problem.remedy
-        and "truncation right" in problem.remedy
+        f"dataset.seq_length to {lengths[-1]}" in problem.hint
+        and "truncation right" in problem.hint
     )
     assert text(tokenizer, path, seq_length=lengths[-1])

@@ -27,7 +27,7 @@ def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes", "remedy"),
+    ("world_size", "sizes", "hint"),
     [
         (2, {"tp_size": 3}, "start a multiple of 3 ranks"),
         (6, {"tp_size": 2, "dp_size": 2}, "remove dp_size to derive it, or start 4 ranks"),
@@ -40,11 +40,11 @@ def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused(
-    world_size: int, sizes: dict[str, int], remedy: str
+    world_size: int, sizes: dict[str, int], hint: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         share_out(world_size, **sizes)
-    assert remedy in str(caught.value)
+    assert hint in str(caught.value)
 
 
 def test_auto_shards_over_data_parallel_ranks_where_there_are_several() -> None:

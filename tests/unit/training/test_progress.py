@@ -174,7 +174,7 @@ def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(
 
         def setup(self) -> None:
             self.run_log.progress.update(view(20))
-            raise RecipeError("no", where="here", value=1, remedy="none")
+            raise RecipeError("no", where="here", value=1, hint="none")
 
         def close(self) -> None:
             self.run_log.progress.close()

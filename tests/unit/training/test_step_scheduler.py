@@ -215,7 +215,7 @@ class FullDisk(Saves):
         self.attempts.append(self.step_scheduler.step)
         if self.config.checkpoint.is_async:
             return SaveReport(Path(), self.step_scheduler.step, 0.0, published=False)
-        raise SaveFailed("no space", where="", value="", remedy="")
+        raise SaveFailed("no space", where="", value="", hint="")
 
     def train(self) -> list[int]:
         while not self.step_scheduler.is_finished():
