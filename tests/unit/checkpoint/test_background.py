@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -693,3 +694,25 @@ def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
     os.close(memory)
     child.end()
     assert "ValueError" in capfd.readouterr().err
+
+
+def test_a_writer_that_makes_no_progress_is_still_for_longer_and_longer(saver: Saver) -> None:
+    saver.pause()
+    saver.save(1)
+    background = saver.checkpointer._async._background  # type: ignore[union-attr]
+    background.still_seconds()
+    time.sleep(0.2)
+    assert background.still_seconds() >= 0.2
+    saver.go_on()
+    saver.checkpointer.settle()
+    assert background.still_seconds() < 0.2
+
+
+def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
+    assets = {"model": SimpleNamespace(nbytes=0)}
+    for when, at_end in (("final", True), ("every", False), ("never", False)):
+        saver = tiny.checkpointer(tmp_path, save_consolidated=when, assets=assets)
+        assert saver.exports_at_end == at_end
+        saver.leave_out_exports()
+        assert not saver.exports_at_end
+        saver.close()

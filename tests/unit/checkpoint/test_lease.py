@@ -100,11 +100,13 @@ def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
 
 
 def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
     held = Lease(tmp_path)
     assert (tmp_path / LOCK_FILE).exists()
     held.release()
     held.release()
     assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
 
 
 def elsewhere(root: Path, beat: int, **fields: Any) -> None:

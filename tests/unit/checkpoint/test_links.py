@@ -310,3 +310,12 @@ def test_a_run_directory_can_be_held_again_after_its_release(tmp_path: Path) -> 
     run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
     run.release()
     assert (tmp_path / "run" / NAME).is_dir()
+
+
+def test_a_start_removes_what_a_killed_export_left_in_a_checkpoint(tmp_path: Path) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    tiny.save(root, made, step=20)
+    left = root / NAME / "model" / f".consolidated.staging-{'0' * 32}"
+    left.mkdir()
+    tiny.load(root, made)
+    assert not left.exists()

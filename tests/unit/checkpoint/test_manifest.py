@@ -101,6 +101,7 @@ def resealed(text: bytes) -> bytes:
         (b'"step":20', b'"step":"20"', "is not a count"),
         (b'"format_version":1', b'"format_version":2', "newer format"),
         (b'"step":20,', b"", "the manifest is malformed"),
+        (b'"created":1.5', b'"created":-1', "is not a time"),
         (b'"validated":true', b'"validated":1', "neither true nor false"),
         (b'"format":"automodel_ckpt"', b'"format":"another"', "not a manifest of this format"),
     ],

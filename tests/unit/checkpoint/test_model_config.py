@@ -96,6 +96,10 @@ def test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is
         tiny.load(run, made, assets=other)
     assert tiny.load(run, made, assets=other, allow_changed_model=True)
     assert "computes a different function" in caplog.text
+    named = {"restore_from": "epoch_0_step_20", "on_incompatible": "sibling"}
+    with pytest.raises(CheckpointUnusable, match="num_attention_heads: 4 in the checkpoint"):
+        tiny.load(run, made, assets=other, **named)
+    assert not (tmp_path / "run.sibling-1").exists()
     assert tiny.load(run, made, assets=other, on_incompatible="sibling") is None
     assert "continuing in" in caplog.text and "run.sibling-1" in caplog.text
 

@@ -244,3 +244,34 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [None, (), (1,), ({"a": 1},), [{}]], ids=repr)
 def test_forms_of_another_kind_say_nothing(value: Any) -> None:
     assert forms_in(value) == {}
+
+
+class Plain(torch.optim.AdamW):
+    """An optimizer whose step takes no closure, although PyTorch's calls give it one."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_an_optimizer_keeps_its_own_step_after_a_save_and_a_load(tmp_path: Path) -> None:
+    made, other = tiny.recipe(1), tiny.recipe(2)
+    for each in (made, other):
+        each.optimizer = Plain(each.optimizer.param_groups[0]["params"], lr=0.1)
+        del each.lr_scheduler
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    for each in (made, other):
+        assert "step" not in vars(each.optimizer)
+
+
+def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) -> None:
+    def with_empty_group(rate: float) -> SimpleNamespace:
+        made = tiny.recipe(1)
+        del made.lr_scheduler
+        made.optimizer.add_param_group({"params": [], "lr": rate})
+        return made
+
+    made, other = with_empty_group(0.25), with_empty_group(0.5)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -123,3 +124,16 @@ def test_data_that_is_cut_or_extended_is_refused() -> None:
 def test_calls_and_attributes_that_torch_save_never_writes_are_rejected(program: bytes) -> None:
     with pytest.raises(CheckpointUnusable, match="its pickle has an instruction"):
         pickle_reader.load(pickled(program), "here")
+
+
+def test_an_archive_whose_sizes_are_in_wide_fields_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.save writes files of 4 GB and more."""
+    value = {"value": torch.arange(1000.0), "name": "x"}
+    narrow = zipfile.ZipFile(io.BytesIO(saved(value)))
+    wide = io.BytesIO()
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+    with zipfile.ZipFile(wide, "w") as archive:
+        for name in narrow.namelist():
+            archive.writestr(name, narrow.read(name))
+    read = pickle_reader.load(wide.getvalue(), "here")
+    assert torch.equal(read["value"], value["value"]) and read["name"] == "x"
