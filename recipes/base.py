@@ -8,6 +8,7 @@ model; this one all other parts, and the order in which they are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -274,25 +275,10 @@ class FinetuneRecipe(ModelBuilding):
             return None
         checkpointer = Checkpointer(
             section.checkpoint_dir,
-            ranks=self.layout,
-            group=self.layout.gloo_group,
-            model_save_format=section.model_save_format,
-            model_layout=self.model_layout,
-            save_consolidated=section.save_consolidated,
-            restore_from=section.restore_from,
-            save_optimizer=section.save_optimizer,
-            best_metric_key=section.best_metric_key,
-            best_mode=section.best_mode,
-            keep_last=section.keep_last,
-            keep_best=section.keep_best,
-            keep_every_steps=section.keep_every_steps,
-            keep_steps=section.keep_steps,
-            verify=section.verify,
-            allow_missing_state=section.allow_missing_state,
-            allow_changed_model=section.allow_changed_model,
-            on_incompatible=section.on_incompatible,
-            is_async=section.is_async,
-            patience_seconds=60 * self.config.distributed.timeout_minutes,
+            self.layout,
+            self.layout.gloo_group,
+            replace(section, model_layout=self.model_layout),
+            timeout_seconds=60 * self.config.distributed.timeout_minutes,
         )
         checkpointer.open()
         return checkpointer

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from tools.bench_checkpoint import model_of
 from tools.bench_report import write_block
 from tools.bench_rounds import machine, parse_size
@@ -115,13 +115,8 @@ class Bench:
     def ours(self, directory: Path, *, is_async: bool) -> Pending:
         saver = self.savers.get(is_async)
         if saver is None:
-            saver = Checkpointer(
-                directory / f"async-{is_async}",
-                ranks=self,
-                group=dist.group.WORLD,
-                is_async=is_async,
-                keep_last=1,
-            )
+            options = CheckpointOptions(is_async=is_async, keep_last=1)
+            saver = Checkpointer(directory / f"async-{is_async}", self, dist.group.WORLD, options)
             self.savers[is_async] = saver
         state = discover(SimpleNamespace(model=self.model, optimizer=self.optimizer))
         self.number += 1

@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Manifest, discover
 from automodel_ckpt.checkpoint.verify import verify
 from tools import bench_consolidate
 from tools.bench_memory import growth
@@ -114,7 +114,7 @@ class Bench:
         saver.close()
 
     def checkpointer(self, directory: Path, **options: Any) -> Checkpointer:
-        return Checkpointer(directory, ranks=self, group=dist.group.WORLD, **options)
+        return Checkpointer(directory, self, dist.group.WORLD, CheckpointOptions(**options))
 
     def dcp(self, directory: Path) -> None:
         save(

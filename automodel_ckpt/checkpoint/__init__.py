@@ -10,11 +10,21 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.discovery import discover
     from automodel_ckpt.checkpoint.hf_assets import HFAssets
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.options import CheckpointOptions
     from automodel_ckpt.checkpoint.saving.planner import SaveReport
 
-__all__ = ["Checkpointer", "HFAssets", "Manifest", "Resumed", "SaveReport", "discover"]
+__all__ = [
+    "CheckpointOptions",
+    "Checkpointer",
+    "HFAssets",
+    "Manifest",
+    "Resumed",
+    "SaveReport",
+    "discover",
+]
 
 _HOMES = {
+    "CheckpointOptions": "options",
     "Checkpointer": "checkpointer",
     "Resumed": "checkpointer",
     "SaveReport": "saving.planner",

@@ -1,7 +1,7 @@
 """Save and load checkpoints: :class:`Checkpointer` stores a plain mapping of state and restores it.
 
-    checkpointer = Checkpointer("checkpoints", ranks=ranks, group=group)
-    state = discover(recipe)
+    checkpointer = Checkpointer("checkpoints", options=CheckpointOptions(keep_last=3))
+    state = {"model": model, "optimizer": optimizer}
     resumed = checkpointer.load(state)          # None: a fresh run
     checkpointer.save(state, step=20, epoch=0, ...)
 
@@ -20,8 +20,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import commit, layout, policy
@@ -31,6 +32,7 @@ from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.module_tensors import module_state
+from automodel_ckpt.checkpoint.options import CheckpointOptions, Options
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.selection import Chooser
 from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
@@ -39,8 +41,6 @@ from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
 from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.saving.planner import (
-    ModelFormat,
-    ModelLayout,
     Planner,
     Proposal,
     Save,
@@ -59,7 +59,6 @@ from automodel_ckpt.checkpoint.state.model_config import (
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.checkpoint.state.optimizer_state import places
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
-from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.checkpoint.writing import finalize
 from automodel_ckpt.checkpoint.writing.jobs import run_all
 from automodel_ckpt.distributed import agree
@@ -101,66 +100,48 @@ class Saving:
 class Checkpointer:
     """Saves and loads the state of a run in *directory*.
 
-    *group* is a gloo process group of all ranks, used by nothing else meanwhile; *assets* gives, by the attribute name
-    of a module, what its export needs (entries may come later, before the first save). The other arguments are the
-    recipe's ``checkpoint:`` keys of the same names; a background save whose writer does not move at all for
-    *patience_seconds* while it is waited for has failed. Raises :class:`RecipeError` for keys that exclude each other.
+    *group* is a gloo process group of all ranks, used by nothing else meanwhile, and *ranks* is this process's position
+    in it. Without *ranks*, all ranks are data-parallel, and *group* is by default that of all ranks of
+    torch.distributed where it is initialized. *options* is the ``checkpoint:`` section of a recipe, or
+    :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`.
+
+    *assets* gives, by the attribute name of a module, what its export needs (entries may be added to :attr:`assets`
+    before the first save). A background save whose writer makes no progress for *timeout_seconds*, while all ranks wait
+    for it, has failed. Raises :class:`RecipeError` for options that exclude each other.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
+        ranks: layout.RankLayout | None = None,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
         *,
-        ranks: layout.RankLayout,
-        group: ProcessGroup | None,
         assets: Mapping[str, Assets] | None = None,
-        model_save_format: ModelFormat = "safetensors",
-        model_layout: ModelLayout = "shards",
-        save_consolidated: bool | str | None = None,
-        restore_from: str | None = None,
-        save_optimizer: bool = True,
-        best_metric_key: str = "val_loss",
-        best_mode: policy.Mode = "min",
-        keep_last: int | None = None,
-        keep_best: int = 0,
-        keep_every_steps: int | None = None,
-        keep_steps: Iterable[int] = (),
-        verify: Level = "digest",
-        allow_missing_state: Iterable[str] = (),
-        allow_changed_model: bool = False,
-        on_incompatible: Literal["error", "sibling"] = "error",
-        is_async: bool = False,
-        patience_seconds: float = 1800.0,
+        timeout_seconds: float = 1800.0,
     ) -> None:
-        if model_layout != "shards" and model_save_format != "safetensors":
-            raise RecipeError(
-                "Hugging Face files are always written as safetensors",
-                where="checkpoint.model_save_format",
-                value=model_save_format,
-                hint=f"remove this key, or set checkpoint.model_layout to shards (now {model_layout})",
-            )
-        keep = policy.KeepPolicy(
-            keep_last, keep_best, keep_every_steps, frozenset(keep_steps), best_mode
-        )
+        options = CheckpointOptions() if options is None else options
+        _validate_format(options)
+        if ranks is None:
+            if group is None and dist.is_initialized():
+                group = dist.group.WORLD
+            ranks = _ranks_in(group)
         self._ranks, self._group = ranks, group
+        self._options = options
+        self._timeout_seconds = timeout_seconds
         self.assets = dict(assets or {})
-        self._planner = Planner(
-            RunDirectory(Path(directory), keep, best_metric_key),
-            ranks,
-            self.assets,
-            model_save_format=model_save_format,
-            model_layout=model_layout,
-            save_consolidated=save_consolidated,
-            save_optimizer=save_optimizer,
-            restore_from=restore_from,
+        keep = policy.KeepPolicy(
+            options.keep_last,
+            options.keep_best,
+            options.keep_every_steps,
+            frozenset(options.keep_steps),
+            options.best_mode,
         )
-        self._chooser = Chooser(verify, ranks, group)
-        self._allow_missing = frozenset(allow_missing_state)
-        self._allow_changed_model = allow_changed_model
-        self._on_incompatible = on_incompatible
+        run = RunDirectory(Path(directory), keep, options.best_metric_key)
+        self._planner = Planner(run, ranks, self.assets, options)
+        self._chooser = Chooser(options.verify, ranks, group)
         self._items_are_logged = False
-        self._is_async = is_async
-        self._patience_seconds = patience_seconds
+        self._is_async = options.is_async
         self._async: AsyncSaves | None = None
         self._writing: tuple[int, int, int] | None = None
 
@@ -275,7 +256,7 @@ class Checkpointer:
             self._async = AsyncSaves(
                 self._planner,
                 self._group,
-                patience_seconds=self._patience_seconds,
+                patience_seconds=self._timeout_seconds,
                 on_cuda=on_cuda(state),
             )
             self._async.reserve(
@@ -587,7 +568,7 @@ class Checkpointer:
         Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
         match.
         """
-        choose = partial(self._chooser.choose, restore_from=self._planner.restore_from)
+        choose = partial(self._chooser.choose, restore_from=self._options.restore_from)
         found = choose(self._run)
         while found is not None and (lines := self._incompatible(*found, state)):
             self._move_to_sibling(found[0], lines)
@@ -620,17 +601,20 @@ class Checkpointer:
         Applies with ``save_optimizer: false``: otherwise the same command could not resume.
         """
         implied = frozenset[str]() if self._planner.save_optimizer else manifest.left_out
-        return Loader(path, manifest, self._ranks, self._allow_missing | implied)
+        allowed = implied.union(self._options.allow_missing_state)
+        return Loader(path, manifest, self._ranks, allowed)
 
     def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
         """The differences for which the run continues in a sibling directory; empty where it does not."""
-        if self._on_incompatible != "sibling" or self._planner.restore_from is not None:
+        if self._options.on_incompatible != "sibling" or self._options.restore_from is not None:
             return []
         with self._raise_on_all_ranks(f"comparing with {path.name}", CheckpointUnusable):
             loader = self._loader(path, manifest)
             lines = loader.incompatibilities(classify(state))
             return lines or (
-                [] if self._allow_changed_model else list(self._model_changes(path).function)
+                []
+                if self._options.allow_changed_model
+                else list(self._model_changes(path).function)
             )
 
     def _move_to_sibling(self, path: Path, lines: list[str]) -> None:
@@ -672,7 +656,7 @@ class Checkpointer:
                 path.name,
                 first_lines(list(changes.training)),
             )
-        if not self._allow_changed_model:
+        if not self._options.allow_changed_model:
             require_same_function(path, changes)
         elif self.is_rank0 and changes.function:
             message = (
@@ -699,3 +683,22 @@ class Checkpointer:
         self, doing: str, kind: type[AutomodelError] = SaveFailed
     ) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self.directory, kind)
+
+
+def _validate_format(options: Options) -> None:
+    if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
+        return
+    raise RecipeError(
+        "Hugging Face files are always written as safetensors",
+        where="checkpoint.model_save_format",
+        value=options.model_save_format,
+        hint="remove this key, or set checkpoint.model_layout to shards "
+        f"(now {options.model_layout})",
+    )
+
+
+def _ranks_in(group: ProcessGroup | None) -> layout.DataParallelRanks:
+    """This process's rank and the number of ranks of *group*; one process without a group."""
+    if group is None:
+        return layout.DataParallelRanks()
+    return layout.DataParallelRanks(dist.get_rank(group), dist.get_world_size(group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import quote
@@ -67,6 +68,22 @@ class RankLayout(Protocol):
     def dp_rank(self) -> int: ...
     @property
     def dp_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRanks:
+    """A :class:`RankLayout` in which every rank is data-parallel; by default a single process."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size
 
 
 def parse_checkpoint_name(name: str) -> CheckpointName | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.meta_init import put
@@ -154,7 +154,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointer(root: Path, layout: RankLayout, **options: Any) -> Checkpointer:
-    return Checkpointer(root, ranks=layout, group=dist.group.WORLD, **options)
+    return Checkpointer(root, layout, dist.group.WORLD, CheckpointOptions(**options))
 
 
 def save_all(directory: Path, ways: tuple[Way, ...], formats: dict[str, dict[str, Any]]) -> None:

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from automodel_ckpt.checkpoint import Checkpointer, Resumed, SaveReport, discover
-
-
-@dataclass(frozen=True)
-class Ranks:
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size
-
-    @classmethod
-    def here(cls) -> Ranks:
-        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Resumed, SaveReport, discover
 
 
 class Counter:
@@ -89,8 +69,11 @@ def recipe(seed: int = 0, **more: Any) -> SimpleNamespace:
 
 
 def checkpointer(root: Path, **options: Any) -> Checkpointer:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return Checkpointer(root, ranks=Ranks.here(), group=group, **options)
+    """A checkpointer of all ranks, by the names of its options, ``assets`` and ``timeout_seconds`` among them."""
+    arguments = {
+        name: options.pop(name) for name in ("assets", "timeout_seconds") if name in options
+    }
+    return Checkpointer(root, options=CheckpointOptions(**options), **arguments)
 
 
 def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> SaveReport:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.convert.gguf import export_gguf
@@ -69,20 +68,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Llama 3.1 positions, untied, BF16": {"tie_word_embeddings": False, "rope_parameters": _ROPE},
 }
 DTYPES = {"Llama, tied, F32": torch.float32, "Llama 3.1 positions, untied, BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class _Rank:
-    rank: int
-    world_size: int = 2
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size
 
 
 def build(variant: str, dtype: torch.dtype) -> Any:
@@ -157,13 +142,9 @@ def _save(rank: int, variant: str, directory: str, port: int) -> None:
     assets = HFAssets.from_model(model, tokenizer=train_tokenizer(_VOCABULARY))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     for name in FORMATS:
+        options = CheckpointOptions(model_save_format=name, save_consolidated=False)
         checkpointer = Checkpointer(
-            Path(directory) / name,
-            ranks=_Rank(rank),
-            group=dist.group.WORLD,
-            assets={"model": assets},
-            model_save_format=name,
-            save_consolidated=False,
+            Path(directory) / name, options=options, assets={"model": assets}
         )
         with contextlib.closing(checkpointer):
             state = discover(SimpleNamespace(model=model))

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
+from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from tools.crash import state
 
@@ -64,22 +65,11 @@ class Subject(Protocol):
     def open(self, root: Path, options: Options) -> Session: ...
 
 
-@dataclass(frozen=True)
-class Ranks:
-    rank: int
-    world_size: int
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size
-
-
-def ranks_here() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+def ranks_here() -> DataParallelRanks:
+    """This process's position among the ranks of torch.distributed; one process where it is not initialized."""
+    if not dist.is_initialized():
+        return DataParallelRanks()
+    return DataParallelRanks(dist.get_rank(), dist.get_world_size())
 
 
 class SideFiles:
@@ -120,11 +110,7 @@ class OursSession:
     def __init__(self, root: Path, options: Options, subject: Ours) -> None:
         self._options, self._rows = options, subject.rows
         self._made = state.build(0, self._rows)
-        self._checkpointer = Checkpointer(
-            root,
-            ranks=ranks_here(),
-            group=dist.group.WORLD if dist.is_initialized() else None,
-            assets={"model": SideFiles()},
+        ours = CheckpointOptions(
             model_save_format=subject.model_save_format,
             model_layout=subject.model_layout,
             save_consolidated=options.export,
@@ -132,6 +118,7 @@ class OursSession:
             keep_last=options.keep_last,
             is_async=subject.is_async,
         )
+        self._checkpointer = Checkpointer(root, options=ours, assets={"model": SideFiles()})
 
     def load(self) -> Loaded | None:
         resumed = self._checkpointer.load(discover(self._made))

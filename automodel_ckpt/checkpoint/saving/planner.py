@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord
 from automodel_ckpt.checkpoint.module_tensors import module_state, whole_of
+from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
@@ -46,9 +47,6 @@ from automodel_ckpt.checkpoint.writing.placement import Placement
 from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.units import size_text
-
-ModelFormat = Literal["safetensors", "torch_save"]
-ModelLayout = Literal["shards", "hf", "adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class Save:
 class Planner:
     """Plans saves into *run* and publishes them; calls no collective.
 
-    Entries may be added to *assets* (by attribute name) before the first save. The other arguments are those of
+    Entries may be added to *assets* (by attribute name) before the first save. *options* are those of
     :class:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer`.
     """
 
@@ -139,21 +137,17 @@ class Planner:
         run: RunDirectory,
         ranks: layout.RankLayout,
         assets: dict[str, Assets],
-        *,
-        model_save_format: ModelFormat,
-        model_layout: ModelLayout,
-        save_consolidated: bool | str | None,
-        save_optimizer: bool,
-        restore_from: str | None,
+        options: Options,
     ) -> None:
         self.run, self.ranks, self.assets = run, ranks, assets
-        self.save_optimizer = save_optimizer
-        self.restore_from = restore_from
+        self.save_optimizer = options.save_optimizer
         self.resumed_from: str | None = None
-        self.export_when = _export_when(save_consolidated, model_save_format, model_layout)
+        self._restore_from = options.restore_from
+        self._format: ModelFormat = options.model_save_format
+        self._layout: ModelLayout = options.model_layout or "shards"
+        self.export_when = _export_when(options.save_consolidated, self._format, self._layout)
         self.expected_bytes = 0
         """What the save that was proposed last takes on the disk, about; known to rank 0."""
-        self._format, self._layout = model_save_format, model_layout
 
     # ---------------------------------------------------------------- before
 
@@ -382,7 +376,7 @@ class Planner:
         return formats | dict.fromkeys(save.snapshot.placements, hf.NAME)
 
     def _lineage(self) -> dict[str, Any]:
-        request = resume.request_text(self.run.path, self.restore_from)
+        request = resume.request_text(self.run.path, self._restore_from)
         return {"restore_from": request, "resumed_from": self.resumed_from}
 
     def publish(self, save: Save, nbytes: int) -> SaveReport:

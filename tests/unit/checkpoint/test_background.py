@@ -216,7 +216,7 @@ def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
 def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(
     tmp_path: Path,
 ) -> None:
-    saver = Saver(tmp_path, patience_seconds=0.5)
+    saver = Saver(tmp_path, timeout_seconds=0.5)
     saver.pause()
     saver.save(1)
     writer = saver.writer

@@ -1,0 +1,94 @@
+"""The options of :class:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from automodel_ckpt.checkpoint import policy
+from automodel_ckpt.checkpoint.verify import Level
+
+ModelFormat = Literal["safetensors", "torch_save"]
+ModelLayout = Literal["shards", "hf", "adapter"]
+OnIncompatible = Literal["error", "sibling"]
+
+
+class Options(Protocol):
+    """What a checkpointer reads of its options. A recipe's ``checkpoint:`` section satisfies it as it is.
+
+    Each property is the recipe key of the same name; docs/reference describes them.
+    """
+
+    @property
+    def model_save_format(self) -> ModelFormat: ...
+    @property
+    def model_layout(self) -> ModelLayout | None: ...
+    @property
+    def save_consolidated(self) -> bool | str | None: ...
+    @property
+    def is_async(self) -> bool: ...
+    @property
+    def restore_from(self) -> str | None: ...
+    @property
+    def save_optimizer(self) -> bool: ...
+    @property
+    def best_metric_key(self) -> str: ...
+    @property
+    def best_mode(self) -> policy.Mode: ...
+    @property
+    def keep_last(self) -> int | None: ...
+    @property
+    def keep_best(self) -> int: ...
+    @property
+    def keep_every_steps(self) -> int | None: ...
+    @property
+    def keep_steps(self) -> Iterable[int]: ...
+    @property
+    def verify(self) -> Level: ...
+    @property
+    def allow_missing_state(self) -> Iterable[str]: ...
+    @property
+    def allow_changed_model(self) -> bool: ...
+    @property
+    def on_incompatible(self) -> OnIncompatible: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Options for programs without a recipe file, with the defaults of a recipe's ``checkpoint:`` section."""
+
+    model_save_format: ModelFormat = "safetensors"
+    """Format of the model's shards; torch_save is the format of torch.distributed.checkpoint (DCP)."""
+    model_layout: ModelLayout | None = None
+    """shards (also None): each rank writes its own files; hf, adapter: all ranks write the final Hugging Face or peft
+    files together."""
+    save_consolidated: bool | str | None = None
+    """Export Hugging Face files from the ``final`` or ``every`` (or True) checkpoint, or never (False); None: final
+    with safetensors, otherwise never."""
+    is_async: bool = False
+    """Save asynchronously: :meth:`Checkpointer.save` returns when the state is copied to CPU memory."""
+    restore_from: str | None = None
+    """Checkpoint to load: LATEST, LOWEST_VAL, a name or a path; None: the newest usable one."""
+    save_optimizer: bool = True
+    """Save the optimizer state; False: only weights, so that a resume is not exact."""
+    best_metric_key: str = "val_loss"
+    """Metric that selects the best checkpoint (LOWEST_VAL)."""
+    best_mode: policy.Mode = "min"
+    """Whether a lower (min) or a higher (max) metric is better."""
+    keep_last: int | None = None
+    """Keep the newest N checkpoints and remove others; None: keep all."""
+    keep_best: int = 0
+    """In addition to keep_last, keep the N best checkpoints."""
+    keep_every_steps: int | None = None
+    """In addition to keep_last, keep checkpoints whose step is a multiple of N."""
+    keep_steps: Iterable[int] = ()
+    """In addition to keep_last, keep the checkpoints of these steps."""
+    verify: Level = "digest"
+    """What to verify of each file before loading."""
+    allow_missing_state: Iterable[str] = ()
+    """Attributes that may be missing in the checkpoint or in the state."""
+    allow_changed_model: bool = False
+    """Load even if the model's config changed in a way that affects its outputs."""
+    on_incompatible: OnIncompatible = "error"
+    """If existing checkpoints are of another model: raise an error, or continue in a sibling directory."""
