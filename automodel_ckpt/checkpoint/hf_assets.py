@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import (
     DTYPE_MAP,
@@ -242,11 +243,9 @@ class HFAssets:
         if self._base_dir is None:
             return {}
         index = self._base_dir / layout.HF_INDEX
-        if index.is_file():
-            return {
-                str(fqn): str(name)
-                for fqn, name in json.loads(index.read_bytes())["weight_map"].items()
-            }
+        weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
+        if weight_map is not None:
+            return weight_map
         single = self._base_dir / "model.safetensors"
         return dict.fromkeys(read_header(single).tensors, single.name) if single.is_file() else {}
 

@@ -5,7 +5,6 @@ All of them become slices (``slices.py``), so that a rank reads of them what it 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +12,8 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
@@ -25,7 +24,6 @@ from automodel_ckpt.convert.sources.hugging_face import is_hf_directory
 from automodel_ckpt.convert.sources.unsupported import file_format, unsupported_directory
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
-_MAX_INDEX_BYTES = 64 << 20
 _REMEDY = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
 
 
@@ -188,25 +186,9 @@ def _file_names(directory: Path, export: ExportManifest | None = None) -> list[s
     index = directory / layout.HF_INDEX
     if not index.is_file():
         return sorted(path.name for path in directory.glob("*.safetensors"))
-    real = _real(index)
-    try:
-        content = read_safely(real.parent, real.name, limit=_MAX_INDEX_BYTES)
-        if export is not None:
-            export.check_bytes(layout.HF_INDEX, content)
-        weight_map = json.loads(content)["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unusable(
-            "the index of the weights cannot be read", index, repr(error)[:200]
-        ) from error
-    unsafe = [
-        name
-        for name in names
-        if not isinstance(name, str) or "/" in name or layout.unsafe_path(name)
-    ]
-    if unsafe:
-        raise _unusable("the index names files elsewhere", index, unsafe[0])
-    return names
+    check_bytes = None if export is None else export.check_bytes
+    weight_map = read_weight_map(index, follow_links=True, check_bytes=check_bytes) or {}
+    return sorted(set(weight_map.values()))
 
 
 def _real(path: Path) -> Path:

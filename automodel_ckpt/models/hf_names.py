@@ -7,7 +7,6 @@ Its ``save_pretrained`` undoes it, since that is what other readers of such file
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from bisect import bisect_right
@@ -20,6 +19,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +128,9 @@ def _read_off(
 
 def _names_of(base_dir: Path) -> set[str]:
     index, single = base_dir / "model.safetensors.index.json", base_dir / "model.safetensors"
-    if index.is_file():
-        return set(json.loads(index.read_bytes())["weight_map"])
+    weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
+    if weight_map is not None:
+        return set(weight_map)
     if not single.is_file():
         return set()
     with safe_open(single, "pt") as file:

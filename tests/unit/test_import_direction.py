@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "user_code": {"errors"},
     "config": {"errors", "user_code"},
     "distributed": {"errors"},
-    "models": {"errors", "durable_io"},
+    "models": {"errors", "durable_io", "checkpoint.files.weight_map"},
     "data": {"errors", "user_code", "durable_io"},
     "checkpoint": {"errors", "units", "user_code", "durable_io", "distributed.agree"},
     "training": {"errors", "durable_io", "checkpoint.files.safe_open"},

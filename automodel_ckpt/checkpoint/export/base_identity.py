@@ -23,6 +23,7 @@ import xxhash
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError, os_problem
 
 _INDEXES = (layout.HF_INDEX, "pytorch_model.bin.index.json")
@@ -117,21 +118,19 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def files_of_index(index: Path) -> list[str]:
-    """The files that an index names, all below its directory. Raises :class:`RecipeError` for an index that none is."""
-    try:
-        names = {*json.loads(index.read_bytes())["weight_map"].values()}
-        faults = {name: layout.unsafe_path(name) for name in names}
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        faults = {"weight_map": repr(error)[:200]}
-    if wrong := {name: fault for name, fault in faults.items() if fault}:
-        name, fault = next(iter(wrong.items()))
+    """Return the names of the base model's weight files, sorted, from its *index*.
+
+    Raises :class:`RecipeError` if the index is missing or not valid.
+    """
+    weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
+    if weight_map is None:
         raise RecipeError(
-            "the index of the base model is none",
+            "the base model has no index of its weights",
             where=str(index),
-            value=f"{name[:200]}: {fault}",
+            value="no such file",
             hint="download the base model again",
         )
-    return sorted(names)
+    return sorted(set(weight_map.values()))
 
 
 def _stamp(path: Path) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header, read_header_safely
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.opening import SHARDING_INFO
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
@@ -48,7 +48,9 @@ def open_hf(directory: Path) -> Source:
     Raises :class:`CheckpointUnusable` where files, index and manifest do not fit together.
     """
     export = find_export_manifest(directory)
-    index = _weight_map(directory, export)
+    index = read_weight_map(
+        directory / layout.HF_INDEX, check_bytes=None if export is None else export.check_bytes
+    )
     names = sorted(set(index.values())) if index is not None else _safetensors(directory)
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -98,27 +100,6 @@ def _safetensors(directory: Path) -> list[str]:
         return sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
     except OSError as error:
         raise unusable("the directory cannot be read", directory, error.strerror) from error
-
-
-def _weight_map(directory: Path, export: ExportManifest | None) -> Mapping[str, str] | None:
-    index = read_json(directory, layout.HF_INDEX, export)
-    if index is None:
-        return None
-    found = index.get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise unusable(
-            "the index has no weight_map of names",
-            directory / layout.HF_INDEX,
-            type(found).__name__,
-        )
-    for name in set(found.values()):
-        if reason := layout.unsafe_path(name):
-            raise unusable(
-                "the index names a file outside",
-                directory / layout.HF_INDEX,
-                f"{name[:200]!r}: {reason}",
-            )
-    return found
 
 
 def tensors_in(

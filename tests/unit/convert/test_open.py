@@ -162,8 +162,8 @@ def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> N
     for name, what in (
         ("nowhere", "no such directory"),
         ("empty", "there are no shards here"),
-        ("broken", "the index of the weights cannot be read"),
-        ("elsewhere", "the index names files elsewhere"),
+        ("broken", "the index of the weights is not a JSON mapping"),
+        ("elsewhere", "the index names a file outside of its directory"),
         ("missing", "a file of weights is missing"),
         ("twice", "two files hold the tensor 'w'"),
         ("run", "this checkpoint holds no module"),

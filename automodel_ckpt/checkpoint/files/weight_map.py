@@ -1,0 +1,96 @@
+"""Reading weight maps: the index that names the file of each tensor of a Hugging Face model. Imports no torch.
+
+``model.safetensors.index.json`` and ``pytorch_model.bin.index.json`` have the same content: a JSON mapping whose
+``weight_map`` maps tensor names to file names, and ``metadata``, which is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+
+# The index of a model with 200,000 tensors (experts, quantization scales) has about 25 MB. Parsed JSON takes up to 25
+# times its size in memory.
+_MAX_INDEX_BYTES = 64 << 20
+
+
+def read_weight_map(
+    index: Path,
+    *,
+    follow_links: bool = False,
+    check_bytes: Callable[[str, bytes], None] | None = None,
+    kind: type[AutomodelError] = CheckpointUnusable,
+) -> dict[str, str] | None:
+    """Return {tensor name: file name} from the file *index*, or None if there is no such file.
+
+    Every file name is a plain name in the directory of *index*. With *follow_links*, *index* may be a symbolic link, as
+    in the Hub's cache. *check_bytes* gets the index's name and content before it is parsed, and raises an error if
+    they do not match a manifest.
+
+    Raises *kind* if the index cannot be read, is too large, is not JSON of this form, or names a file outside of its
+    directory. For the base model that a recipe names, *kind* is :class:`RecipeError`.
+    """
+    try:
+        return _read(index, follow_links, check_bytes)
+    except CheckpointUnusable as error:
+        raise kind.all_of(error.problems) from error
+
+
+def _read(
+    index: Path, follow_links: bool, check_bytes: Callable[[str, bytes], None] | None
+) -> dict[str, str] | None:
+    path = index
+    if follow_links:
+        path = Path(os.path.realpath(index))
+    try:
+        content = read_safely(path.parent, path.name, limit=_MAX_INDEX_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable("the index of the weights cannot be read", index, error.strerror) from error
+    if check_bytes is not None:
+        check_bytes(index.name, content)
+    weight_map = _parse(content, index)
+    _check_file_names(set(weight_map.values()), index)
+    return weight_map
+
+
+def _parse(content: bytes, index: Path) -> dict[str, str]:
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        value = repr(error)[:200]
+        raise _unusable("the index of the weights cannot be read", index, value) from error
+    if not isinstance(document, dict):
+        kind = type(document).__name__
+        raise _unusable("the index of the weights is not a JSON mapping", index, kind)
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict):
+        kind = type(weight_map).__name__
+        raise _unusable("the index of the weights has no weight_map of file names", index, kind)
+    for fqn, name in weight_map.items():
+        if not isinstance(name, str):
+            value = f"{fqn[:200]!r}: {name!r:.200}"
+            raise _unusable("the weight_map of the index has a value that is no name", index, value)
+    return weight_map
+
+
+def _check_file_names(names: set[str], index: Path) -> None:
+    for name in sorted(names):
+        reason = layout.unsafe_path(name)
+        if reason is None and "/" in name:
+            reason = "it is in a subdirectory"
+        if reason is not None:
+            value = f"{name[:200]!r}: {reason}"
+            raise _unusable("the index names a file outside of its directory", index, value)
+
+
+def _unusable(what: str, index: Path, value: object) -> CheckpointUnusable:
+    hint = "take the files from another copy, or download the model again"
+    return CheckpointUnusable(what, where=str(index), value=value, hint=hint)

@@ -1,0 +1,77 @@
+"""The index that names the file of each tensor is read in one way, whoever asks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+
+def index_with(directory: Path, content: Any) -> Path:
+    path = directory / "model.safetensors.index.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_weight_map_maps_tensors_to_files(tmp_path: Path) -> None:
+    assert read_weight_map(tmp_path / "none.json") is None
+    weight_map = {"a": "x.safetensors", "b": "y.safetensors"}
+    index = index_with(tmp_path, {"metadata": {"total_size": 8}, "weight_map": weight_map})
+    assert read_weight_map(index) == weight_map
+    link = tmp_path / "link.json"
+    link.symlink_to(index)
+    assert read_weight_map(link, follow_links=True) == weight_map
+    with pytest.raises(CheckpointUnusable, match="symbolic link"):
+        read_weight_map(link)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "the index of the weights cannot be read"),
+        ("[" * 100_000, "the index of the weights cannot be read"),
+        ([1], "not a JSON mapping"),
+        ({}, "no weight_map of file names"),
+        ({"weight_map": ["a"]}, "no weight_map of file names"),
+        ({"weight_map": {"a": 1}}, "has a value that is no name"),
+        ({"weight_map": {"a": "../x.safetensors"}}, "outside of its directory"),
+        ({"weight_map": {"a": "/x.safetensors"}}, "outside of its directory"),
+        ({"weight_map": {"a": "inner/x.safetensors"}}, "it is in a subdirectory"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "NUL"),
+        ({"weight_map": {"a": ""}}, "outside of its directory"),
+    ],
+)
+@pytest.mark.parametrize("kind", [CheckpointUnusable, RecipeError])
+def test_an_invalid_index_is_an_error_of_the_requested_kind(
+    tmp_path: Path, content: Any, message: str, kind: type[AutomodelError]
+) -> None:
+    index = index_with(tmp_path, content)
+    with pytest.raises(kind) as caught:
+        read_weight_map(index, kind=kind)
+    assert message in str(caught.value) and str(index) in str(caught.value)
+
+
+def test_an_index_that_is_too_large_is_not_parsed(tmp_path: Path) -> None:
+    index = index_with(tmp_path, "{}")
+    os.truncate(index, (64 << 20) + 1)
+    with pytest.raises(CheckpointUnusable, match="exceed the limit"):
+        read_weight_map(index)
+
+
+def test_an_index_is_compared_with_a_manifest_before_it_is_parsed(tmp_path: Path) -> None:
+    index = index_with(tmp_path, "{")
+    seen: list[tuple[str, bytes]] = []
+
+    def check_bytes(name: str, content: bytes) -> None:
+        seen.append((name, content))
+        raise CheckpointUnusable("damaged", where=name, value="", hint="")
+
+    with pytest.raises(CheckpointUnusable, match="damaged"):
+        read_weight_map(index, check_bytes=check_bytes)
+    assert seen == [(index.name, b"{")]
