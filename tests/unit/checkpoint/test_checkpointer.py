@@ -888,3 +888,22 @@ def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: An
     )
     assert checkpointer.saving() is None
     checkpointer.close()
+
+
+def test_a_caller_may_check_the_checkpoint_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = tiny.save(tmp_path, tiny.recipe(1)).path
+    made = tiny.recipe(2)
+    before = tiny.tensors_of(made)
+    seen = []
+
+    def check(chosen: Path, manifest: Manifest) -> None:
+        seen.append((chosen, manifest.step))
+        raise RecipeError("not this one", where="here", value="x", hint="choose another")
+
+    loader = tiny.checkpointer(tmp_path)
+    with pytest.raises(RecipeError, match="not this one"):
+        loader.load(discover(made), before_loading=check)
+    loader.close()
+    assert seen == [(path, 20)]
+    after = tiny.tensors_of(made)
+    assert all(torch.equal(after[name], value) for name, value in before.items())

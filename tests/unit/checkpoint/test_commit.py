@@ -345,3 +345,13 @@ def test_what_is_handed_over_may_be_taken_away_at_once(
     monkeypatch.setattr(os, "rename", taken_away)
     commit.write_by_rename(parts / "rank_00000.json", b"part")
     assert not parts.exists()
+
+
+def test_a_few_bytes_before_and_after_many_are_written_in_their_order(tmp_path: Path) -> None:
+    pieces = [b"before", os.urandom(1 << 20), b"after", os.urandom(70 << 10)]
+    with durable_file.DurableFile(tmp_path / "file") as file:
+        for piece in pieces:
+            file.write(piece)
+    data = b"".join(pieces)
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.close() == FileRecord(len(data), "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -218,3 +219,19 @@ def test_the_paths_of_a_nested_state_dict_are_known(tmp_path: Path) -> None:
 def test_nothing_but_optimizer_state_or_values_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnusable, match="no tensors"):
         consolidate(save(tmp_path / "dcp", {"step": 5}), output=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda file: (file.rename(file.parent.parent / "x"), file.symlink_to("../x")), "link"),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "not a regular file"),
+    ],
+)
+def test_a_file_of_dcp_that_is_a_link_or_a_pipe_is_rejected(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    directory = save(tmp_path / "dcp", {"model": weights()})
+    spoil(next(directory.glob("*.distcp")))
+    with pytest.raises(CheckpointUnusable, match=message):
+        export(directory)

@@ -86,3 +86,8 @@ def test_a_few_values_that_are_no_normal_numbers_are_cast_like_any_others(
     assert torch.equal(found.isnan(), want.isnan()) and not number.all()
     assert torch.equal(found[number].double(), want[number].double())
     assert torch.equal(found[number].signbit(), want[number].signbit())
+
+
+def test_a_cast_of_nothing_is_nothing() -> None:
+    for target in ("BF16", "F16", "F32"):
+        assert cast(np.empty((0, 3), dtype=np.float32), "F32", target).shape == (0, 3)

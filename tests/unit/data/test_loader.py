@@ -450,6 +450,9 @@ def test_a_stream_says_which_settings_do_not_apply(caplog: pytest.LogCaptureFixt
     make(Stream(4), shuffle=True, num_workers=2)
     assert "shuffle does not apply" in caplog.text
     assert "one worker process, not 2" in caplog.text
+    caplog.clear()
+    make(Stream(4), shuffle=False, num_workers=1)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -552,3 +555,26 @@ def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
 def test_a_mapping_of_data_sets_is_rejected_with_their_names() -> None:
     with pytest.raises(RecipeError, match=r"mapping of several data sets[\s\S]*train, test"):
         make({"train": Numbers(20), "test": Numbers(4)})
+
+
+def test_a_stream_has_no_length() -> None:
+    with pytest.raises(TypeError, match="an iterable data set has no length"):
+        len(make(Stream(4)))
+
+
+def stack_with_noise(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {**stack(samples), "noise": torch.rand(len(samples))}
+
+
+@pytest.mark.parametrize("source", [Numbers, Stream])
+def test_a_collator_that_draws_numbers_gets_the_same_ones_after_a_resume(source: Any) -> None:
+    def fresh() -> GlobalBatchLoader:
+        sizes = {"global_batch_size": 4, "local_batch_size": 2, "seed": 7}
+        return GlobalBatchLoader(source(20), collate_fn=stack_with_noise, **sizes)
+
+    whole = train(fresh(), 5)
+    first, second = fresh(), fresh()
+    before = train(first, 2)
+    second.load_state_dict(first.state_dict())
+    torch.rand(3)
+    assert contents(before + train(second, 3)) == contents(whole)

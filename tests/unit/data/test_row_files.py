@@ -242,3 +242,21 @@ def test_an_error_of_the_system_is_not_reported_as_a_damaged_file(tmp_path: Path
         header(tmp_path / "none.csv")
     with pytest.raises(FileNotFoundError):
         RecordTable([tmp_path / "none.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"a": 1},\n]', "no object follows after a comma"),
+        ('[{"a": 1},\n', "no object follows after a comma"),
+        ('[{"a": 1}\n', "a comma or ] is missing|the list does not end"),
+        ('[{"a": 1}] x', "more text follows after the end of the list"),
+        ('[{"a": 1} {"a": 2}]', "a comma or ] is missing between two objects"),
+    ],
+)
+def test_a_list_that_ends_too_early_or_too_late_is_rejected(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        RecordTable([tmp_path / "rows.json"])

@@ -399,3 +399,34 @@ def test_the_fingerprint_of_a_directory_follows_its_content_whatever_reads_it(
         write = rows.select([0]).to_parquet if name == "parquet" else rows.select([0]).to_json
         write(directory / f"train.{name}")
         assert first == again != Source(str(directory)).fingerprint()
+
+
+def test_a_stream_of_a_table_goes_on_where_its_state_says(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"text": text} for text in "abcd"])
+    rows.to_parquet(tmp_path / "train.parquet")
+    stream = Source(str(tmp_path)).stream()
+    started = iter(stream)
+    assert [next(started)[0]["text"] for _ in range(2)] == ["a", "b"]
+    resumed = Source(str(tmp_path)).stream()
+    resumed.load_state_dict(stream.state_dict())
+    assert texts_of(resumed) == ["c", "d"]
+
+
+@pytest.mark.parametrize("has_bars", [True, False])
+def test_reading_leaves_the_progress_bars_of_datasets_as_they_were(
+    tmp_path: Path, has_bars: bool
+) -> None:
+    had_bars = not datasets.are_progress_bars_disabled()
+    (tmp_path / "a.txt").write_text("one\n")
+    (datasets.enable_progress_bars if has_bars else datasets.disable_progress_bars)()
+    try:
+        Source(str(tmp_path / "a.txt")).texts(["text"])
+        assert datasets.are_progress_bars_disabled() != has_bars
+    finally:
+        (datasets.enable_progress_bars if had_bars else datasets.disable_progress_bars)()
+
+
+def test_a_text_file_has_no_other_split_than_train(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(RecipeError, match='Unknown split "validation"'):
+        Source(str(tmp_path / "a.txt"), split="validation").texts(["text"])

@@ -160,6 +160,7 @@ HARMLESS = [
     {% filter upper %}b{{ x }}{% endfilter %}""",
     """{{ {'a': 1, 'b': [2]} | items | list }}{{ 'user' in messages[1].role }}{{ 'x' not in ['x'] }}
     {{ messages == messages }}""",
+    """{{ 121 | replace('1', 'x') }}{{ 1.25 | round(messages | length) }}""",
     """{{ range(3) | batch(2) | list }}{{ [3, 1] | sort | first }}{{ 'x' if messages is defined }}{{ [1, 2] | sum }}""",
 ]
 
@@ -213,6 +214,8 @@ COUNTED = {
     "{% set x = (text, 1) %}": 2 + 1000 + 1,
     "{% set x = {'a': text} %}": 1 + 1 + 1000,
     "{% set x = [1, 2, 3] %}": 0,
+    "{% set x = [text ~ text] %}": (2 + 2000) + (1 + 2000),
+    "{% set x = (text ~ text)[1:] %}": (2 + 2000) + 1999,
     "{% set x = text[1:] %}": 999,
     "{% set x = items[1:] %}": 99,
     "{% set x = text[1] %}": 0,
@@ -231,6 +234,7 @@ COUNTED = {
     "{% set x = (text ~ text) in [] %}": 2 + 2000,
     # Filters and methods: their arguments where all of them is read, what they fill up, and what they return.
     "{% set x = text|upper %}": 1 + 1000,
+    "{% set x = number|round(2) %}": 2,
     "{% set x = items|length %}": 2,
     "{% set x = number.bit_length() %}": 2,
     "{% set x = items|join('--') %}": 1000 + 100 * 2 + 1 + 900 + 99 * 2,
@@ -414,3 +418,13 @@ def test_a_template_that_was_rendered_without_limits_before_has_them_afterwards(
     bound_chat_templates()
     with pytest.raises(TemplateTooCostly):
         render()
+
+
+def test_a_slow_filter_takes_as_much_as_is_allowed_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(templates, "_MAX_SLOW_INPUT", 10)
+    template = BoundedEnvironment().from_string("{{ text|title }}")
+    assert template.render(text="a" * 10) == "A" + "a" * 9
+    with pytest.raises(TemplateTooCostly, match="uses title on more than 10 characters"):
+        template.render(text="a" * 11)

@@ -330,3 +330,14 @@ def test_truncation_changes_only_what_has_a_value_for_each_token(
     assert shorter["attention_mask"][0].sum() == length - 1
     fitting = conversations(processor, str(data), seq_length=length)
     assert collate([fitting[0]])["attention_mask"].sum() == length
+
+
+@pytest.mark.parametrize("setting", [{"learn": "first"}, {"truncation": "left"}])
+def test_another_choice_of_images_settings_is_rejected_with_the_choices(
+    setting: dict[str, Any], processors: Any, data: Path
+) -> None:
+    [(name, value)] = setting.items()
+    with pytest.raises(
+        RecipeError, match=rf"dataset\.{name}\s+value:\s+{value}\s+hint:\s+use one of"
+    ):
+        conversations(processors["llava"][1], str(data), **setting)
