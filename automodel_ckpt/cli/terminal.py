@@ -11,13 +11,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 from unicodedata import category, east_asian_width
 
+from automodel_ckpt.errors import Problem
 from automodel_ckpt.units import size_text
-
-if TYPE_CHECKING:
-    from automodel_ckpt.errors import Problem
 
 __all__ = [
     "age_text",
@@ -32,6 +30,7 @@ __all__ = [
     "print_path",
     "printable",
     "printable_lines",
+    "problem_from_json",
     "problem_json",
     "size_text",
     "table",
@@ -248,6 +247,11 @@ def problem_json(problem: Problem) -> dict[str, str]:
         "value": str(problem.value),
         "remedy": problem.hint,
     }
+
+
+def problem_from_json(document: Mapping[str, str]) -> Problem:
+    """Return the problem that :func:`problem_json` converted."""
+    return Problem(document["what"], document["where"], document["value"], document["remedy"])
 
 
 def _finite(value: Any) -> Any:

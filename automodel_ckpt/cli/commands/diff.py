@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.commands.small_files import first_state, recipe_leaves
 from automodel_ckpt.cli.paths import WHERE, whole_checkpoint
-from automodel_ckpt.cli.terminal import coloured, fitted, json_text, print_error, printable, table
+from automodel_ckpt.cli.terminal import (
+    coloured,
+    fitted,
+    json_text,
+    print_error,
+    printable,
+    problem_from_json,
+    problem_json,
+    table,
+)
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
 
 if TYPE_CHECKING:
@@ -79,7 +88,10 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def _damage(tree: Mapping[str, Any]) -> list[Problem]:
-    return [Problem(**problem) for problems in tree["damaged"].values() for problem in problems]
+    found: list[Problem] = []
+    for problems in tree["damaged"].values():
+        found += map(problem_from_json, problems)
+    return found
 
 
 def _side(path: Path) -> Side:
@@ -118,7 +130,12 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
     trees = {}
     for name in {**a.trees, **b.trees}:
         empty = Held(Path(), {})
-        trees[name] = asdict(compare(a.trees.get(name, empty), b.trees.get(name, empty)))
+        difference = compare(a.trees.get(name, empty), b.trees.get(name, empty))
+        damaged = {
+            fqn: [problem_json(problem) for problem in problems]
+            for fqn, problems in difference.damaged.items()
+        }
+        trees[name] = asdict(difference) | {"damaged": damaged}
     return {
         "a": str(a.path),
         "b": str(b.path),

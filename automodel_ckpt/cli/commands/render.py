@@ -10,7 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.terminal import coloured, printable, problem_json, size_text, table
+from automodel_ckpt.cli.terminal import (
+    coloured,
+    printable,
+    problem_from_json,
+    problem_json,
+    size_text,
+    table,
+)
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ def damage_in(document: Mapping[str, Any]) -> list[Problem]:
                 )
             )
         for tensor in tree["tensors"].values():
-            found += [Problem(**problem) for problem in tensor.get("damaged", ())]
+            found += map(problem_from_json, tensor.get("damaged", ()))
     return found
 
 
