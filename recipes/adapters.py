@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
-from automodel_ckpt.distributed.agree import together
+from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
@@ -48,7 +48,7 @@ def fresh_base(
     assert config.peft is not None and config.peft.base_dir is not None
     directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
 
-    def make() -> None:
+    with raise_on_all_ranks(layout.gloo_group):
         if layout.is_rank0 and make_base(
             directory,
             model_config,
@@ -57,9 +57,7 @@ def fresh_base(
             seed=seed,
             preprocessor=preprocessor,
         ):
-            log.info("it stands in %s, where the next start will find it", directory)
-
-    together(layout.gloo_group, make)
+            log.info("the base model is stored in %s for later starts", directory)
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:

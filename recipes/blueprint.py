@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.distributed.agree import gather_objects, together
+from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype
@@ -172,7 +172,8 @@ def _materialiser(
         left = {name: module for name, module in modules.items() if module in here}
         initialise(left, values, wanted)
         if source is not None:
-            together(group, lambda: source.fill(shared, left))
+            with raise_on_all_ranks(group):
+                source.fill(shared, left)
 
     return materialise
 

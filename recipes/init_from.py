@@ -24,8 +24,8 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.config.schema import InitFromConfig
 from automodel_ckpt.convert.open import Weights, open_weights
-from automodel_ckpt.distributed.agree import together
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.distributed.agree import raise_on_all_ranks
+from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.build import base_directory, fetched_directory, require_local
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 
@@ -51,15 +51,14 @@ def start_from(
     Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
     :class:`CheckpointUnusable` for damaged ones.
     """
-    weights, verdict = together(group, lambda: _found(section, modules, resizable, ranks, verify))
+    with raise_on_all_ranks(group):
+        weights, verdict = _found(section, modules, resizable, ranks, verify)
     log.info("Starting from the weights in %s", weights.path)
     verdict.tell("they and the model")
 
-    def fill() -> None:
+    with raise_on_all_ranks(group):
         for name, module in modules.items():
             fill_module(module, _fillings(name, module, verdict, weights), new_rows)
-
-    together(group, fill)
     return verdict
 
 
@@ -85,22 +84,22 @@ def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup 
     Called on all ranks, each of which reads its share. Raises :class:`CheckpointUnusable`, the same on all ranks.
     """
 
-    def compare() -> None:
-        directory = base_directory(name)
-        export = (
-            find_export_manifest(directory, follow_links=True) if directory is not None else None
-        )
-        if directory is None or export is None:
-            return
-        # A copy without the side files that nobody reads is as good.
-        present = {file for file in export.files if (directory / file).exists()}
-        problems = export.problems(
-            only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size
-        )
+    with raise_on_all_ranks(group):
+        problems = _base_problems(name, level, ranks)
         if problems:
             raise CheckpointUnusable.all_of(problems)
 
-    together(group, compare)
+
+def _base_problems(name: str, level: Level, ranks: RankLayout) -> list[Problem]:
+    directory = base_directory(name)
+    if directory is None:
+        return []
+    export = find_export_manifest(directory, follow_links=True)
+    if export is None:
+        return []
+    # Side files that training does not read may be missing from a copy.
+    present = {file for file in export.files if (directory / file).exists()}
+    return export.problems(only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size)
 
 
 def verify_side_files(name: str, level: Level) -> None:

@@ -46,7 +46,8 @@ from automodel_ckpt.recipes.records import StepResult, Validation
 from automodel_ckpt.recipes.resume_overrides import RecipeOptions
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.training.rng import StatefulRNG, seed_everything
+from automodel_ckpt.seeds import seed_everything
+from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.tracker_process import require_trackers
 

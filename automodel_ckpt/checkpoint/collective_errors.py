@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch.distributed import ProcessGroup
@@ -13,17 +12,15 @@ from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 
-@contextlib.contextmanager
 def raise_on_all_ranks(
     group: ProcessGroup | None, doing: str, where: Path, kind: type[AutomodelError] = SaveFailed
-) -> Iterator[None]:
-    """Raise on all ranks what the block raises on one rank.
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that raises on all ranks what its block raises on one rank.
 
     Exceptions that are not errors for the user are converted to *kind*, with *doing* and *where* in the message.
     """
-    failure: AutomodelError | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = as_failure(error, doing, where, kind)
-    agree.all_or_nothing(group, failure)
+
+    def convert(error: Exception) -> AutomodelError:
+        return as_failure(error, doing, where, kind)
+
+    return agree.raise_on_all_ranks(group, convert)

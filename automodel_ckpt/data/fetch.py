@@ -23,6 +23,7 @@ from torch.utils.data._utils import signal_handling
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.sampler import derive_seed
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.seeds import seed_everything
 from automodel_ckpt.user_code import location_in_user_code
 
 Batch = dict[str, torch.Tensor]
@@ -67,7 +68,8 @@ class SampleReader(Dataset[Any]):
 
     def _read(self, request: Request, sample_id: int) -> Any:
         if self.may_draw:
-            seed_everything(derive_seed(request.seed, request.epoch, sample_id))
+            seed = derive_seed(request.seed, request.epoch, sample_id)
+            seed_everything(seed, devices=False)
         try:
             return self.dataset[sample_id]
         except Exception as error:
@@ -124,13 +126,6 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
         value=f"{type(error).__name__}: {error}",
         hint="correct or remove this sample, or fix the data set's code",
     )
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the host generators of python, numpy and torch in this process."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

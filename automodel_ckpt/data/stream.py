@@ -20,11 +20,11 @@ from automodel_ckpt.data.fetch import (
     Failure,
     collate,
     run_workers,
-    seed_everything,
     with_location,
 )
 from automodel_ckpt.data.sampler import derive_seed, rank_part
 from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.seeds import seed_everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ class StreamReader(IterableDataset[Any]):
 
     def _read(self, stream: Iterator[Any], number: int) -> list[Any]:
         """The next sample as a list of one; empty at the end of the stream."""
-        seed_everything(derive_seed(self.position.seed, self.position.epoch, number))
+        seed = derive_seed(self.position.seed, self.position.epoch, number)
+        seed_everything(seed, devices=False)
         try:
             return [next(stream)]
         except StopIteration:
@@ -172,7 +173,7 @@ class StreamReader(IterableDataset[Any]):
         chosen = offsets or [0]  # an empty part gets a sample whose labels do not count
         ids = [chunk.start + offset for offset in chosen]
         seed = derive_seed(self.position.seed, self.position.epoch, ids[0])
-        seed_everything(seed)
+        seed_everything(seed, devices=False)
         samples = [self._prepared(chunk, offset) for offset in chosen]
         return collate(self.collate_fn, samples, ids, empty=is_empty)
 

@@ -7,8 +7,9 @@ process group exists. Objects travel pickled: the ranks of one run trust each ot
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -74,16 +75,28 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
         raise _combined(failed, len(reports)) from error
 
 
-def together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
-    """What *work* returns, or on every rank the error that it raises on one (see :func:`all_or_nothing`): one of ours,
-    or an OSError."""
-    failure: BaseException | None = None
+@contextlib.contextmanager
+def raise_on_all_ranks(
+    group: dist.ProcessGroup | None,
+    convert: Callable[[Exception], AutomodelError] | None = None,
+) -> Iterator[None]:
+    """Raise on all ranks what the block raises on one rank (see :func:`all_or_nothing`).
+
+    The block must not contain a collective after the point where one rank can fail: the other ranks would wait in it.
+    *convert* turns any exception into an error for the user. Without it, :class:`AutomodelError` and OSError are raised
+    on all ranks, and any other exception, a defect, only on this rank.
+    """
+    failure: Exception | None = None
     try:
-        done = work()
-    except (AutomodelError, OSError) as error:
-        failure = error
+        yield
+    except Exception as error:
+        if convert is not None:
+            failure = convert(error)
+        elif isinstance(error, AutomodelError | OSError):
+            failure = error
+        else:
+            raise
     all_or_nothing(group, failure)
-    return done
 
 
 def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:

@@ -63,7 +63,8 @@ def _fill(
     preprocessor: Any,
 ) -> None:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # fork_rng restores the CPU generator only, so the accelerators' generators must not be seeded.
+        torch.default_generator.manual_seed(seed)
         model: Any = build_model(config, auto_class=auto_class, dtype=dtype)
     model.save_pretrained(directory)
     if preprocessor is not None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from automodel_ckpt.seeds import seed_everything
+
 
 class StatefulRNG:
     """Seeds python, numpy, torch's CPU and CUDA generators for *rank*, and saves and restores them.
@@ -58,13 +60,6 @@ class StatefulRNG:
             yield
         finally:
             self.load_state_dict(state)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch (all devices) with *seed*, any integer of at most 64 bits."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _mixed(seed: int, *parts: int) -> int:
