@@ -23,7 +23,15 @@ from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
 from automodel_ckpt.checkpoint.files.pickle_records import RECORD, Names, Record, read_records
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, counts, nbytes_of, tiling_fault
+from automodel_ckpt.checkpoint.slices import (
+    Box,
+    Slice,
+    Tensor,
+    counts,
+    nbytes_of,
+    shape_fault,
+    tiling_fault,
+)
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
@@ -279,7 +287,11 @@ def _described(
                 f"it does not say where the chunk at {list(box.offsets)} of {fqn[:200]!r} is stored"
             )
         found.append((box, place))
-    return Described(dtype, _extents(entry.get("size")), tuple(found))
+    shape = _extents(entry.get("size"))
+    # Checked here too, not only with the tiling: `ckpt show` adds up sizes without it.
+    if fault := shape_fault(shape):
+        raise Fault(f"the tensor {fqn[:200]!r}: {fault}")
+    return Described(dtype, shape, tuple(found))
 
 
 def _extents(value: Any) -> tuple[int, ...]:

@@ -52,6 +52,10 @@ INDEX = record("MetadataIndex", fqn="w", offset=(0,))
             metadata({"w": tensor([], dtype="F32", size=-1)}, {}),
             "a shape or an offset in it is not a list of counts",
         ),
+        (
+            metadata({"w": tensor([], size=(2**31,) * 60)}, {}),
+            "the tensor 'w': the dimensions .* are larger than any tensor can have",
+        ),
     ],
 )
 def test_what_is_of_another_form_is_refused(value: Record, said: str) -> None:
