@@ -96,24 +96,26 @@ def _run_recipe(line: CommandLine) -> int:
         return EXIT_DONE
     raise_file_limit()
     if "selftest_resume" in line.modes:
-        return selftest(path, line, lambda *arguments: _observed(line, *arguments))
+        return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_batches(loaded, ranks)
     check_node_counts(loaded, line.flags)
-    from automodel_ckpt.config import targets
+    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.trust import Trust
 
-    trust = targets.Trust(line.flags.trust)
+    trust = Trust(line.flags.trust)
     if "dry_run" in line.modes:
         from automodel_ckpt.cli.checks.dry_run import report
 
-        recipe = targets.prepare(loaded, trust)
+        loaded, recipe_class = prepare(loaded, trust)
+        sizes = grid(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
-            told = report(loaded, recipe, line.flags, grid(loaded, ranks) if ranks else None)
-        print(told, end="")
+            text = report(loaded, recipe_class, line.flags, sizes)
+        print(text, end="")
         return EXIT_DONE
     from automodel_ckpt.cli.launch.launcher import launch
 
-    return launch(loaded, line.flags, lambda: targets.prepare(loaded, trust))
+    return launch(loaded, line.flags, lambda: prepare(loaded, trust))
 
 
 def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
@@ -121,7 +123,8 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
-        from automodel_ckpt.config.targets import Trust, untrusted_names
+        from automodel_ckpt.config.targets import untrusted_names
+        from automodel_ckpt.config.trust import Trust
 
         return [*untrusted_names(root, Trust(line.flags.trust)), *missing_data_files(root)]
 
@@ -141,12 +144,16 @@ def _check_working_directory() -> None:
         ) from error
 
 
-def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None) -> type:
-    from automodel_ckpt.config import targets
+def _observed(
+    line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None
+) -> tuple[LoadedRecipe, type]:
+    """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
+    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.trust import Trust
     from automodel_ckpt.recipes.base import FinetuneRecipe
     from automodel_ckpt.recipes.selftest_probe import observed
 
-    recipe = targets.prepare(loaded, targets.Trust(line.flags.trust))
+    loaded, recipe = prepare(loaded, Trust(line.flags.trust))
     if not issubclass(recipe, FinetuneRecipe):
         raise RecipeError(
             "the selftest requires a recipe derived from FinetuneRecipe",
@@ -154,8 +161,7 @@ def _observed(line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: 
             value=f"{recipe.__module__}.{recipe.__qualname__}",
             hint="derive the recipe from automodel_ckpt.recipes.base.FinetuneRecipe",
         )
-    made: type = observed(recipe, notes, stop_after=stop_after)
-    return made
+    return loaded, observed(recipe, notes, stop_after=stop_after)
 
 
 def _recipe_path(line: CommandLine) -> str:

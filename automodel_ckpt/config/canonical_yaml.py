@@ -21,71 +21,94 @@ from automodel_ckpt.config.yaml_tree import Node
 _RESOLVER: Any = yaml.SafeLoader("")
 
 
-def settle(node: Node, value: Any, *, with_arguments: bool) -> None:
-    """Rewrite the scalars of *node* in place to match the typed *value* converted from it. References stay.
+def canonical_tree(node: Node, value: Any, *, with_arguments: bool) -> Node:
+    """Return a copy of *node* whose scalars are written as the typed *value* that was converted from it.
 
-    Without ``with_arguments`` the numbers among a plug-in's arguments stay as written, since their types are not known.
+    References to environment variables are copied as written. Without ``with_arguments``, the numbers among the
+    arguments of a plug-in are copied as written too, because the types of the parameters are not known yet.
     """
+    if isinstance(node.value, str):
+        return _canonical_scalar(node, value)
     if isinstance(value, Target | OptionsGroup):
-        for name, argument in value.kwargs.items():
-            _settle_child(node, name, argument, with_arguments=with_arguments, is_argument=True)
-        for name in own_keys(value):
-            _settle_child(node, name, getattr(value, name), with_arguments=with_arguments)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _settle_child(
-                node, field.name, getattr(value, field.name), with_arguments=with_arguments
-            )
-    elif isinstance(node.value, str):
-        _settle_scalar(node, value)
-    elif isinstance(value, dict | list | tuple):
-        for name, item in dict(value if isinstance(value, dict) else enumerate(value)).items():
-            _settle_child(node, str(name), item, with_arguments=with_arguments)
-
-
-def _settle_child(
-    node: Node, name: str, value: Any, *, with_arguments: bool, is_argument: bool = False
-) -> None:
-    child = dict(node.children()).get(name)
-    if child is None:
-        return
-    if is_argument and not with_arguments:
-        _quote_words(child)
+        values = {name: getattr(value, name) for name in own_keys(value)}
+        arguments = value.kwargs
     else:
-        settle(child, value, with_arguments=with_arguments)
+        values = _items(value)
+        arguments = {}
+    children = {}
+    for name, child in node.children():
+        if name in arguments and not with_arguments:
+            children[name] = _quote_words(child)
+        elif name in arguments or name in values:
+            item = arguments[name] if name in arguments else values[name]
+            children[name] = canonical_tree(child, item, with_arguments=with_arguments)
+        else:
+            children[name] = child.copy()
+    return _with_children(node, children)
 
 
-def _quote_words(node: Node) -> None:
-    """Quote words that are text here for any type of parameter, but not for other YAML readers."""
-    for _, child in node.children():
-        _quote_words(child)
-    if isinstance(node.value, str) and not node.is_null and isinstance(untyped(node.value), str):
-        _settle_scalar(node, node.value)
+def _items(value: Any) -> dict[str, Any]:
+    """Map the keys of a section or mapping, or the indices of a list, to the values."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): item for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return {str(index): item for index, item in enumerate(value)}
+    return {}
 
 
-def _settle_scalar(node: Node, value: Any) -> None:
+def _with_children(node: Node, children: dict[str, Node]) -> Node:
+    """Return a copy of a mapping or list with other children."""
+    if isinstance(node.value, list):
+        return dataclasses.replace(node, value=list(children.values()))
+    return dataclasses.replace(node, value=children)
+
+
+def _quote_words(node: Node) -> Node:
+    """Return a copy with quotes around words that other YAML readers would not parse as text."""
+    if not isinstance(node.value, str):
+        children = {name: _quote_words(child) for name, child in node.children()}
+        return _with_children(node, children)
+    is_text = not node.is_null and isinstance(untyped(node.value), str)
+    return _canonical_scalar(node, node.value) if is_text else node.copy()
+
+
+def _canonical_scalar(node: Node, value: Any) -> Node:
     assert isinstance(node.value, str)
-    if is_reference(node.value):
-        return
-    if value is None or isinstance(value, bool):
-        node.value, node.quoted = "null" if value is None else str(value).lower(), False
+    text = node.value
+    quoted = node.quoted
+    if is_reference(text):
+        return node.copy()
+    if value is None:
+        text, quoted = "null", False
+    elif isinstance(value, bool):
+        text, quoted = str(value).lower(), False
     elif type(value) is int:
-        node.value, node.quoted = str(value), False
+        text, quoted = str(value), False
     elif type(value) is float:
-        node.value, node.quoted = _number(value), False
+        text, quoted = _number(value), False
     elif isinstance(value, str | Path):
-        node.quoted = node.quoted or _is_misread(node.value)
+        quoted = quoted or _is_misread(text)
+    return dataclasses.replace(node, value=text, quoted=quoted)
 
 
 def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    if math.isnan(value):
+        return ".nan"
+    if math.isinf(value):
+        return ".inf" if value > 0 else "-.inf"
     text = repr(value)
-    return text if "." in text else text.replace("e", ".0e")  # YAML 1.1 wants a point
+    if "." in text:
+        return text
+    # YAML 1.1 parses 1e-05 as text, and 1.0e-05 as a number.
+    return text.replace("e", ".0e")
 
 
 def _is_misread(text: str) -> bool:
     """Whether YAML 1.1 or 1.2 would parse unquoted *text* as something other than text."""
     tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
-    # none without quotes is text only as one of the values that a field lists, and is read as that again.
-    return tag != "tag:yaml.org,2002:str" or not isinstance(untyped(text), str | None)
+    if tag != "tag:yaml.org,2002:str":
+        return True
+    # Unquoted none is text only where a field lists it as a value, and it is parsed as that value again.
+    return not isinstance(untyped(text), str | None)

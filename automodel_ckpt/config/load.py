@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.config.bind import Binder, closest, join
 from automodel_ckpt.config.builders import builder_problems, needs_import
-from automodel_ckpt.config.canonical_yaml import settle
+from automodel_ckpt.config.canonical_yaml import canonical_tree
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
@@ -20,16 +20,18 @@ from automodel_ckpt.config.yaml_tree import Node, is_stream, lines, read_file
 from automodel_ckpt.errors import Problem, RecipeError
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe whose keys and values have been validated.
+    """A recipe whose keys and values have been validated. Nothing modifies it: what adds to a recipe returns a new one.
 
-    ``config`` holds resolved references; ``tree`` holds what was written, defaults included, and may be shown.
+    ``config`` contains resolved references and may therefore contain secrets. ``tree`` contains the values as written,
+    with defaults, and may be printed. ``parsed`` is the file as it was read, without overrides and defaults.
     """
 
     config: Any
     path: Path
     tree: Node
+    parsed: Node
     overrides: tuple[Override, ...] = ()
     problems: tuple[Problem, ...] = ()
     """Problems found in the arguments of plug-ins. :func:`targets.check_targets` reports them with those that it finds
@@ -38,29 +40,48 @@ class LoadedRecipe:
     @property
     def directory(self) -> Path:
         """Base directory of relative file names in the recipe: its own directory, or the current one for a stream."""
-        return (
-            Path()
-            if is_stream(self.path) or self.path.parts[:2] == ("/", "dev")
-            else self.path.parent
-        )
+        is_device = self.path.parts[:2] == ("/", "dev")
+        if is_device or is_stream(self.path):
+            return Path()
+        return self.path.parent
 
     @property
     def origins(self) -> dict[str, str]:
         """Dotted key of each value -> ``default``, ``file:line`` or the flag."""
         return dict(_origins(self.tree, ""))
 
+    def with_schema(self, schema: type[RecipeConfig]) -> LoadedRecipe:
+        """Validate the parsed file and the overrides against the dataclass of a custom recipe.
+
+        Raises :class:`RecipeError` with all problems.
+        """
+        bound = bind_recipe(self.path, self.parsed, self.overrides, schema=schema)
+        problems = distinct([*self.problems, *bound.problems])
+        return replace(bound, problems=tuple(problems))
+
+    def with_overrides(self, more: Sequence[Override]) -> LoadedRecipe:
+        """Validate the parsed file with further overrides, which take precedence.
+
+        Raises :class:`RecipeError` with all problems.
+        """
+        return bind_recipe(self.path, self.parsed, [*self.overrides, *more])
+
     def to_yaml(self) -> str:
-        """The recipe as run: overrides and defaults in, references unresolved; loads to the same configuration."""
-        return "\n".join(text for text, _ in lines(self.tree)) + "\n"
+        """Return the recipe as YAML, with overrides and defaults. It loads to the same configuration.
+
+        References to environment variables are not resolved.
+        """
+        return "".join(f"{text}\n" for text, _ in lines(self.tree))
 
     def explain(self) -> str:
-        """Return the resolved recipe as YAML, with the origin of each value in a comment."""
+        """Return the recipe as YAML, with the origin of each value in a comment."""
         rows = list(lines(self.tree))
         width = min(60, max(len(text) for text, _ in rows))
-        return (
-            "\n".join(f"{text:{width}}  # {origin}" if origin else text for text, origin in rows)
-            + "\n"
-        )
+        explained = []
+        for text, origin in rows:
+            line = f"{text:{width}}  # {origin}" if origin else text
+            explained.append(line + "\n")
+        return "".join(explained)
 
 
 def load_recipe(
@@ -71,49 +92,71 @@ def load_recipe(
     problems: Sequence[Problem] = (),
     check: Callable[[Node], Iterable[Problem]] | None = None,
 ) -> LoadedRecipe:
-    """Read a recipe, apply the overrides and validate it. Imports no torch and runs no user code.
+    """Read a recipe file, apply the overrides and validate it. Imports no torch and runs no user code.
 
-    Without a ``schema`` the top-level sections of a custom recipe are left to :func:`targets.prepare`, which knows its
-    dataclass. ``problems`` found before are reported together with those found here, and with what ``check`` finds in
-    the recipe's tree.
+    ``schema``, ``problems`` and ``check`` are described at :func:`bind_recipe`.
 
     Raises:
-        RecipeError: with all problems of file and overrides.
+        RecipeError: with all problems of the file and the overrides.
     """
-    found, path = list(problems), Path(path)
+    found = list(problems)
+    path = Path(path)
     # Unlike Path.is_file this raises nothing, such as for names that are too long.
     if not (os.path.isfile(path) or is_stream(path)):
         raise RecipeError.all_of([*found, _missing_file(path)])
-    root = read_file(path, found)
-    if root is None:
+    parsed = read_file(path, found)
+    if parsed is None:
         raise RecipeError.all_of(found)
+    return bind_recipe(path, parsed, overrides, schema=schema, problems=found, check=check)
+
+
+def bind_recipe(
+    path: Path,
+    parsed: Node,
+    overrides: Sequence[Override] = (),
+    *,
+    schema: type[RecipeConfig] | None = None,
+    problems: Sequence[Problem] = (),
+    check: Callable[[Node], Iterable[Problem]] | None = None,
+) -> LoadedRecipe:
+    """Apply overrides to a parsed recipe file, and convert it to a typed configuration. ``parsed`` is not modified.
+
+    Without a ``schema``, the top-level sections of a custom recipe are not validated: :func:`targets.prepare` does it
+    when it has imported the recipe's class. ``problems`` that were found before are reported together with those found
+    here, and with those that ``check`` finds in the tree.
+
+    Raises:
+        RecipeError: with all problems of the file and the overrides.
+    """
+    found = list(problems)
+    root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")
-    of_plugins = [
-        *builder_problems(root, binder.schema),
-        *(check(root) if check is not None else ()),
-    ]
-    if found or (of_plugins and not needs_import(root)):
-        raise RecipeError.all_of(distinct([*found, *of_plugins]))
-    settle(root, config, with_arguments=False)
-    return LoadedRecipe(config, path, root, tuple(overrides), tuple(of_plugins))
+    in_plugins = builder_problems(root, binder.schema)
+    if check is not None:
+        in_plugins += check(root)
+    if found or (in_plugins and not needs_import(root)):
+        raise RecipeError.all_of(distinct([*found, *in_plugins]))
+    tree = canonical_tree(root, config, with_arguments=False)
+    return LoadedRecipe(config, path, tree, parsed, tuple(overrides), tuple(in_plugins))
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Remove duplicates with the same message and place."""
-    return list(
-        {(problem.where, problem.what): problem for problem in reversed(list(problems))}.values()
-    )[::-1]
+    """Remove problems that repeat the message and the location of an earlier one."""
+    first: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        first.setdefault((problem.where, problem.what), problem)
+    return list(first.values())
 
 
 def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
-    """Whether the recipe is user code. Notes a problem for an unknown registered name.
+    """Return whether the recipe is user code. Adds a problem for an unknown registered name.
 
-    The sections of a recipe that is not known are checked as those of the registered recipe that was probably meant,
-    or of this package's, so that a misspelled name hides no other mistake.
+    The sections of a recipe with an unknown name are validated as those of the registered recipe with the most similar
+    name, so that a misspelled name hides no other mistake.
     """
     node = root.at("recipe")
     if node is None or not isinstance(node.value, str) or is_reference(node.value) or node.is_null:
@@ -122,33 +165,35 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
     name = node.value
     if is_name(name) and name not in names:
         meant = closest(name, names)
-        hint = (
-            f"did you mean {meant}?"
-            if meant
-            else f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
-        )
+        hint = f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
+        if meant:
+            hint = f"did you mean {meant}?"
         problems.append(Problem("unknown recipe", node.origin, name, hint))
         name = meant or "llm_finetune"
     return not names.get(name, "").startswith("automodel_ckpt.")
 
 
 def _missing_file(path: Path) -> Problem:
+    """Describe a recipe path that is not a file, and suggest the recipes next to it."""
     is_directory = os.path.isdir(path)
-    what = "the recipe path is a directory" if is_directory else "recipe file not found"
     folder = path if is_directory else path.parent
     recipes = [
-        str(file) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))
+        str(file) for file in [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*.yml"))]
     ]
-    near = recipes if is_directory else difflib.get_close_matches(str(path), recipes, cutoff=0.5)
-    hint = (
-        f"did you mean {', '.join(near[:5])}?"
-        if near
-        else "ckpt-train --list lists the example recipes"
-    )
+    if is_directory:
+        what = "the recipe path is a directory"
+        similar = recipes
+    else:
+        what = "recipe file not found"
+        similar = difflib.get_close_matches(str(path), recipes, cutoff=0.5)
+    hint = "ckpt-train --list lists the example recipes"
+    if similar:
+        hint = f"did you mean {', '.join(similar[:5])}?"
     return Problem(what, str(path.absolute()), "", hint)
 
 
 def _origins(node: Node, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, origin) for each value; a list counts as one value."""
     if isinstance(node.value, dict) and node.value:
         for name, child in node.children():
             yield from _origins(child, join(key, name))

@@ -1,294 +1,154 @@
-"""Code that a recipe names: what may run, what it is called with, and building it.
+"""Plug-ins of a recipe: check what ``_target_`` names and the arguments, import the recipe's class, and build objects.
 
-A recipe file is data that may come from anywhere. What it names runs only if it is on the list of callables for this
-purpose (``allowlist.py``), or if whoever starts the run trusts its package by ``--trust`` or AUTOMODEL_CKPT_TRUST. This
-is decided by names before anything is imported, and again by the type and the module of the object that was found.
+``trust.py`` decides which names are allowed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.allowlist import CUSTOM
 from automodel_ckpt.config.bind import INVALID, REMOTE_CODE, Binder, closest, join
 from automodel_ckpt.config.builders import missing_argument, unknown_argument
-from automodel_ckpt.config.canonical_yaml import settle
-from automodel_ckpt.config.load import LoadedRecipe, distinct, load_recipe
+from automodel_ckpt.config.canonical_yaml import canonical_tree
+from automodel_ckpt.config.load import LoadedRecipe, distinct
 from automodel_ckpt.config.references import ReferenceFailed, is_reference
 from automodel_ckpt.config.references import resolve as resolve_reference
 from automodel_ckpt.config.registry import registered
-from automodel_ckpt.config.schema import OptionsGroup, RecipeConfig, Target, own_keys
+from automodel_ckpt.config.schema import OptionsGroup, RecipeConfig, Target
+from automodel_ckpt.config.trust import (
+    Entry,
+    Rejected,
+    Trust,
+    called_function,
+    check_name,
+    import_failure,
+    is_within,
+    resolve,
+    resolve_entry,
+    trust_hint,
+)
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.user_code import location_in_user_code, register_user_code
+from automodel_ckpt.user_code import register_user_code
 
-ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 LIBRARIES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft")
 """Libraries whose errors about arguments are reported as mistakes in the recipe."""
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 """Settings of transformers for which ``owner/repository`` means code that is loaded from the Hub."""
-_OWN_PACKAGES = ("torch", "transformers", "datasets", "peft", "automodel_ckpt")
-_NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}
-"""What some recipes need and takes a moment to import: imported before ranks are forked, once for all of them."""
+"""Section -> library that it needs. The import takes seconds, so it happens once, before the ranks are forked."""
 _SECTIONS = frozenset(field.name for field in dataclasses.fields(RecipeConfig))
-Entry = allowlist.Exact | allowlist.ClassesOf
 _FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 
-_checked: dict[
-    str, Callable[..., Any]
-] = {}  # what check_targets resolved, for build() in this process and its forks
+# Callables that check_targets has resolved, for build() in this process and in the ranks forked from it.
+_resolved: dict[str, Callable[..., Any]] = {}
 
 
-class Rejected(Exception):
-    """A name may not be used, or leads nowhere."""
+class PreparedRecipe(NamedTuple):
+    """A recipe whose plug-ins have been checked, and its class."""
 
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.hint = hint
-
-
-class Trust:
-    """What may run besides the allowlist: packages, ``.py`` files, and code from model repositories."""
-
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        """The names of ``--trust``, to which those of the environment variable are added."""
-        self.names = frozenset(
-            filter(None, [*names, *re.split(r"[\s,:]+", os.environ.get(ENVIRONMENT, ""))])
-        )
-
-    def covers(self, name: str) -> bool:
-        """Whether a module or a dotted name is trusted; never those of Python itself."""
-        return name.partition(".")[0] not in _NEVER and _within(name, self.names)
-
-    def covers_file(self, path: Path) -> bool:
-        """Whether a ``.py`` file, or a directory above it, is trusted."""
-        trusted = {Path(name).resolve() for name in self.names}
-        return path.stem in self.names or not trusted.isdisjoint(
-            [path.resolve(), *path.resolve().parents]
-        )
+    loaded: LoadedRecipe
+    recipe_class: type[Any]
 
 
-def _within(name: str, packages: Sequence[str] | frozenset[str]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+def prepare(loaded: LoadedRecipe, trust: Trust) -> PreparedRecipe:
+    """Import the class of a recipe and its plug-ins, and check all of them. ``loaded`` is not modified.
 
-
-def resolve(name: str, trust: Trust, purpose: str = CUSTOM) -> Callable[..., Any]:
-    """The callable of a dotted name. Raises :class:`Rejected` where trust or the callable is missing."""
-    return _resolve(name, trust, purpose)[0]
-
-
-def _resolve(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any], Entry | None]:
-    """The callable of a dotted name, and its entry on the allowlist; None where the name is trusted."""
-    check_name(name, trust, purpose)
-    found = _find(name, trust)
-    if not callable(found):
-        raise Rejected(f"{name} is not a class or function", "use the name of a callable")
-    if not trust.covers(name):
-        entry = allowlist.entry_of(purpose, name, found)
-        if entry is None:
-            raise _not_listed(name, purpose)
-        return found, entry
-    inner = _innermost(found)
-    module = getattr(inner, "__module__", None)
-    if not isinstance(module, str) or not (
-        trust.covers(module) or allowlist.is_listed(purpose, inner)
-    ):
-        raise Rejected(
-            f"{name} is defined in {module or 'no module'}, which is not trusted", _hint(module)
-        )
-    return typing.cast(Callable[..., Any], found), None
-
-
-def _innermost(function: Any) -> Any:
-    """What a partial calls in the end: that decides whether it may run."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
-    """Check a dotted name before anything is imported. Raises :class:`Rejected`."""
-    parts = name.split(".")
-    if len(parts) < 2 or not all(
-        part.isidentifier() and not part.startswith("__") for part in parts
-    ):
-        raise Rejected(f"{name!r} is not a dotted name", "use the form package.module.callable")
-    if trust.covers(name):
-        if parts[0] not in _OWN_PACKAGES:
-            register_user_code(parts[0])
-    elif parts[0] in _NEVER or not allowlist.may_name(purpose, name):
-        raise _not_listed(name, purpose)
-
-
-def _not_listed(name: str, purpose: str) -> Rejected:
-    allowed = allowlist.suggestion(purpose, name)
-    section = {"": "an argument", CUSTOM: "a recipe"}.get(purpose, purpose)
-    what = f"{name} is not trusted, and not on the allowlist for {section}"
-    return Rejected(what, f"{f'without trust: {allowed}; ' if allowed else ''}{_hint(name)}")
-
-
-def _hint(module: str | None) -> str:
-    root = (module or "builtins").partition(".")[0]
-    if root in _NEVER:
-        return "recipes cannot call functions of the standard library; write a wrapper in your own package and trust it"
-    return f"if you trust this code, allow it with --trust {root} or {ENVIRONMENT}={root}"
-
-
-def _find(name: str, trust: Trust) -> Any:
-    root, *rest = name.split(".")
-    if _within(root, trust.names) and importlib.util.find_spec(root) is None:
-        sys.path.append(os.getcwd())  # last, so that nothing installed is shadowed
-    path, found = root, _import(root)
-    if found is None:
-        raise Rejected(
-            f"package {root} not found",
-            "install it, or run ckpt-train in the directory that contains it",
-        )
-    for part in rest:
-        parent, found = found, _attribute(found, part)
-        is_package = getattr(parent, "__name__", None) == path and hasattr(parent, "__path__")
-        path = f"{path}.{part}"
-        if found is None and is_package:
-            found = _import(path)
-        if found is None:
-            meant = closest(part, dir(parent))
-            raise Rejected(
-                f"{path} not found", f"did you mean {meant}?" if meant else "correct the name"
-            )
-    return found
-
-
-def _import(module: str) -> Any:
-    """The module, or None where there is none of this name."""
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
-            return None
-        raise _broken(module, error) from error
-
-
-def _attribute(parent: Any, name: str) -> Any:
-    """The attribute, or None; libraries that load their parts lazily may fail to import it."""
-    try:
-        return getattr(parent, name, None)
-    except Exception as error:
-        raise _broken(name, error) from error
-
-
-def _broken(name: object, error: Exception) -> Rejected:
-    place = location_in_user_code(error)
-    return Rejected(
-        f"{name} cannot be imported: {type(error).__name__}: {error}",
-        f"install its dependencies, or fix the error{f' at {place}' if place is not None else ''}",
-    )
-
-
-def prepare(loaded: LoadedRecipe, trust: Trust) -> type[Any]:
-    """The class of a recipe, with all that the recipe names checked; imports torch and what is named.
-
-    The sections of a custom recipe's own ``Config`` are typed here: ``loaded`` is completed in place.
+    The sections that a custom recipe declares in its ``Config`` are validated here.
 
     Raises:
-        RecipeError: with all that is not trusted, does not exist, or would be called wrongly.
+        RecipeError: with all names that are not trusted or do not exist, and all invalid arguments.
     """
     _check_names(loaded, trust)
-    recipe = loaded.tree.at("recipe")
-    assert recipe is not None
     try:
         recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.directory)
     except Rejected as error:
-        raise RecipeError.all_of([_problem("recipe", error, recipe)]) from error
-    complete = load_recipe(
-        loaded.path, loaded.overrides, schema=getattr(recipe_class, "Config", RecipeConfig)
-    )
-    loaded.config, loaded.tree = complete.config, complete.tree
-    check_targets(loaded, trust)
+        raise RecipeError.all_of([_problem("recipe", error, loaded.tree.at("recipe"))]) from error
+    complete = loaded.with_schema(getattr(recipe_class, "Config", RecipeConfig))
+    checked = check_targets(complete, trust)
     for section, library in _NEEDED_BY.items():
-        if getattr(loaded.config, section, None) is not None:
+        if getattr(checked.config, section, None) is not None:
             importlib.import_module(library)
-    return recipe_class
+    return PreparedRecipe(checked, recipe_class)
 
 
 def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
-    """The class of a registered name, of ``package.module.Class``, or of ``file.py:Class`` beside the recipe or here.
+    """Import a recipe's class: a registered name, ``package.module.Class``, or ``file.py:Class``.
 
-    Raises :class:`Rejected`.
+    A file is searched in *folder* and in the working directory. Raises :class:`Rejected`.
     """
     if match := _FILE.fullmatch(name):
         found = _from_file(folder, match["path"], match["name"], trust)
     else:
-        found = resolve(registered().get(name, name).replace(":", "."), trust, "recipe")
-    missing = [
-        method for method in ("setup", "run", "close") if not callable(getattr(found, method, None))
-    ]
-    if not isinstance(found, type) or missing:
-        raise Rejected(
-            f"{name} is not a recipe",
-            "a recipe is a class with the methods setup, run and close; see recipes/base.py",
-        )
+        dotted = registered().get(name, name).replace(":", ".")
+        found = resolve(dotted, trust, "recipe")
+    methods = ("setup", "run", "close")
+    has_methods = all(callable(getattr(found, method, None)) for method in methods)
+    if not isinstance(found, type) or not has_methods:
+        hint = "a recipe is a class with the methods setup, run and close; see recipes/base.py"
+        raise Rejected(f"{name} is not a recipe", hint)
     if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
-        raise Rejected(
-            f"{name}.Config is not a RecipeConfig",
-            "subclass automodel_ckpt.config.schema.RecipeConfig",
-        )
+        hint = "subclass automodel_ckpt.config.schema.RecipeConfig"
+        raise Rejected(f"{name}.Config is not a RecipeConfig", hint)
     return found
 
 
 def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
-    path = next((path for path in (folder / written, Path(written)) if path.is_file()), None)
+    candidates = [folder / written, Path(written)]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
-        places = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
-        raise Rejected(f"file {written} not found", f"searched {' and '.join(places)}")
+        searched = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
+        raise Rejected(f"file {written} not found", f"searched {' and '.join(searched)}")
     if not trust.covers_file(path):
-        raise Rejected(
-            f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}"
-        )
+        hint = f"if you trust this code, allow it with --trust {path}"
+        raise Rejected(f"{path} is not trusted", hint)
     module_name = f"_recipe_{path.stem}"
     register_user_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look up their module there while it is executed
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise _broken(path, error) from error
+        raise import_failure(path, error) from error
     if not hasattr(module, name):
         raise Rejected(f"{path} has no {name}", f"did you mean {closest(name, dir(module))}?")
     return getattr(module, name)
 
 
-def check_targets(loaded: LoadedRecipe, trust: Trust) -> None:
-    """Resolves every plug-in and checks its keyword arguments, which take the types of the parameters in place.
+def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
+    """Import every plug-in, and convert its keyword arguments to the types of the parameters.
+
+    Returns the recipe with converted arguments. ``loaded`` is not modified.
 
     Raises:
         RecipeError: with all problems found.
     """
     _check_names(loaded, trust)
-    checker = _Checker(loaded, trust)
-    for key, target, supplied in _targets(loaded.config):
-        checker.check(key, target, supplied, allowlist.purpose_of(key, _SECTIONS))
+    tree = loaded.tree.copy()
+    checker = _Checker(tree, type(loaded.config), trust)
+    config = checker.convert(loaded.config, "", ())
     if problems := distinct([*loaded.problems, *checker.problems]):
         raise RecipeError.all_of(problems)
-    settle(loaded.tree, loaded.config, with_arguments=True)
+    tree = canonical_tree(tree, config, with_arguments=True)
+    return dataclasses.replace(loaded, config=config, tree=tree)
 
 
 def _check_names(loaded: LoadedRecipe, trust: Trust) -> None:
-    """Check everything that is known before code is imported. Raises :class:`RecipeError`."""
+    """Check everything that can be checked before code is imported. Raises :class:`RecipeError`."""
     problems = untrusted_names(loaded.tree, trust)
     if REMOTE_CODE not in trust.names:
         problems += _remote_code(loaded)
@@ -297,14 +157,14 @@ def _check_names(loaded: LoadedRecipe, trust: Trust) -> None:
 
 
 def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
-    """The ``_target_`` names in a recipe's tree that may not be used; nothing is imported."""
+    """Return a problem for each ``_target_`` in a recipe's tree that is not allowed. Imports nothing."""
     problems: list[Problem] = []
     for key, node, purpose in _names(tree, trust):
         try:
             check_name(resolve_reference(str(node.value)) or "", trust, purpose)
         except Rejected as error:
             problems.append(_problem(key, error, node))
-        except ReferenceFailed:  # the schema's check reports it
+        except ReferenceFailed:  # load_recipe reports it
             continue
     return problems
 
@@ -312,7 +172,7 @@ def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
 def _names(
     node: Node, trust: Trust, key: str = "", purpose: str | None = None
 ) -> Iterator[tuple[str, Node, str]]:
-    """(key, node of ``_target_``, purpose) of every plug-in.
+    """Yield (key, node of ``_target_``, purpose) for every plug-in.
 
     *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins.
     """
@@ -332,7 +192,7 @@ def _names(
 
 
 def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
-    """A problem for each converted value that would run code from a model's repository."""
+    """Yield a problem for each converted value that would run code from a model's repository."""
     for key, value in _values(loaded.config):
         parts = key.split(".")
         runs_code = parts[-1] == REMOTE_CODE and value is not None and value is not False
@@ -346,245 +206,287 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
 
 
 def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, converted value) of every scalar of a recipe, arguments of plug-ins included."""
+    """Yield (dotted key, converted value) for every scalar of a recipe, including the arguments of plug-ins."""
+    items: Any
     if dataclasses.is_dataclass(value):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        value = held | held.pop("kwargs", {}) if getattr(value, "takes_any", False) else held
-    if isinstance(value, dict | list | tuple):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _values(item, join(key, str(name)))
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if getattr(value, "takes_any", False):
+            fields |= fields.pop("kwargs", {})
+        items = fields.items()
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
     else:
         yield key, value
-
-
-def _targets(
-    value: Any, key: str = "", supplied: tuple[str, ...] = ()
-) -> Iterator[tuple[str, Target, tuple[str, ...]]]:
-    """(key, plug-in, names of the arguments that the recipe adds) of each plug-in that is in no other one."""
-    if isinstance(value, Target):
-        yield key, value, supplied
-        for field in dataclasses.fields(value):
-            if field.name in own_keys(value):
-                added = field.metadata.get("supplied", ())
-                yield from _targets(getattr(value, field.name), join(key, field.name), added)
-    elif isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, item in items:
-            yield from _targets(item, join(key, str(name)), supplied)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            added = field.metadata.get("supplied", ())
-            yield from _targets(getattr(value, field.name), join(key, field.name), added)
+        return
+    for name, item in items:
+        yield from _values(item, join(key, str(name)))
 
 
 def _problem(key: str, error: Rejected, node: Node | None) -> Problem:
     assert node is not None
-    if is_reference(str(node.value)):  # what is wrong with it would show what it resolved to
-        return Problem(
-            f"{key}: the referenced value is not allowed here",
-            node.origin,
-            str(node),
-            "correct the environment variable",
-        )
+    if is_reference(str(node.value)):
+        # The message of the error would contain the value of the environment variable.
+        what = f"{key}: the referenced value is not allowed here"
+        return Problem(what, node.origin, str(node), "correct the environment variable")
     return Problem(f"{key}: {error}", node.origin, str(node), error.hint)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """What a callable accepts as keyword arguments."""
+
+    required: dict[str, bool]
+    """Parameter -> whether it is required."""
+    takes_any: bool
+    """Whether it also accepts other keywords."""
+    types: dict[str, Any]
+    """Parameter -> type, for the parameters with an annotation that can be evaluated."""
+    positional_only: list[str]
+    """Required parameters that cannot be given as keywords."""
+
+    def accepts(self, name: str) -> bool:
+        return name in self.required or self.takes_any
+
+
 class _Checker:
-    """Resolves plug-ins and gives their keyword arguments the types of the parameters."""
+    """Imports plug-ins and converts their keyword arguments to the types of the parameters.
 
-    def __init__(self, loaded: LoadedRecipe, trust: Trust) -> None:
-        self.tree, self.trust = loaded.tree, trust
+    ``problems`` collects all mistakes. ``tree`` is the checker's own copy: converting a node may rewrite it.
+    """
+
+    def __init__(self, tree: Node, schema: type[Any], trust: Trust) -> None:
+        self.tree = tree
+        self.trust = trust
         self.problems: list[Problem] = []
-        self.binder = Binder(type(loaded.config), self.problems)
+        self.binder = Binder(schema, self.problems)
 
-    def check(self, key: str, target: Target, supplied: tuple[str, ...], purpose: str) -> None:
+    def convert(
+        self, value: Any, key: str, supplied: tuple[str, ...], purpose: str | None = None
+    ) -> Any:
+        """Return a value of the configuration in which the arguments of all plug-ins are converted.
+
+        *supplied* are the names of the arguments that the recipe's class adds. *purpose* is that of the parameter of
+        an enclosing plug-in; None outside of plug-ins. A value without plug-ins is returned as it is.
+        """
+        if isinstance(value, Target):
+            if purpose is not None:
+                return self._target(value, key, supplied, purpose)
+            converted = self._target(value, key, supplied, allowlist.purpose_of(key, _SECTIONS))
+            return self._section(converted, key, supplied, purpose)
+        if dataclasses.is_dataclass(value):
+            return self._section(value, key, supplied, purpose)
+        if isinstance(value, dict):
+            items = {}
+            for name, item in value.items():
+                items[name] = self.convert(item, join(key, str(name)), supplied, purpose)
+            is_changed = any(items[name] is not item for name, item in value.items())
+            return items if is_changed else value
+        if isinstance(value, list | tuple):
+            values = []
+            for index, item in enumerate(value):
+                values.append(self.convert(item, join(key, str(index)), supplied, purpose))
+            is_changed = any(new is not old for new, old in zip(values, value, strict=True))
+            return type(value)(values) if is_changed else value
+        return value
+
+    def _section(
+        self, section: Any, key: str, supplied: tuple[str, ...], purpose: str | None
+    ) -> Any:
+        """Convert the plug-ins in the fields of a section. :meth:`_target` has converted its ``kwargs``."""
+        changed = {}
+        for field in dataclasses.fields(section):
+            if field.name == "kwargs" and getattr(section, "takes_any", False):
+                continue
+            if purpose is None:
+                supplied = field.metadata.get("supplied", ())
+            before = getattr(section, field.name)
+            after = self.convert(before, join(key, field.name), supplied, purpose)
+            if after is not before:
+                changed[field.name] = after
+        return dataclasses.replace(section, **changed) if changed else section
+
+    def _target(self, target: Target, key: str, supplied: tuple[str, ...], purpose: str) -> Target:
+        """Return a plug-in with converted arguments."""
         try:
-            function, entry = _resolve(target._target_, self.trust, purpose)
+            function, entry = resolve_entry(target._target_, self.trust, purpose)
         except Rejected as error:
             self.problems.append(_problem(key, error, self.tree.at(join(key, "_target_"))))
-            return
-        _checked[target._target_] = function
-        self._check_positional_only(key, target, _without_keyword(function))
-        parameters, takes_any = _parameters(function)
-        hints = _hints(function)
-        for name in list(target.kwargs):
-            node = self.tree.at(join(key, name))
-            assert node is not None
-            if name in parameters or takes_any:
-                self._check_allowed(target, name, node, join(key, name), entry)
-                inner = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
-                self._argument(
-                    target, name, hints.get(name, Any), node, join(key, name), supplied, inner
-                )
-            else:
-                self._unknown(target, key, name, node, parameters)
-        given = {*target.kwargs, *supplied}
-        for number, group in enumerate(getattr(target, "groups", ())):
-            if isinstance(group, OptionsGroup):
-                self._options(
-                    target, group, parameters, hints, takes_any, join(key, "groups", str(number))
-                )
-        for name in [name for name, needed in parameters.items() if needed and name not in given]:
-            self.problems.append(missing_argument(key, target._target_, name, self.tree.at(key)))
-
-    def _options(
-        self,
-        target: Target,
-        group: OptionsGroup,
-        parameters: dict[str, bool],
-        hints: dict[str, Any],
-        takes_any: bool,
-        key: str,
-    ) -> None:
-        """The options of a parameter group have the names and types of the optimizer's arguments."""
-        for name in list(group.kwargs):
-            node = self.tree.at(join(key, name))
-            assert node is not None
-            if name not in parameters and not takes_any:
-                self._unknown(target, key, name, node, parameters)
+            return target
+        _resolved[target._target_] = function
+        signature = _signature(function)
+        if signature.positional_only:
+            self._note_positional_only(key, target, signature.positional_only)
+        kwargs = {}
+        for name, value in target.kwargs.items():
+            node = self._node(join(key, name))
+            if not signature.accepts(name):
+                self._note_unknown(key, target, name, node, signature)
                 continue
-            value = self.binder.value(hints.get(name, Any), node, join(key, name))
-            group.kwargs[name] = None if value is INVALID else value
+            if entry is not None:
+                self._check_allowed(target, name, node, join(key, name), entry)
+            if not isinstance(value, Target):
+                annotation = signature.types.get(name, Any)
+                value = self._value(annotation, node, join(key, name))
+            nested = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
+            kwargs[name] = self.convert(value, join(key, name), supplied, nested)
+        converted = self._with_groups(dataclasses.replace(target, kwargs=kwargs), key, signature)
+        for name, is_required in signature.required.items():
+            if is_required and name not in target.kwargs and name not in supplied:
+                section = self.tree.at(key)
+                self.problems.append(missing_argument(key, target._target_, name, section))
+        return converted
 
-    def _check_positional_only(self, key: str, target: Target, unnamed: Sequence[str]) -> None:
-        if unnamed:
-            what = f"{key}: {target._target_} has positional-only parameters ({', '.join(unnamed)})"
-            where = self.tree.at(join(key, "_target_"))
-            hint = "write a wrapper with keyword arguments in your own package, and trust it"
-            self.problems.append(Problem(what, where.origin if where else "", "", hint))
+    def _with_groups(self, target: Target, key: str, signature: _Signature) -> Target:
+        """Convert the options of an optimizer's parameter groups to the types of the optimizer's arguments."""
+        groups = []
+        for number, group in enumerate(getattr(target, "groups", ())):
+            if not isinstance(group, OptionsGroup):
+                groups.append(group)
+                continue
+            group_key = join(key, "groups", str(number))
+            kwargs = {}
+            for name in group.kwargs:
+                node = self._node(join(group_key, name))
+                if not signature.accepts(name):
+                    self._note_unknown(group_key, target, name, node, signature)
+                    continue
+                annotation = signature.types.get(name, Any)
+                value = self._value(annotation, node, join(group_key, name))
+                kwargs[name] = self.convert(value, join(group_key, name), (), "")
+            groups.append(dataclasses.replace(group, kwargs=kwargs))
+        if not groups:
+            return target
+        converted: Target = dataclasses.replace(target, groups=groups)  # type: ignore[call-arg]
+        return converted
 
-    def _check_allowed(
-        self, target: Target, name: str, node: Node, key: str, entry: Entry | None
+    def _node(self, key: str) -> Node:
+        node = self.tree.at(key)
+        assert node is not None
+        return node
+
+    def _value(self, annotation: Any, node: Node, key: str) -> Any:
+        """Convert a node to the type of a parameter; None if that is impossible and a problem was added."""
+        value = self.binder.value(annotation, node, key)
+        return None if value is INVALID else value
+
+    def _check_allowed(self, target: Target, name: str, node: Node, key: str, entry: Entry) -> None:
+        """Add a problem for an argument that a callable of the allowlist accepts only with trust."""
+        reason = allowlist.argument_problem(entry, name, target.kwargs[name])
+        if reason is None:
+            return
+        what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
+        self.problems.append(Problem(what, node.origin, str(node), trust_hint(target._target_)))
+
+    def _note_positional_only(self, key: str, target: Target, names: Sequence[str]) -> None:
+        what = f"{key}: {target._target_} has positional-only parameters ({', '.join(names)})"
+        where = self._node(join(key, "_target_")).origin
+        hint = "write a wrapper with keyword arguments in your own package, and trust it"
+        self.problems.append(Problem(what, where, "", hint))
+
+    def _note_unknown(
+        self, key: str, target: Target, name: str, node: Node, signature: _Signature
     ) -> None:
-        """Note an argument that a callable of the allowlist may not have without trust."""
-        reason = (
-            allowlist.argument_problem(entry, name, target.kwargs[name])
-            if entry is not None
-            else None
-        )
-        if reason is not None:
-            what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
-            self.problems.append(Problem(what, node.origin, str(node), _hint(target._target_)))
-
-    def _argument(
-        self,
-        target: Target,
-        name: str,
-        annotation: Any,
-        node: Node,
-        key: str,
-        supplied: tuple[str, ...],
-        inner: str,
-    ) -> None:
-        """Convert one argument in place, and check the plug-ins in it for the purpose *inner*."""
-        if not isinstance(target.kwargs[name], Target):
-            value = self.binder.value(annotation, node, key)
-            target.kwargs[name] = None if value is INVALID else value
-        for inner_key, plug_in, _ in _targets(target.kwargs[name], key):
-            self.check(inner_key, plug_in, supplied, inner)
-
-    def _unknown(
-        self, target: Target, key: str, name: str, node: Node, parameters: dict[str, bool]
-    ) -> None:
-        self.problems.append(unknown_argument(key, target._target_, name, node, parameters))
+        problem = unknown_argument(key, target._target_, name, node, signature.required)
+        self.problems.append(problem)
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """Keyword parameters of a callable with whether each is required, and whether it takes any other keyword."""
+def _signature(function: Callable[..., Any]) -> _Signature:
+    types = _types(function)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # a builtin that does not say
-        return {}, True
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {p.name: p.default is p.empty for p in parameters if p.kind in kinds}
-    return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    except (ValueError, TypeError):  # some builtins have no signature
+        return _Signature({}, True, types, [])
+    required = {}
+    positional_only = []
+    takes_any = False
+    for parameter in parameters:
+        is_required = parameter.default is parameter.empty
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            required[parameter.name] = is_required
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            takes_any = True
+        elif parameter.kind is parameter.POSITIONAL_ONLY and is_required:
+            positional_only.append(parameter.name)
+    return _Signature(required, takes_any, types, positional_only)
 
 
-def _without_keyword(function: Callable[..., Any]) -> list[str]:
-    """Parameters that must be given and have no name to give them by."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
-        return []
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Types of the parameters, as far as they can be known."""
-    annotated: Any = _innermost(function)
+def _types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of the parameters, without those that cannot be evaluated."""
+    annotated: Any = called_function(function)
     if isinstance(annotated, type):
         annotated = getattr(annotated, "__init__")  # noqa: B009
     elif not inspect.isroutine(annotated):
         annotated = type(annotated).__call__
     try:
         return typing.get_type_hints(annotated)
-    except Exception:  # a name that exists only while type checking
+    except Exception:  # an annotation uses a name that is imported for type checkers only
         raw = getattr(annotated, "__annotations__", {})
         return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
 
 
 def build(target: Target, /, **supplied: Any) -> Any:
-    """Calls what a plug-in names, plug-ins among its arguments first.
+    """Call what a plug-in names. Plug-ins among its arguments are built first.
 
-    ``supplied`` is passed where the signature has the parameter and the recipe gave none.
+    An argument in ``supplied`` is passed if the callable has this parameter and the recipe does not set it.
 
     Raises:
-        RecipeError: for a plug-in that was not checked before and is not from an allowed library, and for arguments
-            that a library's callable refuses. What the user's own code raises stays as it is.
+        RecipeError: for a plug-in that :func:`check_targets` has not checked and that is not on the allowlist, and for
+            arguments that a library's callable does not accept. Exceptions of user code are not converted.
     """
     function = callable_of(target)
-    parameters, _ = _parameters(function)
-    added = {
-        name: value
-        for name, value in supplied.items()
-        if name in parameters and name not in target.kwargs
-    }
-    arguments = {**allowlist.defaults(target._target_), **_built(target.kwargs, supplied), **added}
+    accepted = _signature(function).required
+    arguments = {**allowlist.defaults(target._target_), **_built(target.kwargs, supplied)}
+    for name, value in supplied.items():
+        if name in accepted and name not in target.kwargs:
+            arguments[name] = value
     try:
         return function(**arguments)
     except Exception as error:
-        if not _within(getattr(function, "__module__", None) or "", LIBRARIES):
+        module = getattr(function, "__module__", None) or ""
+        if not is_within(module, LIBRARIES):
             raise
-        value = f"{type(error).__name__}: {error}"
-        hint = "correct the arguments of this section"
-        what = f"calling {target._target_} failed"
         raise RecipeError(
-            what, where=f"_target_: {target._target_}", value=value, hint=hint
+            f"calling {target._target_} failed",
+            where=f"_target_: {target._target_}",
+            value=f"{type(error).__name__}: {error}",
+            hint="correct the arguments of this section",
         ) from error
 
 
 def callable_of(target: Target) -> Callable[..., Any]:
-    """The class or function that a plug-in names. Raises :class:`RecipeError` where it may not be used."""
-    return _checked.get(target._target_) or _allowed(target)
+    """Return the class or function that a plug-in names. Raises :class:`RecipeError` if it is not allowed."""
+    return _resolved.get(target._target_) or _allowed(target)
 
 
 def _allowed(target: Target) -> Callable[..., Any]:
-    """The callable of a plug-in that is no part of a checked recipe. Raises :class:`RecipeError`."""
+    """Import the callable of a plug-in that is not part of a checked recipe. Raises :class:`RecipeError`."""
+    name = target._target_
     try:
-        function, entry = _resolve(target._target_, Trust(()), CUSTOM)
+        function, entry = resolve_entry(name, Trust(()), CUSTOM)
     except Rejected as error:
-        raise RecipeError(
-            str(error), where="_target_", value=target._target_, hint=error.hint
-        ) from error
-    for name, value in target.kwargs.items():
-        reason = allowlist.argument_problem(entry, name, value) if entry is not None else None
+        raise RecipeError(str(error), where="_target_", value=name, hint=error.hint) from error
+    if entry is None:
+        return function
+    for argument, value in target.kwargs.items():
+        reason = allowlist.argument_problem(entry, argument, value)
         if reason is not None:
             raise RecipeError(
                 reason,
-                where=f"_target_: {target._target_}",
-                value=f"{name}: {value}",
+                where=f"_target_: {name}",
+                value=f"{argument}: {value}",
                 hint="remove the argument",
             )
     return function
 
 
 def _built(value: Any, supplied: dict[str, Any]) -> Any:
+    """Replace the plug-ins in a value by the objects that they build."""
     if isinstance(value, Target):
         return build(value, **supplied)
     if isinstance(value, dict):
         return {key: _built(item, supplied) for key, item in value.items()}
-    return (
-        type(value)(_built(item, supplied) for item in value)
-        if isinstance(value, list | tuple)
-        else value
-    )
+    if isinstance(value, list | tuple):
+        return type(value)(_built(item, supplied) for item in value)
+    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import stat
@@ -57,15 +56,22 @@ class Node:
         document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
         return str(document).removesuffix("\n...\n").rstrip("\n")
 
+    def copy(self) -> Node:
+        """Copy the tree below this node."""
+        value = self.value
+        if isinstance(value, dict):
+            value = {key: child.copy() for key, child in value.items()}
+        elif isinstance(value, list):
+            value = [child.copy() for child in value]
+        return dataclasses.replace(self, value=value)
+
     def children(self) -> list[tuple[str, Node]]:
-        """(key or index, node) pairs of a mapping or list; empty for a scalar."""
+        """Return (key or index, node) pairs of a mapping or list; empty for a scalar."""
         if isinstance(self.value, dict):
             return list(self.value.items())
-        return (
-            [(str(index), item) for index, item in enumerate(self.value)]
-            if isinstance(self.value, list)
-            else []
-        )
+        if isinstance(self.value, list):
+            return [(str(index), item) for index, item in enumerate(self.value)]
+        return []
 
     def at(self, key: str) -> Node | None:
         """The node at a dotted key, with list items addressed by index; None if it does not exist."""
@@ -117,18 +123,20 @@ def is_stream(path: str | Path) -> bool:
         return False
 
 
-@functools.cache
-def _from_stream(path: Path) -> bytes:
-    """Read a stream, cached because it can be read only once. Raises OSError."""
-    with open(0, "rb", closefd=False) if str(path) == "-" else path.open("rb") as stream:
-        return stream.read(MAX_FILE_BYTES + 1)
+def _read_bytes(path: Path) -> bytes:
+    """Read a file or a stream, up to one byte more than is allowed. Raises OSError."""
+    if str(path) == "-":
+        with open(0, "rb", closefd=False) as stream:
+            return stream.read(MAX_FILE_BYTES + 1)
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 def read_file(path: Path, problems: list[Problem]) -> Node | None:
     """Read the mapping in a YAML file. Returns None and adds to ``problems`` if that fails."""
     origin = "standard input" if str(path) == "-" else str(path)
     try:
-        content = _from_stream(path) if is_stream(path) else path.read_bytes()[: MAX_FILE_BYTES + 1]
+        content = _read_bytes(path)
         text = content.decode("utf-8-sig")
     except OSError as error:
         problems.append(

@@ -361,11 +361,11 @@ def test_a_recipe_may_come_through_a_pipe(recipe: Path) -> None:
     os.write(write, RECIPE.encode())
     os.close(write)
     first = load_recipe(f"/dev/fd/{read}")
-    assert (first.config, first.directory) == (load_recipe(recipe).config, Path())
-    assert load_recipe(first.path).config == first.config, (
-        "what was read is kept: it cannot be read again"
-    )
     os.close(read)
+    assert (first.config, first.directory) == (load_recipe(recipe).config, Path())
+    seed = parse(["--seed=3"]).overrides
+    assert first.with_overrides(seed).config == load_recipe(recipe, seed).config
+    assert first.with_schema(RecipeConfig).config == first.config, "parsed once, read once"
 
 
 def test_a_directory_that_was_removed_is_told(

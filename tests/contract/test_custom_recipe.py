@@ -12,7 +12,8 @@ import pytest
 
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import Trust, prepare
+from automodel_ckpt.config.targets import prepare
+from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.training import Killable, digest, digests, steps_of
@@ -34,7 +35,7 @@ def made(*overrides: str, kill_after: frozenset[int] = frozenset()) -> Any:
     """The recipe object, as ckpt-train makes it."""
     line = parse(overrides)
     loaded = load_recipe(EXAMPLE / "ema.yaml", line.overrides, problems=line.problems)
-    cls = prepare(loaded, Trust([str(EXAMPLE / "ema.py")]))
+    loaded, cls = prepare(loaded, Trust([str(EXAMPLE / "ema.py")]))
     if kill_after:
         cls = type("Killed", (Killable, cls), {"kill_after": kill_after})
     return cls(loaded.config, config_yaml=loaded.to_yaml())

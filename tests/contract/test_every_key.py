@@ -44,7 +44,8 @@ from automodel_ckpt.config.convert import find, members, section_type
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import Trust, check_targets, resolve_recipe
+from automodel_ckpt.config.targets import check_targets, resolve_recipe
+from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
@@ -120,7 +121,7 @@ def opened(directory: Path, words: Iterable[str]) -> Subject:
     path.write_text(RECIPE)
     line = parse(list(words))
     loaded = load_recipe(path, line.overrides, problems=line.problems)
-    check_targets(loaded, Trust(["tests"]))
+    loaded = check_targets(loaded, Trust(["tests"]))
     recipe = LLMFinetune(loaded.config, config_yaml=loaded.to_yaml())
     recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.tokenizer = recipe.preprocessor = None

@@ -11,7 +11,8 @@ from automodel_ckpt.cli.launch.failures import FailureRecord, text_of
 from automodel_ckpt.cli.launch.worker import run_rank
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import Trust, prepare
+from automodel_ckpt.config.targets import prepare
+from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_USAGE, AutomodelError, describe
 from tests.support import ranks
 from tests.support.training import RECIPE
@@ -92,7 +93,7 @@ def said_of(override: str) -> tuple[int, str]:
     loaded = load_recipe("recipe.yaml", line.overrides, problems=line.problems)
     records: list[FailureRecord] = []
     try:
-        code = run_rank(loaded, prepare(loaded, Trust(["own", "own.py"])), records.append)
+        code = run_rank(*prepare(loaded, Trust(["own", "own.py"])), records.append)
     except AutomodelError as error:
         return describe(error)
     return code, text_of(records[0], several_ranks=False)

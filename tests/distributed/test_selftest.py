@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from automodel_ckpt.cli.checks.selftest import selftest
+from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.selftest_probe import observed
@@ -40,9 +41,10 @@ def run(
 
     def observe(loaded: Any, notes: Path, stop_after: int | None) -> Any:
         build(directory / "recipe.yaml", recipe_class=recipe_class)  # resolves the plug-ins
-        return observed(recipe_class, notes, stop_after=stop_after)
+        return loaded, observed(recipe_class, notes, stop_after=stop_after)
 
-    code = selftest(str(write_recipe(directory)), line, observe)
+    recipe = load_recipe(write_recipe(directory), line.overrides)
+    code = selftest(recipe, line, observe)
     return code, capfd.readouterr().out
 
 
@@ -107,13 +109,13 @@ def test_a_run_that_fails_shows_what_it_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = parse(["--selftest-resume", "--model.freeze=['*']"])
-    path = str(write_recipe(tmp_path))
+    path = write_recipe(tmp_path)
 
     def observe(loaded: Any, notes: Path, stop_after: int | None) -> Any:
-        build(Path(path))
-        return observed(Recipe, notes, stop_after=stop_after)
+        build(path)
+        return loaded, observed(Recipe, notes, stop_after=stop_after)
 
-    assert selftest(path, line, observe) == 2
+    assert selftest(load_recipe(path, line.overrides), line, observe) == 2
     err = capfd.readouterr().err
     assert "no parameter is left to train" in err
     assert "the run 'straight' ended with exit code 2" in err
@@ -133,4 +135,4 @@ def test_a_selftest_that_cannot_be_is_refused(
 ) -> None:
     line = parse(["--selftest-resume", *arguments])
     with pytest.raises(RecipeError, match=what):
-        selftest(str(write_recipe(tmp_path)), line, lambda *_: Recipe)
+        selftest(load_recipe(write_recipe(tmp_path)), line, lambda *_: (None, Recipe))

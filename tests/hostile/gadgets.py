@@ -20,14 +20,8 @@ import yaml
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import (
-    Rejected,
-    Trust,
-    _parameters,
-    build,
-    check_targets,
-    resolve,
-)
+from automodel_ckpt.config.targets import _signature, build, check_targets
+from automodel_ckpt.config.trust import Rejected, Trust, resolve
 from automodel_ckpt.errors import RecipeError
 
 PACKAGES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft", "automodel_ckpt")
@@ -232,7 +226,7 @@ class Place:
         """Arguments for the callable *name*: each canary as all arguments, and as single ones."""
         function = resolve(name, Trust())
         entry = allowlist.entry_of(allowlist.CUSTOM, name, function)
-        parameters, _ = _parameters(function)
+        parameters = _signature(function).required
         listed = entry.arguments if entry is not None and entry.arguments is not None else ()
         keywords = sorted({*parameters, *listed} - {*SUPPLIED})
         values = self.canaries()
@@ -297,7 +291,7 @@ def call(
         recipe.write_text(yaml.safe_dump({"extra": {"_target_": name, **arguments}}))
         try:
             loaded = load_recipe(recipe, schema=cast(type[RecipeConfig], AnySection))
-            check_targets(loaded, Trust(trust))
+            loaded = check_targets(loaded, Trust(trust))
         except RecipeError:
             continue
         num_called += 1

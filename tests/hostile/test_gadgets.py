@@ -17,7 +17,7 @@ import pytest
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config import allowlist
-from automodel_ckpt.config.targets import Rejected, Trust, check_name
+from automodel_ckpt.config.trust import Rejected, Trust, check_name
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import EXIT_USAGE
 

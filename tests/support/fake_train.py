@@ -181,11 +181,6 @@ def raise_in(module: str, error: Exception) -> None:
     exec(compile("raise error", module, "exec"), {"__name__": module, "error": error})
 
 
-def import_recipe() -> type[FakeRecipe]:
-    importlib.import_module("torch.distributed")
-    return FakeRecipe
-
-
 def enter_network(name: str) -> None:
     with open(f"/var/run/netns/{name}") as namespace:
         assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
@@ -230,7 +225,12 @@ def main() -> int:
     )
     loaded.to_yaml = lambda: ""
     flags = LaunchFlags(**{name: value for name, value in given.items() if value is not None})
-    return launch(loaded, flags, import_recipe)
+
+    def prepare() -> tuple[Any, type[FakeRecipe]]:
+        importlib.import_module("torch.distributed")
+        return loaded, FakeRecipe
+
+    return launch(loaded, flags, prepare)
 
 
 if __name__ == "__main__":

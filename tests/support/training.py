@@ -16,7 +16,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import Trust, check_targets
+from automodel_ckpt.config.targets import check_targets
+from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.base import Control, FinetuneRecipe
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
@@ -102,7 +103,7 @@ def build(
     """The recipe object of a file and command-line overrides, not set up."""
     line = parse(overrides)
     loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
-    check_targets(loaded, Trust(["tests"]))
+    loaded = check_targets(loaded, Trust(["tests"]))
     recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
     recipe.origins = loaded.origins
     recipe.overridden = frozenset(override.key for override in line.overrides)

@@ -31,7 +31,8 @@ from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.convert import _boolean, typed
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.targets import Rejected, Trust, prepare, resolve
+from automodel_ckpt.config.targets import prepare
+from automodel_ckpt.config.trust import Rejected, Trust, resolve
 from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.row_files import _unique
@@ -308,7 +309,7 @@ def test_a_section_of_a_custom_recipe_may_check_itself(tmp_path: Path) -> None:
 def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.config.targets.prepare", lambda *_: dict)
+    monkeypatch.setattr("automodel_ckpt.config.targets.prepare", lambda *_: (None, dict))
     line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
     loaded: Any = None
     refused(lambda: _observed(line, loaded, tmp_path, None), "derived from FinetuneRecipe")

@@ -26,8 +26,8 @@ from automodel_ckpt.cli.checks.compare_runs import (
 from automodel_ckpt.cli.launch.topology import num_joined
 from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.load import LoadedRecipe, load_recipe
-from automodel_ckpt.config.overrides import CommandLine, Override, parse
+from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, Problem, RecipeError
 
 DEFAULT_STEPS = 6
@@ -47,8 +47,8 @@ _ALWAYS = (
     "--logging.trackers={}",
 )
 
-Observe = Callable[[LoadedRecipe, Path, int | None], type]
-"""(recipe, directory for notes, step to stop after) -> the recipe's class, observed."""
+Observe = Callable[[LoadedRecipe, Path, int | None], tuple[LoadedRecipe, type]]
+"""(recipe, directory for notes, step to stop after) -> the checked recipe, and its class that records each step."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def _fail(what: str, where: str, value: object, hint: str) -> None:
     raise RecipeError(what, where=where, value=value, hint=hint)
 
 
-def selftest(path: str, line: CommandLine, observe: Observe) -> int:
+def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
     """Run the selftest and print the comparison (as JSON with ``--json``). Returns 0 if the resumed run agrees.
 
     Raises :class:`RecipeError` for an invalid command line. If one of the runs fails, returns its exit code.
     """
     plan = plan_of(line)
     with tempfile.TemporaryDirectory(prefix="ckpt-selftest-") as scratch:
-        runs = Runs(path, line.overrides, plan, Path(scratch), observe)
+        runs = Runs(recipe, plan, Path(scratch), observe)
         try:
             found = runs.compare()
         except RunFailed as failure:
@@ -122,8 +122,7 @@ class RunFailed(Exception):
 class Runs:
     """The three runs of a recipe below *scratch*."""
 
-    path: str
-    overrides: list[Override]
+    recipe: LoadedRecipe
     plan: Plan
     scratch: Path
     observe: Observe
@@ -149,7 +148,7 @@ class Runs:
         directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
         steps = f"--step_scheduler.max_steps={self.plan.num_steps}"
         ours = parse([*_ALWAYS, directory, steps, *more]).overrides
-        return load_recipe(self.path, [*self.overrides, *ours])
+        return self.recipe.with_overrides(ours)
 
     def _run(
         self, name: str, flags: LaunchFlags, stop_after: int | None, expected: int, *more: str
@@ -176,7 +175,10 @@ class Runs:
 
 
 def _launch(
-    loaded: LoadedRecipe, flags: LaunchFlags, prepare: Callable[[], type], output: Path
+    loaded: LoadedRecipe,
+    flags: LaunchFlags,
+    prepare: Callable[[], tuple[LoadedRecipe, type]],
+    output: Path,
 ) -> None:
     """Launch the run in the forked process, with its output redirected to *output*. Does not return."""
     from automodel_ckpt.cli.launch.launcher import launch

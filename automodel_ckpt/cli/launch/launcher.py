@@ -97,14 +97,14 @@ READ_SECONDS = 20
 """So long the rendezvous may take to answer: its agent asks it twice, blind to its ranks, before it gives up."""
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
-Prepare = Callable[[], RecipeClass]
+Prepare = Callable[[], tuple[Loaded, RecipeClass]]
 
 
 def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     """Run a loaded recipe as the flags and the environment say; what went wrong is printed last, once.
 
-    ``prepare`` imports what the ranks need and returns the recipe's class; it is called once in this process, after
-    the environment that torch reads at import is set. Raises nothing.
+    ``prepare`` imports what the ranks need and returns the checked recipe and its class. It is called once in this
+    process, after the environment that torch reads at import is set. Raises nothing.
     """
     with forgiving_streams():
         return _launch(loaded, flags, prepare)
@@ -117,15 +117,15 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         if started == "srun":
             os.environ.update(slurm_ranks(os.environ, flags))
         if started != "nobody":
-            return _join(loaded, prepare, serve=started == "srun")
+            return _join(prepare, serve=started == "srun")
         if found := forget_ranks(os.environ):
             say(
                 f"{' and '.join(found)} in the environment: without MASTER_ADDR they make no rank, and are ignored"
             )
         meet = rendezvous(flags, os.environ)  # where nobody is met it refuses what makes no sense
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
-            return _run_here(loaded, prepare)
-        return _run_forked(loaded, flags, meet, prepare)
+            return _run_here(prepare)
+        return _run_forked(flags, meet, prepare)
     except StoppedWaiting:
         return _stopped(stop_request().requested, "before training began")
     except Exception as error:
@@ -148,7 +148,7 @@ def _stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
     return [number for number in numbers if number not in ignored]
 
 
-def _imported(prepare: Prepare) -> RecipeClass:
+def _imported(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
     """Call ``prepare`` without the garbage collector, which would search the modules' objects again and again.
 
     They live as long as the process: freezing them spares later collections, and the ranks' copies of their pages.
@@ -170,15 +170,15 @@ def leave(code: int) -> NoReturn:
     exit_now(code)
 
 
-def _run_here(loaded: Loaded, prepare: Prepare) -> int:
+def _run_here(prepare: Prepare) -> int:
     stop_request().install()
     _hush(os.environ)
     with stop_request().interrupting():
-        recipe_class = _imported(prepare)
+        loaded, recipe_class = _imported(prepare)
     return run_rank(loaded, recipe_class, lambda record: say(text_of(record, several_ranks=False)))
 
 
-def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
+def _join(prepare: Prepare, *, serve: bool) -> int:
     stop_request().install()
     _hush(os.environ)
     store = _serve_store() if serve else None
@@ -191,7 +191,7 @@ def _join(loaded: Loaded, prepare: Prepare, *, serve: bool) -> int:
         return claims[-1]
 
     try:
-        recipe_class = _imported(prepare)
+        loaded, recipe_class = _imported(prepare)
     except AutomodelError as error:
         if claim():
             say(describe(error)[1])
@@ -239,7 +239,7 @@ def claim_final_report() -> bool:
         return True
 
 
-def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: Prepare) -> int:
+def _run_forked(flags: LaunchFlags, meet: Rendezvous, prepare: Prepare) -> int:
     asked = flags.nproc_per_node
     guess = (
         int(asked)
@@ -256,7 +256,7 @@ def _run_forked(loaded: Loaded, flags: LaunchFlags, meet: Rendezvous, prepare: P
         set_threads(os.environ, guess)
         _hush(os.environ)
         with stop_request().interrupting():
-            recipe_class = _imported(prepare)
+            loaded, recipe_class = _imported(prepare)
         torch = importlib.import_module("torch")
         on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
         num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)

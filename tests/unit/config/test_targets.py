@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from pathlib import Path
@@ -13,15 +14,8 @@ from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import (
-    Rejected,
-    Trust,
-    _check_names,
-    build,
-    check_targets,
-    prepare,
-    resolve,
-)
+from automodel_ckpt.config.targets import _check_names, build, check_targets, prepare
+from automodel_ckpt.config.trust import Rejected, Trust, resolve
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -118,8 +112,7 @@ def load(recipe: Path, *words: str) -> LoadedRecipe:
 
 def checked(recipe: Path, *words: str, trust: tuple[str, ...] = ("trusted_pkg",)) -> LoadedRecipe:
     loaded = load(recipe, *words)
-    check_targets(loaded, Trust(trust))
-    return loaded
+    return check_targets(loaded, Trust(trust))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +146,7 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "transformers.dynamic_module_utils.get_class_from_dynamic_module",
         "transformers.testing_utils.run_command",
         "automodel_ckpt.config.targets.resolve_recipe",
+        "automodel_ckpt.config.trust.resolve",
         "automodel_ckpt.config.load.Path.unlink",
         "automodel_ckpt.durable_io.remove",
         "transformers.exporters.utils.import_dotted_path",
@@ -239,7 +233,7 @@ GADGETS = {
     "validation_dataset": "{_target_: peft.utils.save_and_load.torch_load, f: evil.bin, weights_only: false}",
     "tokenizer": "{_target_: transformers.modeling_utils.load_state_dict, checkpoint_file: x, weights_only: false}",
     "processor": "{_target_: transformers.trainer_pt_utils.remove_dummy_checkpoint, output_dir: /, filenames: [x]}",
-    "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.targets.resolve, name: x}}",
+    "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.trust.resolve, name: x}}",
     "optimizer": "{_target_: datasets.load.import_main_class, module_path: evil}",
     "model": "{_target_: transformers.utils.import_utils.direct_transformers_import, path: .}",
     "dataloader.collate_fn": "{_target_: automodel_ckpt.durable_io.remove}",
@@ -538,6 +532,30 @@ def test_the_arguments_of_a_plug_in_among_arguments_are_checked_too(recipe: Path
     assert build(loaded.config.dataset, tokenizer=None).parts == [17]
 
 
+def test_checking_plug_ins_returns_a_new_recipe_and_leaves_the_loaded_one_unchanged(
+    recipe: Path,
+) -> None:
+    inner = "{_target_: trusted_pkg.things.make, size: 017}"
+    group = "{params: ['*'], lr: 2e-5}"
+    loaded = load(
+        recipe,
+        f"--dataset.parts=[{inner}]",
+        "--dataset.ratio=1",
+        "--optimizer._target_=torch.optim.SGD",
+        f"--optimizer.groups=[{group}]",
+    )
+    before = (copy.deepcopy(loaded), loaded.to_yaml(), loaded.explain())
+    converted = check_targets(loaded, Trust(["trusted_pkg"]))
+    assert (loaded, loaded.to_yaml(), loaded.explain()) == before
+    assert converted.config.dataset.kwargs["parts"][0].kwargs == {"size": 17}
+    assert loaded.config.dataset.kwargs["parts"][0].kwargs == {"size": "017"}
+    assert "ratio: 1.0\n" in converted.to_yaml() and "ratio: 1\n" in loaded.to_yaml()
+    # What does not contain a plug-in is the same object.
+    assert converted.config.step_scheduler is loaded.config.step_scheduler
+    again = check_targets(loaded, Trust(["trusted_pkg"]))
+    assert (again.config, again.to_yaml()) == (converted.config, converted.to_yaml())
+
+
 def test_a_missing_name_is_reported_with_the_nearest(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="did you mean CrossEntropyLoss"):
         checked(recipe, "--loss_fn._target_=torch.nn.CrossEntropyLos")
@@ -618,10 +636,10 @@ def test_building_never_runs_what_nobody_trusted() -> None:
 def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: str) -> None:
     recipe.write_text(f"recipe: {name}\nhead:\n  width: 017\n" + RECIPE)
     loaded = load_recipe(recipe)
-    cls = prepare(loaded, Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
+    prepared, cls = prepare(loaded, Trust([trust.format(folder=recipe.parent), "trusted_pkg"]))
     assert cls.__name__ == "MyRecipe"
-    assert loaded.config.head.width == 17
-    assert "width: 17" in loaded.to_yaml()
+    assert prepared.config.head.width == 17
+    assert "width: 17" in prepared.to_yaml()
     with pytest.raises(RecipeError, match=r"unknown key head\.widht"):
         prepare(
             load(recipe, "--head.widht=1"),
@@ -653,4 +671,4 @@ def test_a_class_that_is_no_recipe_is_refused(recipe: Path) -> None:
 
 def test_the_built_in_recipe_needs_no_trust(recipe: Path) -> None:
     loaded = load(recipe, "--dataset={_target_: datasets.load_dataset, path: x}")
-    assert prepare(loaded, Trust()).__name__ == "LLMFinetune"
+    assert prepare(loaded, Trust()).recipe_class.__name__ == "LLMFinetune"
