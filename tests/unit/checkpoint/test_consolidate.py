@@ -315,6 +315,15 @@ def test_damage_is_named_and_nothing_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+def _link(directory: Path, target: str) -> None:
+    (directory / "shard-00001.safetensors").symlink_to(target)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -328,6 +337,9 @@ def test_damage_is_named_and_nothing_is_written(
             "is not a shard",
         ),
         (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "truncated"),
+        (lambda d: next(d.glob("shard-00001*")).rename(d / "x") and _link(d, "x"), "link"),
+        (lambda d: os.mkfifo(d / "z.safetensors"), "not a regular file"),
+        (lambda d: _sparse(d / "z.safetensors"), "nearly all hole"),
     ],
 )
 def test_a_bare_directory_that_is_not_whole_is_refused(

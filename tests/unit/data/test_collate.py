@@ -42,3 +42,9 @@ def test_a_sample_of_another_shape_is_refused(sample: Any) -> None:
 def test_a_multiple_of_zero_is_refused() -> None:
     with pytest.raises(RecipeError, match="at least 1"):
         PadCollator(0, pad_to_multiple_of=0)
+
+
+def test_a_sample_that_is_already_padded_is_rejected() -> None:
+    padded = {"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": [1, 1, 0]}
+    with pytest.raises(RecipeError, match=r"already padded[\s\S]*1 of 3 tokens"):
+        PadCollator(9)([padded])
