@@ -578,3 +578,51 @@ def test_a_collator_that_draws_numbers_gets_the_same_ones_after_a_resume(source:
     second.load_state_dict(first.state_dict())
     torch.rand(3)
     assert contents(before + train(second, 3)) == contents(whole)
+
+
+class Identified(Numbers):
+    """Data with a text that changes with its content."""
+
+    def __init__(self, length: int, identity: str | None) -> None:
+        super().__init__(length)
+        self.identity = identity
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "is_reported"),
+    [("a", "b", True), ("a", "a", False), (None, "a", False), ("a", None, False)],
+)
+def test_changed_data_of_the_same_length_is_reported_where_both_are_known(
+    saved: str | None, current: str | None, is_reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make(Identified(20, saved)), make(Identified(20, current))
+    train(first, 1)
+    second.load_state_dict(first.state_dict())
+    assert ("the data has changed since this checkpoint was saved" in caplog.text) == is_reported
+
+
+class StreamOfEpochs(Stream):
+    """A stream that is told the number of the epoch."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def prepare(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["number"] == 7:
+            raise ValueError("no such row")
+        return row
+
+
+def test_a_stream_gets_the_number_of_each_epoch() -> None:
+    source = StreamOfEpochs(4)
+    train(make(source), 3)
+    assert source.epochs == [0, 1, 2]
+
+
+def test_a_sample_of_a_stream_that_cannot_be_prepared_is_named() -> None:
+    with pytest.raises(AutomodelError, match="sample 7 of the stream could not be prepared"):
+        train(make(StreamOfEpochs(20), dp_size=2, dp_rank=1, local_batch_size=1), 3)
