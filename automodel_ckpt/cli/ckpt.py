@@ -1,12 +1,16 @@
-"""``ckpt``: look after checkpoints. Runs on CPU, without a network, from any directory, and without torch."""
+"""``ckpt``: inspect, verify, convert and manage checkpoints. Runs on CPU, without a network, and starts without torch.
+
+:data:`VERBS` lists the commands. A new command is a module in ``cli/commands/`` with ``add_arguments`` and ``run``, and
+a line in this table.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from automodel_ckpt import __version__
@@ -16,12 +20,13 @@ from automodel_ckpt.cli.commands import (
     export,
     import_,
     ls,
-    maintenance,
+    pin,
     plot,
+    prune,
     show,
     track,
+    verify,
 )
-from automodel_ckpt.cli.paths import WHERE, find_checkpoint
 from automodel_ckpt.cli.terminal import (
     leave_reader,
     occupy_standard_streams,
@@ -40,8 +45,73 @@ from automodel_ckpt.errors import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command of ``ckpt``.
+
+    *help* is its line in ``ckpt --help``. *add_arguments* sets the description of its parser and adds its options.
+    *run* executes it and returns the exit code. *writes* states whether it writes files: if a system call
+    fails, the exit code is then 4 instead of 3.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    writes: bool = False
+    has_json: bool = True
+
+
+VERBS: Sequence[Verb] = (
+    Verb("ls", "list checkpoints or runs", ls.add_arguments, ls.run),
+    Verb("show", "show the contents of a checkpoint", show.add_arguments, show.run),
+    Verb("diff", "compare two checkpoints", diff.add_arguments, diff.run),
+    Verb("verify", "verify the digests of all files", verify.add_arguments, verify.run),
+    Verb(
+        "export",
+        "export a checkpoint's model for other programs",
+        export.add_arguments,
+        export.run,
+        writes=True,
+    ),
+    Verb(
+        "consolidate",
+        "alias of `ckpt export --to hf`",
+        export.add_consolidate_arguments,
+        export.run,
+        writes=True,
+    ),
+    Verb(
+        "import",
+        "import a checkpoint of another program",
+        import_.add_arguments,
+        import_.run,
+        writes=True,
+    ),
+    Verb("prune", "remove old checkpoints", prune.add_arguments, prune.run, writes=True),
+    Verb("pin", "protect a checkpoint from removal", pin.add_arguments, pin.run, writes=True),
+    Verb("unpin", "remove a pin", pin.add_unpin_arguments, pin.run, writes=True),
+    Verb("plot", "plot the curves of one or more runs", plot.add_arguments, plot.run, writes=True),
+    Verb(
+        "track",
+        "upload a run's log to an experiment tracker",
+        track.add_arguments,
+        track.run,
+        writes=True,
+    ),
+    Verb(
+        "completion",
+        "print a shell completion script",
+        completion.add_arguments,
+        lambda arguments: completion.run(arguments, parser()),
+        has_json=False,
+    ),
+)
+"""All commands, in the order of ``ckpt --help``."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """One whose mistakes are errors like any other."""
+    """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(
@@ -50,58 +120,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of ``ckpt``."""
+    """Build the parser of ``ckpt``'s command line."""
     result = _Parser(prog="ckpt", description="Inspect, verify, convert and manage checkpoints.")
     result.add_argument("--version", action="version", version=f"automodel_ckpt {__version__}")
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    consolidate = commands.add_parser(
-        "consolidate",
-        help="export a checkpoint to Hugging Face files",
-        description="Export the model of a checkpoint to Hugging Face files, and verify its digests.",
-    )
-    consolidate.add_argument(
-        "path",
-        metavar="DIR",
-        help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest",
-    )
-    consolidate.add_argument(
-        "--output",
-        "-o",
-        metavar="OUT",
-        help="output directory (default: consolidated/ in the model's directory)",
-    )
-    consolidate.add_argument(
-        "--cast-dtype", metavar="T", help="cast floating-point tensors to bf16, fp16, fp32 or fp64"
-    )
-    consolidate.add_argument(
-        "--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)"
-    )
-    consolidate.add_argument(
-        "--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)"
-    )
-    own = (
-        ls.add_parser(commands),
-        show.add_parser(commands),
-        consolidate,
-        export.add_parser(commands),
-        import_.add_parser(commands),
-        diff.add_parser(commands),
-    )
-    curves = (plot.add_parser(commands), track.add_parser(commands))
-    for command in (*own, *maintenance.add_parsers(commands), *curves):
-        command.add_argument("--json", action="store_true", help="print JSON")
-    completion.add_parser(commands)
+    for verb in VERBS:
+        command = commands.add_parser(verb.name, help=verb.help)
+        verb.add_arguments(command)
+        if verb.has_json:
+            command.add_argument("--json", action="store_true", help="print JSON")
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``ckpt``; returns its exit code."""
+    """Run ``ckpt`` and return its exit code. With ``argv=None`` it uses ``sys.argv``."""
     occupy_standard_streams()
-    words = sys.argv[1:] if argv is None else [*argv]
+    words = sys.argv[1:] if argv is None else list(argv)
+    # Until the command line is parsed, errors are printed as if it had only these two values.
     arguments = argparse.Namespace(command="", json="--json" in words)
     try:
         arguments = parser().parse_args(words)
-        code = _COMMANDS[arguments.command](arguments)
+        verb = next(verb for verb in VERBS if verb.name == arguments.command)
+        code = verb.run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -109,25 +149,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     except (AutomodelError, OSError, KeyboardInterrupt) as error:
         limit = limit_error(error) if isinstance(error, OSError) else None
-        return _failed(limit or error, arguments)
+        return _report_failure(limit or error, arguments)
     except (RuntimeError, MemoryError) as error:
         limit = limit_error(error)
         if limit is None:
             raise
-        return _failed(limit, arguments)
+        return _report_failure(limit, arguments)
 
 
-def _failed(error: BaseException, arguments: argparse.Namespace) -> int:
-    """Say what is wrong, with ``--json`` also as a document; returns the exit code."""
+def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
+    """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
     if isinstance(error, OSError):
         problem = os_problem(
             error,
             "cannot access a file or directory",
             hint="check the path, its permissions and the free space",
         )
-        error = (SaveFailed if arguments.command in _WRITING else CheckpointUnusable).all_of(
-            [problem]
-        )
+        writing = {verb.name for verb in VERBS if verb.writes}
+        kind = SaveFailed if arguments.command in writing else CheckpointUnusable
+        error = kind.all_of([problem])
     code, message = describe(error)
     print_error(message)
     if getattr(arguments, "json", False) and isinstance(error, AutomodelError):
@@ -135,39 +175,6 @@ def _failed(error: BaseException, arguments: argparse.Namespace) -> int:
         print(json.dumps({"error": {"code": code, "problems": problems}}))
     return code
 
-
-def _consolidate(arguments: argparse.Namespace) -> int:
-    from automodel_ckpt.cli.commands.consolidate import export as run
-
-    report = run(
-        find_checkpoint(Path(arguments.path)),
-        arguments.output,
-        arguments.cast_dtype,
-        arguments.nproc,
-        arguments.num_threads,
-        quiet=arguments.json,
-    )
-    if arguments.json:
-        print(json.dumps(export.report_hf(report), indent=2))
-    return EXIT_DONE
-
-
-_WRITING = frozenset({"consolidate", "export", "import", "prune", "pin", "unpin", "plot", "track"})
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "ls": ls.ls,
-    "show": show.show,
-    "consolidate": _consolidate,
-    "diff": diff.diff,
-    "export": export.export,
-    "import": import_.import_,
-    "verify": maintenance.verify,
-    "prune": maintenance.prune,
-    "pin": maintenance.pin,
-    "unpin": maintenance.pin,
-    "track": track.track,
-    "plot": plot.plot,
-    "completion": lambda arguments: completion.completion(arguments.shell, parser()),
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.errors import CheckpointUnusable
 
-_MOST_LOOKED_AT = 10_000
-NAME_ONE = "specify a run directory, a checkpoint or a pointer"
-WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
-
-
-def add_path(command: argparse.ArgumentParser) -> None:
-    """Add the optional PATH argument, which defaults to the current directory."""
-    command.add_argument(
-        "path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: current directory)"
-    )
+_MAX_ENTRIES = 10_000
+"""Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
+_SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer"
 
 
 def run_directory(path: Path) -> Path | None:
-    """Return *path* or its ``checkpoints/`` if it holds checkpoints; otherwise None."""
+    """Return *path* or its ``checkpoints/`` if it contains checkpoints; otherwise None."""
     from automodel_ckpt.checkpoint.run import resume
 
     for directory in (path, path / "checkpoints"):
@@ -35,13 +27,16 @@ def run_around(path: Path) -> Path | None:
     """Return the run directory that *path* is, contains, or is inside of; None if there is none."""
     from automodel_ckpt.checkpoint import layout
 
-    if (run := run_directory(path)) is not None:
+    run = run_directory(path)
+    if run is not None:
         return run
     real = Path(os.path.realpath(path))
     for inside in (real, *real.parents):
         if layout.parse_checkpoint_name(inside.name):
             return inside.parent
-    return run_directory(path.parent) if not path.is_dir() else None
+    if path.is_dir():
+        return None
+    return run_directory(path.parent)
 
 
 def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
@@ -49,7 +44,7 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
     from automodel_ckpt.checkpoint.run import resume
 
     try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)[:_MOST_LOOKED_AT]
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)[:_MAX_ENTRIES]
     except OSError:
         return
     for entry in entries:
@@ -68,44 +63,18 @@ def find_checkpoint(path: Path) -> Path:
     """
     from automodel_ckpt.checkpoint import commit, layout
 
-    if path.is_dir() and not (path.name in layout.POINTERS and path.is_symlink()):
+    is_pointer_link = path.name in layout.POINTERS and path.is_symlink()
+    if path.is_dir() and not is_pointer_link:
         run = run_directory(path)
         return _resolved(path) if run is None else _newest(run)
-    stem = path.name.removesuffix(".txt")
-    target = commit.pointed(path.parent, stem) if stem in layout.POINTERS else None
-    if (
-        target is None
-        or not (path.parent / target).is_dir()
-        or _is_second_name(path.parent / target)
-    ):
-        raise nothing("checkpoint not found", path, _seen(path, target), NAME_ONE)
-    return _resolved(path.parent / target)
-
-
-def _resolved(path: Path) -> Path:
-    """An absolute path without links; a checkpoint that is itself a link keeps its place in its run."""
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.run.resume import is_moved
-
-    if layout.parse_checkpoint_name(path.name) and is_moved(path):
-        return path.parent.resolve() / path.name
-    return path.resolve()
-
-
-def _is_second_name(checkpoint: Path) -> bool:
-    """Whether this is a link to another checkpoint of the same run."""
-    from automodel_ckpt.checkpoint.run.resume import is_moved
-
-    return checkpoint.is_symlink() and not is_moved(checkpoint)
-
-
-def _seen(path: Path, target: str | None) -> str:
-    """Describe what exists at *path* instead of a checkpoint."""
+    # Without symbolic links, a pointer is a text file: LATEST.txt.
+    pointer = path.name.removesuffix(".txt")
+    target = commit.pointed(path.parent, pointer) if pointer in layout.POINTERS else None
     if target is not None:
-        return f"it points to {target}, which does not exist"
-    if path.is_symlink():
-        return f"a link to {os.readlink(path)}"
-    return "a file" if path.exists() else "no such file or directory"
+        checkpoint = path.parent / target
+        if checkpoint.is_dir() and not _is_second_name(checkpoint):
+            return _resolved(checkpoint)
+    raise _not_found("checkpoint not found", path, _what_exists(path, target), _SPECIFY_ONE)
 
 
 def whole_checkpoint(path: Path) -> Path:
@@ -121,12 +90,30 @@ def whole_checkpoint(path: Path) -> Path:
         if os.path.lexists(directory / layout.MANIFEST):
             return directory
     name = found.name
-    named = (
+    is_named_so = (
         layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
     )
-    if named or external.kinds_in(found):
+    if is_named_so or external.kinds_in(found):
         return found
-    raise nothing("no checkpoint found", path, "the directory is not in a known format", NAME_ONE)
+    reason = "the directory is not in a known format"
+    raise _not_found("no checkpoint found", path, reason, _SPECIFY_ONE)
+
+
+def _resolved(path: Path) -> Path:
+    """Return the absolute path without links. A checkpoint that was moved elsewhere keeps its path in its run."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.run.resume import is_moved
+
+    if layout.parse_checkpoint_name(path.name) and is_moved(path):
+        return path.parent.resolve() / path.name
+    return path.resolve()
+
+
+def _is_second_name(checkpoint: Path) -> bool:
+    """Whether *checkpoint* is a link to another checkpoint of its run."""
+    from automodel_ckpt.checkpoint.run.resume import is_moved
+
+    return checkpoint.is_symlink() and not is_moved(checkpoint)
 
 
 def _newest(run: Path) -> Path:
@@ -134,10 +121,19 @@ def _newest(run: Path) -> Path:
 
     newest = resume.newest(run)
     if newest is None:
-        raise nothing("no complete checkpoint found", run, "", "`ckpt ls` lists the reasons")
+        hint = "`ckpt ls` lists the reasons"
+        raise _not_found("no complete checkpoint found", run, "", hint)
     return _resolved(run / newest.name)
 
 
-def nothing(what: str, path: Path, value: str, hint: str) -> CheckpointUnusable:
-    """Return the error for a path at which nothing usable was found."""
+def _what_exists(path: Path, target: str | None) -> str:
+    """Describe what exists at *path*, a pointer to *target* or None, instead of a checkpoint."""
+    if target is not None:
+        return f"it points to {target}, which does not exist"
+    if path.is_symlink():
+        return f"a link to {os.readlink(path)}"
+    return "a file" if path.exists() else "no such file or directory"
+
+
+def _not_found(what: str, path: Path, value: str, hint: str) -> CheckpointUnusable:
     return CheckpointUnusable(what, where=str(path), value=value, hint=hint)

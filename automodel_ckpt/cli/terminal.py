@@ -36,9 +36,10 @@ __all__ = [
     "table",
 ]
 
-_JOINS = ("Mn", "Me")  # marks that take no column of their own
-# What is left of a line for a note, at least.
-_LEAST_NOTE = 24
+_COMBINING = ("Mn", "Me")
+"""Unicode categories of marks that are printed over the character before."""
+_MIN_NOTE_WIDTH = 24
+"""In columns; a narrower column of text would be one word per line."""
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
@@ -56,8 +57,8 @@ def occupy_standard_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-class _Forgiving:
-    """A text stream that drops what cannot be written."""
+class _ForgivingStream:
+    """A text stream that ignores errors of writing."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,20 +82,23 @@ def forgiving_streams() -> Iterator[None]:
 
     The run continues, and its log files have the same content.
     """
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, _Forgiving(stream)) for stream in before)
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, _ForgivingStream(stdout))
+    sys.stderr = cast(TextIO, _ForgivingStream(stderr))
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = stdout, stderr
 
 
 def printable(text: str) -> str:
-    """*text* with every character that a terminal could obey (controls, escapes, direction marks) written out."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    """Escape the characters of *text* that control a terminal: controls, escape sequences, direction marks."""
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def printable_lines(text: str) -> str:
@@ -112,11 +116,12 @@ def can_print(text: str, stream: TextIO) -> bool:
 
 
 def print_error(message: str) -> None:
+    """Print a message on standard error, with :func:`printable` characters only."""
     print(printable_lines(message), file=sys.stderr)
 
 
 def print_path(path: str | os.PathLike[str]) -> None:
-    """A path on standard output: raw, so that programs can use it; made printable for a terminal."""
+    """Print a path on standard output: its bytes if a program reads them, :func:`printable` text on a terminal."""
     if sys.stdout.isatty():
         print(printable(os.fspath(path)))
         return
@@ -132,21 +137,25 @@ def leave_reader() -> None:
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
     """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
-    wanted = bool(os.environ.get("FORCE_COLOR")) or (
-        stream.isatty() and os.environ.get("TERM") != "dumb"
-    )
-    if not wanted or os.environ.get("NO_COLOR"):
+    shows_colors = stream.isatty() and os.environ.get("TERM") != "dumb"
+    is_forced = bool(os.environ.get("FORCE_COLOR"))
+    is_forbidden = bool(os.environ.get("NO_COLOR"))
+    if is_forbidden or not (shows_colors or is_forced):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Format rows as lines with aligned columns. *right* holds the indices of right-aligned columns."""
-    widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(_padded(cell, widths[n], n in right) for n, cell in enumerate(row)).rstrip()
-        for row in rows
-    ]
+    """Format rows as lines with aligned columns. *right* contains the indices of right-aligned columns."""
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for number, cell in enumerate(row):
+            padding = " " * (widths[number] - _width(cell))
+            cells.append(padding + cell if number in right else cell + padding)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def fitted(
@@ -156,79 +165,82 @@ def fitted(
     *,
     wrap_last: bool = False,
 ) -> list[str]:
-    """Rows as lines with aligned columns, as :func:`table` makes them, that fit the terminal.
+    """Format rows like :func:`table`, so that they fit the terminal. The first row contains the titles.
 
-    With *wrap_last*, the text of the last column continues on further lines where it has room for 24 characters.
-    Columns are dropped where the terminal is still too narrow: of those titled *dropped_first* the empty ones, then in
-    this order, as many as it takes. What does not go to a terminal is not changed.
+    With *wrap_last*, the text of the last column continues on further lines if 24 columns are left for it. If the
+    terminal is still too narrow, columns are dropped: first the empty ones with a title in *dropped_first*, then the
+    others in that order, until the rest fits. Output that does not go to a terminal is not changed.
     """
-    lines, titles = table(rows, right), rows[0]
+    lines = table(rows, right)
     width = shutil.get_terminal_size().columns
     if not sys.stdout.isatty() or max(map(_width, lines)) <= width:
         return lines
     if wrap_last:
         before = table([row[:-1] for row in rows], right)
-        left = width - max(map(_width, before)) - 2
-        needed = min(_LEAST_NOTE, max(_width(row[-1]) for row in rows))
-        if left >= needed or not dropped_first:
-            return [
-                _wrapped(line, row[-1], width, left) for line, row in zip(before, rows, strict=True)
-            ]
+        columns_left = width - max(map(_width, before)) - 2
+        needed = min(_MIN_NOTE_WIDTH, max(_width(row[-1]) for row in rows))
+        if columns_left >= needed or not dropped_first:
+            wrapped = []
+            for line, row in zip(before, rows, strict=True):
+                wrapped.append(_wrapped(line, row[-1], width, columns_left))
+            return wrapped
     if not dropped_first:
         return lines
-    empty = [
-        title for title in dropped_first if not any(row[titles.index(title)] for row in rows[1:])
-    ]
-    dropped = empty[0] if empty else dropped_first[0]
-    gone = titles.index(dropped)
-    fewer = [[*row[:gone], *row[gone + 1 :]] for row in rows]
-    left_to_drop = [title for title in dropped_first if title != dropped]
-    return fitted(
-        fewer, [n - (n > gone) for n in right if n != gone], left_to_drop, wrap_last=wrap_last
-    )
+    title = _column_to_drop(rows, dropped_first)
+    dropped = list(rows[0]).index(title)
+    fewer = [[*row[:dropped], *row[dropped + 1 :]] for row in rows]
+    still_right = [number - (number > dropped) for number in right if number != dropped]
+    others = [other for other in dropped_first if other != title]
+    return fitted(fewer, still_right, others, wrap_last=wrap_last)
 
 
-def _wrapped(line: str, note: str, width: int, left: int) -> str:
-    """A line with a note in the *left* columns at the end of *width*; the rest of the note continues below it."""
+def _column_to_drop(rows: Sequence[Sequence[str]], dropped_first: Sequence[str]) -> str:
+    """Return the title of the first empty column in *dropped_first*, or its first title if none is empty."""
+    titles, *others = rows
+    for title in dropped_first:
+        number = titles.index(title)
+        if not any(row[number] for row in others):
+            return title
+    return dropped_first[0]
+
+
+def _wrapped(line: str, note: str, width: int, columns_left: int) -> str:
+    """Append a note in the last *columns_left* columns of *width*; the rest of the note continues below."""
     if not note:
         return line
-    left = max(left, _LEAST_NOTE)
-    first, *others = textwrap.wrap(note, left)
-    indent = max(0, width - left)
-    return "\n".join(
-        [
-            f"{line}{' ' * (indent - _width(line))}{first}",
-            *(" " * indent + other for other in others),
-        ]
-    )
-
-
-def _padded(cell: str, width: int, to_the_right: bool) -> str:
-    space = " " * (width - _width(cell))
-    return space + cell if to_the_right else cell + space
+    columns_left = max(columns_left, _MIN_NOTE_WIDTH)
+    indent = max(0, width - columns_left)
+    first, *others = textwrap.wrap(note, columns_left)
+    padding = " " * (indent - _width(line))
+    lines = [f"{line}{padding}{first}"]
+    for other in others:
+        lines.append(" " * indent + other)
+    return "\n".join(lines)
 
 
 def _width(text: str) -> int:
-    """Width of *text* in terminal columns: wide characters take two, combining marks none."""
+    """Return the width of *text* in terminal columns: wide characters take two, combining marks none."""
     if text.isascii():
         return len(text)
-    return sum(
-        0 if category(c) in _JOINS else 2 if east_asian_width(c) in "WF" else 1 for c in text
-    )
+    width = 0
+    for character in text:
+        if category(character) not in _COMBINING:
+            width += 2 if east_asian_width(character) in "WF" else 1
+    return width
 
 
 def age_text(created: float) -> str:
-    """Time since *created* (seconds since 1970) as text, such as ``5 min``; empty for a time in the future."""
+    """Format the time since *created* (seconds since 1970), such as ``5 min``.
+
+    Returns an empty text for a time in the future, NaN and infinity.
+    """
     seconds = time.time() - created
-    for limit, unit, name in (
-        (120, 1, "s"),
-        (7200, 60, "min"),
-        (172_800, 3600, "h"),
-        (float("inf"), 86_400, "d"),
-    ):
+    if not 0 <= seconds < math.inf:
+        return ""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
-            return f"{seconds / unit:.0f} {name}" if seconds >= 0 else ""
-    return ""
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86_400:.0f} d"
 
 
 def json_text(document: Any) -> str:
@@ -250,13 +262,16 @@ def problem_json(problem: Problem) -> dict[str, str]:
 
 
 def problem_from_json(document: Mapping[str, str]) -> Problem:
-    """Return the problem that :func:`problem_json` converted."""
+    """Convert the mapping of :func:`problem_json` back to a problem."""
     return Problem(document["what"], document["where"], document["value"], document["remedy"])
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    """Copy a document; NaN and infinity become None, because JSON has no text for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -56,7 +56,7 @@ MAY_IMPORT = {
         "report",
         "recipes",
     },
-    "consolidate": {"cli"},
+    "consolidate": {"errors", "cli"},
 }
 """Package (or module at the top) to the packages that it may import; its own modules are always allowed."""
 

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
-from automodel_ckpt.cli.commands.small_files import recipe_leaves
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.changes import changed_keys, check_overrides, ignored_by_resume
+from automodel_ckpt.config.changes import (
+    changed_keys,
+    check_overrides,
+    ignored_by_resume,
+    saved_recipe,
+)
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
@@ -212,7 +217,7 @@ def difference_rows(
 ) -> Rows:
     """What changed in the recipe. Raises :class:`RecipeError` where a resume would: for overrides without effect."""
     given = {key for key, origin in loaded.origins.items() if origin != DEFAULT}
-    changed = changed_keys(recipe_leaves(path), dict(leaves(loaded.tree)), given)
+    changed = changed_keys(saved_recipe(path / layout.CONFIG), dict(leaves(loaded.tree)), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
     ignored = ignored_by_resume(changed, manifest.saved, on_resume)
     check_overrides(ignored, [override.key for override in loaded.overrides], path)

@@ -1,6 +1,6 @@
-"""``ckpt completion bash|zsh|fish``: what a shell needs to complete ``ckpt`` and ``ckpt-train``.
+"""``ckpt completion bash|zsh|fish``: print a script with which a shell completes ``ckpt`` and ``ckpt-train``.
 
-The scripts hold all words themselves, so that completing starts no Python.
+The scripts contain all words, so that completing a command line does not start Python.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from automodel_ckpt.errors import EXIT_DONE
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    completion: argparse.ArgumentParser = commands.add_parser(
-        "completion",
-        help="print a shell completion script",
-        description='Print a completion script for ckpt and ckpt-train. bash: add eval "$(ckpt completion bash)" to '
-        '~/.bashrc. zsh: add eval "$(ckpt completion zsh)" to ~/.zshrc. fish: ckpt completion fish | source.',
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt completion``."""
+    command.description = (
+        'Print a completion script for ckpt and ckpt-train. bash: add eval "$(ckpt completion bash)" to '
+        '~/.bashrc. zsh: add eval "$(ckpt completion zsh)" to ~/.zshrc. fish: ckpt completion fish | source.'
     )
-    completion.add_argument("shell", choices=SHELLS)
-    return completion
+    command.add_argument("shell", choices=SHELLS)
 
 
-def completion(shell: str, parser: argparse.ArgumentParser) -> int:
-    """Print the script for *shell*."""
-    words = commands_of(parser)
-    if shell == "fish":
-        print("\n".join(_fish(words, training_words())))
-    else:
-        zsh = (
-            "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
-            if shell == "zsh"
-            else ""
-        )
-        print(zsh + _bash(words, training_words()))
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run ``ckpt completion``. *parser* is the parser of ``ckpt``'s command line."""
+    words = _command_words(parser)
+    if arguments.shell == "fish":
+        print("\n".join(_fish(words, _training_words())))
+        return EXIT_DONE
+    if arguments.shell == "zsh":
+        print("autoload -Uz compinit bashcompinit && compinit && bashcompinit")
+    print(_bash(words, _training_words()))
     return EXIT_DONE
 
 
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """{command: its options and fixed words} of ``ckpt``."""
-    (choices,) = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    return {name: sorted(_words(command)) for name, command in choices.items()}
+def _command_words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Map each command of ``ckpt`` to its options and the fixed words of its arguments."""
+    # argparse has no public way to list the commands and options of a parser
+    words = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                words[name] = sorted(_words(command))
+    return words
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
-        yield from (option for option in action.option_strings if option.startswith("--"))
         if not action.option_strings:
-            yield from (str(choice) for choice in action.choices or ())
+            yield from map(str, action.choices or ())
+        for option in action.option_strings:
+            if option.startswith("--"):
+                yield option
 
 
-def training_words() -> list[str]:
-    """Flags, modes and all keys of a recipe, as ``ckpt-train`` takes them."""
+def _training_words() -> list[str]:
+    """Return the flags, modes and recipe keys that ``ckpt-train`` accepts, as options."""
     from automodel_ckpt.config.flags import LaunchFlags
     from automodel_ckpt.config.overrides import MODES
     from automodel_ckpt.config.schema import RecipeConfig
@@ -73,8 +74,11 @@ def _keys(section: type[Any], prefix: str) -> Iterator[str]:
     for name, hint in typing.get_type_hints(section).items():
         if typing.get_origin(hint) is typing.ClassVar:
             continue
-        inner = section_type(members(hint))
-        yield from _keys(inner, f"{prefix}{name}.") if inner else (prefix + name,)
+        section_class = section_type(members(hint))
+        if section_class is None:
+            yield prefix + name
+        else:
+            yield from _keys(section_class, f"{prefix}{name}.")
 
 
 def _bash(commands: Mapping[str, Sequence[str]], training: Sequence[str]) -> str:
@@ -102,6 +106,7 @@ def _fish(commands: Mapping[str, Sequence[str]], training: Sequence[str]) -> Ite
     yield f"complete -c ckpt -n __fish_use_subcommand -f -a '{' '.join(commands)}'"
     for name, words in commands.items():
         for word in words:
-            what = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
-            yield f"complete -c ckpt -n '__fish_seen_subcommand_from {name}' {what}"
-    yield from (f"complete -c ckpt-train -l {word[2:]}" for word in training)
+            argument = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
+            yield f"complete -c ckpt -n '__fish_seen_subcommand_from {name}' {argument}"
+    for word in training:
+        yield f"complete -c ckpt-train -l {word[2:]}"

@@ -1,16 +1,17 @@
-"""``ckpt diff A B``: what changed between two checkpoints, and what a resume of A under B's recipe would change."""
+"""``ckpt diff A B``: show what changed between two checkpoints, and what a resume of A with B's recipe would change."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.commands.small_files import first_state, recipe_leaves
-from automodel_ckpt.cli.paths import WHERE, whole_checkpoint
+from automodel_ckpt.cli.arguments import WHERE
+from automodel_ckpt.cli.paths import whole_checkpoint
 from automodel_ckpt.cli.terminal import (
     coloured,
     fitted,
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.difference import Held
 
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
-# Of the recipe, what a resume takes from the checkpoint whatever the recipe says.
-_KEPT = {"seed": "seed", "shuffle": "dataloader.shuffle"}
+# State of the data loader that a resume restores whatever the recipe says, and its key in the recipe.
+_RESTORED = {"seed": "seed", "shuffle": "dataloader.shuffle"}
+# Keys of the optimizer section that are not options of its parameter groups.
 _NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_", "optimizer.on_resume")
-_SHOWN = 20
+_SCHEDULE_NUMBERS = ("warmup_steps", "warmup_ratio", "decay_steps")
+_MAX_LINES = 20
+"""How many tensors each list shows."""
 
 
 @dataclass(frozen=True)
@@ -56,86 +60,86 @@ class Side:
         return not self.general
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        "diff",
-        help="compare two checkpoints",
-        description="Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt diff``."""
+    command.description = (
+        "Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
         "change if A were resumed with B's recipe. Tensors with equal digests are not read. The exit code is 3 if a "
-        "tensor is damaged.",
+        "tensor is damaged."
     )
     for name in ("a", "b"):
         command.add_argument(
             name, metavar=name.upper(), help=f"{WHERE}, or a directory of another program"
         )
-    return command
 
 
-def diff(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt diff``. Differences give exit code 0, damaged tensors 3; damaged tensors are not compared."""
-    a, b = (_side(whole_checkpoint(Path(path))) for path in (arguments.a, arguments.b))
+    a = _side(whole_checkpoint(Path(arguments.a)))
+    b = _side(whole_checkpoint(Path(arguments.b)))
     document = _document(a, b)
     if arguments.json:
         print(json_text(document))
     else:
         print("\n".join(_lines(document)))
-    if problems := [problem for tree in document["trees"].values() for problem in _damage(tree)]:
+    problems = _damage(document)
+    if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
         print_error(message)
         return code
     return EXIT_DONE
 
 
-def _damage(tree: Mapping[str, Any]) -> list[Problem]:
-    found: list[Problem] = []
-    for problems in tree["damaged"].values():
-        found += map(problem_from_json, problems)
-    return found
-
-
 def _side(path: Path) -> Side:
-    import os
-
+    """Read the checkpoint at *path*; of another program's, only the tensors and the recipe, if it has one."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import Held
+    from automodel_ckpt.config.changes import saved_recipe
     from automodel_ckpt.convert.sources.external import open_external
 
-    if not os.path.lexists(path / layout.MANIFEST) and not os.path.lexists(
-        path.parent / layout.MANIFEST
-    ):
+    has_manifest = os.path.lexists(path / layout.MANIFEST)
+    if not has_manifest and not os.path.lexists(path.parent / layout.MANIFEST):
         source = open_external(path)
-        return Side(
-            path, trees={"model": Held(source.root, source.tensors)}, recipe=recipe_leaves(path)
-        )
-    path = path if os.path.lexists(path / layout.MANIFEST) else path.parent
+        model = Held(source.root, source.tensors)
+        return Side(path, trees={"model": model}, recipe=saved_recipe(path / layout.CONFIG))
+    if not has_manifest:
+        path = path.parent
     manifest = Manifest.read(path)
-    files = {name: record.files for name, record in manifest.state.items()}
+    trees = {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()}
+    saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
         path,
-        {key: getattr(manifest, key) for key in _GENERAL},
-        manifest.environment,
-        recipe_leaves(path),
-        {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()},
-        first_state(path, files.get("step_scheduler", ())),
-        first_state(path, files.get("dataloader", ())),
-        frozenset(name for name, record in manifest.state.items() if record.scope != "not saved"),
+        general={key: getattr(manifest, key) for key in _GENERAL},
+        environment=manifest.environment,
+        recipe=saved_recipe(path / layout.CONFIG),
+        trees=trees,
+        steps=_state_of(path, manifest, "step_scheduler"),
+        data=_state_of(path, manifest, "dataloader"),
+        state=frozenset(saved),
     )
 
 
+def _state_of(path: Path, manifest: Any, attribute: str) -> dict[str, Any]:
+    """Return the plain values in the state of an attribute; empty if it has none."""
+    from automodel_ckpt.checkpoint.state.display import plain_state
+
+    record = manifest.state.get(attribute)
+    return plain_state(path, record.files[0]) if record and record.files else {}
+
+
 def _document(a: Side, b: Side) -> dict[str, Any]:
+    """Return the document of ``ckpt diff --json``."""
     from automodel_ckpt.checkpoint.tensors.difference import Held, changed_leaves, compare
 
+    empty = Held(Path(), {})
     trees = {}
     for name in {**a.trees, **b.trees}:
-        empty = Held(Path(), {})
         difference = compare(a.trees.get(name, empty), b.trees.get(name, empty))
-        damaged = {
-            fqn: [problem_json(problem) for problem in problems]
-            for fqn, problems in difference.damaged.items()
-        }
-        trees[name] = asdict(difference) | {"damaged": damaged}
+        trees[name] = asdict(difference)
+        # The keys of problems in JSON are not the names of their fields.
+        for fqn, problems in difference.damaged.items():
+            trees[name]["damaged"][fqn] = [problem_json(problem) for problem in problems]
     return {
         "a": str(a.path),
         "b": str(b.path),
@@ -148,6 +152,14 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
     }
 
 
+def _damage(document: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    for tree in document["trees"].values():
+        for entries in tree["damaged"].values():
+            problems += [problem_from_json(entry) for entry in entries]
+    return problems
+
+
 # ---------------------------------------------------------------- a resume of A under B's recipe
 
 
@@ -155,185 +167,210 @@ def resume_lines(a: Side, b: Side) -> Iterator[str]:
     """Yield a sentence for each effect of resuming A with the recipe of B instead of its own."""
     if a.is_external or not a.recipe or not b.recipe:
         return
-    step, changed = (
-        int(a.general["step"]),
-        {k for k in {*a.recipe, *b.recipe} if a.recipe.get(k) != b.recipe.get(k)},
-    )
-    yield from _resume_failures(a, b)
-    yield from _schedule(a, b, step)
+    step = int(a.general["step"])
+    keys = {*a.recipe, *b.recipe}
+    changed = {key for key in keys if a.recipe.get(key) != b.recipe.get(key)}
+    yield from _missing_state_lines(a.state, b.state)
+    yield from _model_lines(a, b)
+    yield from _planned_steps_lines(a, b, step)
     if ("lr_scheduler" in a.state) == ("lr_scheduler" in b.state):
-        yield from _rates(a, b, step, changed)
-    yield from _data(a, b, changed)
+        yield from _optimizer_lines(a, b, changed)
+        yield from _learning_rate_lines(a, b, step, changed)
+    yield from _data_lines(a, b, changed)
 
 
-def _resume_failures(a: Side, b: Side) -> Iterator[str]:
-    for one, other, how in ((a, b, "saved in A, missing in B"), (b, a, "saved in B, missing in A")):
-        if names := ", ".join(sorted(one.state - other.state)):
-            yield f"the resume fails without --checkpoint.allow_missing_state '[{names}]': {how}"
+def _missing_state_lines(a: Collection[str], b: Collection[str]) -> Iterator[str]:
+    only_a = sorted(set(a) - set(b))
+    only_b = sorted(set(b) - set(a))
+    for names, how in ((only_a, "saved in A, missing in B"), (only_b, "saved in B, missing in A")):
+        if names:
+            listed = ", ".join(names)
+            yield f"the resume fails without --checkpoint.allow_missing_state '[{listed}]': {how}"
+
+
+def _model_lines(a: Side, b: Side) -> Iterator[str]:
     for name in sorted(a.trees.keys() & b.trees.keys()):
-        for line in _other_function(a.path, b.path, name):
+        for line in _changed_outputs(a.path, b.path, name):
             yield f"the resume fails without --checkpoint.allow_changed_model true: {line}"
 
 
-def _other_function(a: Path, b: Path, name: str) -> tuple[str, ...]:
-    """Changes from the model config of *a* to that of *b* that affect the outputs of the module *name*."""
+def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
+    """Return the changes from A's model config to B's that affect the outputs of the module *name*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.state.model_config import config_changes, saved_config
-    from automodel_ckpt.errors import CheckpointUnusable
 
+    directory = layout.state_directory(name)
     try:
-        before, after = (saved_config(path, layout.state_directory(name)) for path in (a, b))
+        before = saved_config(a, directory)
+        after = saved_config(b, directory)
     except CheckpointUnusable:
         return ()
-    return config_changes(before, after).function if before and after else ()
+    if not before or not after:
+        return ()
+    return config_changes(before, after).function
 
 
-def _schedule(a: Side, b: Side, step: int) -> Iterator[str]:
+def _planned_steps_lines(a: Side, b: Side, step: int) -> Iterator[str]:
     before, after = a.steps.get("planned_steps"), b.steps.get("planned_steps")
     if before != after:
         left = f": {max(after - step, 0)} left after step {step}" if isinstance(after, int) else ""
         yield f"the run is planned for {after} steps instead of {before}{left}"
 
 
-def _rates(a: Side, b: Side, step: int, changed: set[str]) -> Iterator[str]:
-    peak, others = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
-    applies = b.recipe.get("optimizer.on_resume") == "recipe"
-    if applies and peak != others:
-        yield f"the peak learning rate changes from {peak} to {others} (optimizer.on_resume: recipe)"
-    elif peak != others:
-        yield f"the peak learning rate stays {peak} as saved; {others} in the recipe only applies to new runs"
-    for key in sorted(
-        key for key in changed if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS
-    ):
-        kept, new = (side.recipe.get(key, "default") for side in (a, b))
-        if applies:
-            yield f"{key} changes from {kept} to {new} (optimizer.on_resume: recipe)"
+def _applies_recipe(side: Side) -> bool:
+    """Whether a resume with the recipe of *side* applies the recipe's optimizer options instead of the saved ones."""
+    return side.recipe.get("optimizer.on_resume") == "recipe"
+
+
+def _optimizer_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
+    """Describe the changed options of the optimizer, the peak learning rate first."""
+    options = []
+    peak, new_peak = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
+    if peak != new_peak:
+        options.append(("the peak learning rate", peak, new_peak))
+    for key in sorted(changed):
+        if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS:
+            options.append((key, a.recipe.get(key, "default"), b.recipe.get(key, "default")))
+    for name, before, after in options:
+        if _applies_recipe(b):
+            yield f"{name} changes from {before} to {after} (optimizer.on_resume: recipe)"
         else:
-            yield f"{key} stays {kept} as saved; {new} in the recipe only applies to new runs"
-    planned = a.steps.get("planned_steps") != b.steps.get("planned_steps")
-    if not planned and not any(key.startswith("lr_scheduler") for key in changed):
+            yield f"{name} stays {before} as saved; {after} in the recipe only applies to new runs"
+
+
+def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) -> Iterator[str]:
+    """Describe the learning rate of the next step, if the schedule or the planned steps changed."""
+    is_schedule_changed = any(key.startswith("lr_scheduler") for key in changed)
+    if a.steps.get("planned_steps") == b.steps.get("planned_steps") and not is_schedule_changed:
         return
-    was, will = _rate(a, peak, a.steps, step), _rate(b, others if applies else peak, b.steps, step)
-    if was is not None and will is not None:
-        yield f"the learning rate of step {step + 1} is {will:.6g} instead of {was:.6g}"
+    saved_peak = a.recipe.get("optimizer.lr")
+    new_peak = b.recipe.get("optimizer.lr") if _applies_recipe(b) else saved_peak
+    before = _learning_rate(a, saved_peak, step)
+    after = _learning_rate(b, new_peak, step)
+    if before is not None and after is not None:
+        yield f"the learning rate of step {step + 1} is {after:.6g} instead of {before:.6g}"
     else:
         yield "the learning rate follows the new schedule"
 
 
-def _rate(side: Side, peak: str | None, steps: Mapping[str, Any], step: int) -> float | None:
-    """Learning rate of step ``step + 1`` in the schedule of *side*; None if it cannot be computed."""
-    section = {
-        key.partition(".")[2]: text
-        for key, text in side.recipe.items()
-        if key.startswith("lr_scheduler")
-    }
+def _learning_rate(side: Side, peak: str | None, step: int) -> float | None:
+    """Return the learning rate of step ``step + 1`` in the schedule of *side*; None if it cannot be computed."""
+    section = {}
+    for key, text in side.recipe.items():
+        if key.startswith("lr_scheduler"):
+            section[key.partition(".")[2]] = text
     try:
         lr = float(peak or "")
         if section in ({}, {"": "null"}):
             return lr
-        import torch
-
-        from automodel_ckpt.training.lr import build_schedule
-
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-        given = {
-            key: text
-            for key, text in section.items()
-            if key in _NUMBERS and text not in ("null", "")
-        }
-        numbers = {key: float(text) for key, text in given.items()}
-        warmup, decay = numbers.get("warmup_steps"), numbers.get("decay_steps")
-        extra = {
-            key.partition(".")[2]: float(text)
-            for key, text in section.items()
-            if key.startswith("kwargs.")
-        }
-        schedule: Any = build_schedule(
-            optimizer,
-            section["name"],
-            total_steps=steps.get("planned_steps"),
-            warmup_steps=None if warmup is None else int(warmup),
-            decay_steps=None if decay is None else int(decay),
-            warmup_ratio=numbers.get("warmup_ratio"),
-            kwargs=extra,
-        )
-        return float(lr * schedule.lr_lambdas[0](step))
+        return lr * _schedule_factor(section, lr, side.steps.get("planned_steps"), step)
     except Exception:  # the recipe is of another version, or its schedule has non-numeric settings
         return None
 
 
-_NUMBERS = ("warmup_steps", "warmup_ratio", "decay_steps")
+def _schedule_factor(
+    section: Mapping[str, str], lr: float, planned_steps: int | None, step: int
+) -> float:
+    """Build the schedule that the recipe's section describes, and return its factor at *step*."""
+    import torch
+
+    from automodel_ckpt.training.lr import build_schedule
+
+    numbers: dict[str, float] = {}
+    kwargs: dict[str, float] = {}
+    for key, text in section.items():
+        if key in _SCHEDULE_NUMBERS and text not in ("null", ""):
+            numbers[key] = float(text)
+        elif key.startswith("kwargs."):
+            kwargs[key.partition(".")[2]] = float(text)
+    warmup_steps = numbers.get("warmup_steps")
+    decay_steps = numbers.get("decay_steps")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule: Any = build_schedule(
+        optimizer,
+        section["name"],
+        total_steps=planned_steps,
+        warmup_steps=None if warmup_steps is None else int(warmup_steps),
+        decay_steps=None if decay_steps is None else int(decay_steps),
+        warmup_ratio=numbers.get("warmup_ratio"),
+        kwargs=kwargs,
+    )
+    return float(schedule.lr_lambdas[0](step))
 
 
-def _data(a: Side, b: Side, changed: set[str]) -> Iterator[str]:
-    lengths = (a.data.get("num_samples"), b.data.get("num_samples"))
-    if lengths[0] != lengths[1]:
-        yield f"the resume fails: the data set has {lengths[1]} samples instead of {lengths[0]}"
-    elif any(key.startswith(("dataset.", "packed_sequence", "tokenizer")) for key in changed):
+def _data_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
+    before, after = a.data.get("num_samples"), b.data.get("num_samples")
+    sources = ("dataset.", "packed_sequence", "tokenizer")
+    if before != after:
+        yield f"the resume fails: the data set has {after} samples instead of {before}"
+    elif any(key.startswith(sources) for key in changed):
         yield "the samples differ, but their number is the same: the position in the data is kept"
-    for name, key in _KEPT.items():
-        saved = a.data.get(name)
+    for name, key in _RESTORED.items():
         if key in changed:
-            other = b.recipe.get(key)
-            yield f"the order of samples stays as saved ({name} {saved}); {key} {other} only applies to new runs"
-    sizes = [side.recipe.get("step_scheduler.global_batch_size") for side in (a, b)]
-    if sizes[0] != sizes[1]:
-        at = a.data.get("consumed_samples")
-        yield f"each step takes {sizes[1]} samples instead of {sizes[0]}, from sample {at} of the epoch"
+            saved, new = a.data.get(name), b.recipe.get(key)
+            yield f"the order of samples stays as saved ({name} {saved}); {key} {new} only applies to new runs"
+    batch_size = "step_scheduler.global_batch_size"
+    before, after = a.recipe.get(batch_size), b.recipe.get(batch_size)
+    if before != after:
+        position = a.data.get("consumed_samples")
+        yield f"each step takes {after} samples instead of {before}, from sample {position} of the epoch"
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- printing
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
-    for title, key in (
-        ("checkpoint", "general"),
-        ("recipe", "recipe"),
-        ("environment", "environment"),
-    ):
-        rows = [
-            (name, _text(one), "->", _text(other)) for name, (one, other) in document[key].items()
-        ]
-        yield from _section(title, table(rows) if rows else ["no difference"])
+    yield from _section("checkpoint", _change_lines(document["general"]))
+    yield from _section("recipe", _change_lines(document["recipe"]))
+    yield from _section("environment", _change_lines(document["environment"]))
     for name, tree in document["trees"].items():
         yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
     if document["resume"]:
         yield from _section("resuming A with the recipe of B", document["resume"])
 
 
+def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    rows = []
+    for name, (before, after) in changes.items():
+        rows.append((name, _text(before), "->", _text(after)))
+    return table(rows) or ["no difference"]
+
+
 def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     damaged = f", {len(tree['damaged'])} damaged" if tree["damaged"] else ""
-    unread = f"{tree['num_unread']} by digest"
-    yield f"{tree['num_equal']} equal ({unread}), {len(tree['changed'])} changed{damaged}"
+    equal = f"{tree['num_equal']} equal ({tree['num_unread']} by digest)"
+    yield f"{equal}, {len(tree['changed'])} changed{damaged}"
     for fqn in tree["damaged"]:
         yield f"{fqn}: damaged, not compared"
     for title, key in (("only in A", "only_first"), ("only in B", "only_second")):
-        if tree[key]:
-            more = f" and {len(tree[key]) - _SHOWN} more" if len(tree[key]) > _SHOWN else ""
-            yield f"{title}: {', '.join(tree[key][:_SHOWN])}{more}"
-    for fqn, (one, other) in tree["redescribed"].items():
-        yield f"{fqn}: {one} -> {other}"
-    if tree["changed"]:
-        rows = [("tensor", "largest change", "relative norm", "elements changed")]
-        order = sorted(tree["changed"], key=lambda change: -(change["relative"] or 0.0))
-        rows += [
-            (
-                c["fqn"],
-                _number(c["max_abs"]),
-                _number(c["relative"]),
-                f"{c['num_changed']} of {c['numel']}",
-            )
-            for c in order[:_SHOWN]
-        ]
-        yield from fitted(rows, (1, 2, 3), ("elements changed", "largest change"))
-        if len(order) > _SHOWN:
-            yield f"and {len(order) - _SHOWN} more: `ckpt diff --json` lists all"
+        names = tree[key]
+        if names:
+            more = f" and {len(names) - _MAX_LINES} more" if len(names) > _MAX_LINES else ""
+            yield f"{title}: {', '.join(names[:_MAX_LINES])}{more}"
+    for fqn, (before, after) in tree["redescribed"].items():
+        yield f"{fqn}: {before} -> {after}"
+    yield from _changed_tensor_lines(tree["changed"])
 
 
-def _section(title: str, content: list[str]) -> Iterator[str]:
+def _changed_tensor_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Format a table of the changed tensors, the one with the largest relative change first."""
+    if not changes:
+        return
+    rows = [("tensor", "largest change", "relative norm", "elements changed")]
+    ordered = sorted(changes, key=lambda change: -(change["relative"] or 0.0))
+    for change in ordered[:_MAX_LINES]:
+        elements = f"{change['num_changed']} of {change['numel']}"
+        largest, relative = _number(change["max_abs"]), _number(change["relative"])
+        rows.append((change["fqn"], largest, relative, elements))
+    yield from fitted(rows, (1, 2, 3), ("elements changed", "largest change"))
+    if len(ordered) > _MAX_LINES:
+        yield f"and {len(ordered) - _MAX_LINES} more: `ckpt diff --json` lists all"
+
+
+def _section(title: str, content: Sequence[str]) -> Iterator[str]:
     yield ""
     yield coloured(printable(title), "bold", sys.stdout)
     for line in content:

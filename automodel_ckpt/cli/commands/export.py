@@ -1,26 +1,32 @@
-"""``ckpt export``: a checkpoint's model in another program's form."""
+"""``ckpt export``: export the model of a checkpoint to another program's format. ``ckpt consolidate`` is an alias of
+``ckpt export --to hf``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.paths import WHERE, find_checkpoint
-from automodel_ckpt.cli.terminal import print_path, size_text
+from automodel_ckpt.cli.arguments import WHERE
+from automodel_ckpt.cli.paths import find_checkpoint
+from automodel_ckpt.cli.terminal import print_path, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        "export",
-        help="export a checkpoint's model for other programs",
-        description="Export the model of a checkpoint: hf (Hugging Face files, same as `ckpt consolidate`) or gguf "
-        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers).",
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt export``."""
+    command.description = (
+        "Export the model of a checkpoint: hf (Hugging Face files, the same as `ckpt consolidate`) or gguf "
+        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers)."
     )
     command.add_argument(
         "path",
@@ -37,17 +43,46 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="output path (default for hf: consolidated/ in the model's directory; for gguf: NAME.gguf next to the "
         "checkpoint)",
     )
+    _add_shared_options(command, only_hf="hf only: ", cast_note=" (fp64: hf only)")
+    command.add_argument(
+        "--force", action="store_true", help="gguf only: overwrite an existing file"
+    )
+
+
+def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt consolidate``, which has the options of ``ckpt export --to hf``."""
+    command.description = (
+        "Alias of `ckpt export --to hf`: export the model of a checkpoint to Hugging Face files, and verify its "
+        "digests."
+    )
+    command.set_defaults(to="hf", force=False)
+    command.add_argument(
+        "path",
+        metavar="DIR",
+        help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest",
+    )
+    command.add_argument(
+        "--output",
+        "-o",
+        metavar="OUT",
+        help="output directory (default: consolidated/ in the model's directory)",
+    )
+    _add_shared_options(command, only_hf="", cast_note="")
+
+
+def _add_shared_options(command: argparse.ArgumentParser, *, only_hf: str, cast_note: str) -> None:
+    """Add the options that both commands have. *only_hf* and *cast_note* state the limits of other formats."""
     command.add_argument(
         "--cast-dtype",
         metavar="T",
-        help="cast floating-point tensors to bf16, fp16, fp32 or fp64 (fp64: hf only)",
+        help=f"cast floating-point tensors to bf16, fp16, fp32 or fp64{cast_note}",
     )
     command.add_argument(
         "--nproc",
         type=int,
         default=1,
         metavar="N",
-        help="number of processes (hf only; default: 1)",
+        help=f"{only_hf}number of processes (default: 1)",
     )
     command.add_argument(
         "--num-threads", type=int, default=5, metavar="N", help="threads per process (default: 5)"
@@ -55,52 +90,69 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "--merge",
         action="store_true",
-        help="hf only: merge the adapter into its base model (default of OUT: merged/ in the model's directory)",
+        help=f"{only_hf}merge the adapter into its base model (default of OUT: merged/ in the model's directory)",
     )
     command.add_argument(
         "--base", metavar="BASE", help="with --merge: directory of the base model, if it was moved"
     )
-    command.add_argument(
-        "--force", action="store_true", help="gguf only: overwrite an existing file"
-    )
-    return command
 
 
-def export(arguments: argparse.Namespace) -> int:
-    """Run the command; the path that was written is the only line on standard output."""
-    report = _TARGETS[arguments.to](arguments, find_checkpoint(Path(arguments.path)))
+def run(arguments: argparse.Namespace) -> int:
+    """Run either command. The path of the export is the only line on standard output."""
+    export_to = _TARGETS[arguments.to]
+    report = export_to(arguments, find_checkpoint(Path(arguments.path)))
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE
 
 
-def report_hf(report: Any) -> dict[str, Any]:
-    """A consolidation's report for JSON."""
-    casts = {f"{a}->{b}": count for (a, b), count in report.casts.items()}
-    return {**asdict(report), "output": str(report.output), "casts": casts}
+def export_hf(
+    source: str | os.PathLike[str],
+    output: str | None,
+    *,
+    cast_dtype: str | None,
+    num_procs: int,
+    num_threads: int,
+    print_output: bool = True,
+) -> ConsolidationReport:
+    """Export *source* to Hugging Face files and log to standard error.
+
+    With *print_output*, prints the output directory on standard output.
+    """
+    from automodel_ckpt.checkpoint.export.consolidate import consolidate
+
+    report = consolidate(
+        source,
+        output,
+        cast_dtype=cast_dtype,
+        num_threads=num_threads,
+        num_procs=num_procs,
+        log=_log,
+    )
+    _log(_summary(report))
+    if print_output:
+        print_path(report.output)
+    return report
 
 
 def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    from automodel_ckpt.cli.commands.consolidate import export as consolidate
-
     _check_unused(arguments, "hf", force=arguments.force)
     if arguments.merge:
-        return _merged(arguments, source)
+        return _to_merged_hf(arguments, source)
     _check_unused(arguments, "hf without --merge", base=arguments.base is not None)
-    report = consolidate(
+    report = export_hf(
         source,
         arguments.output,
-        arguments.cast_dtype,
-        arguments.nproc,
-        arguments.num_threads,
-        quiet=arguments.json,
+        cast_dtype=arguments.cast_dtype,
+        num_procs=arguments.nproc,
+        num_threads=arguments.num_threads,
+        print_output=not arguments.json,
     )
-    return report_hf(report)
+    return _hf_report_json(report)
 
 
-def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+def _to_merged_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     _check_unused(arguments, "hf --merge", nproc=arguments.nproc != 1)
-    from automodel_ckpt.cli.commands.consolidate import say, summary
     from automodel_ckpt.convert.merge import merge
     from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.build import base_directory
@@ -114,16 +166,15 @@ def _merged(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         naming_of=outline,
         cast_dtype=arguments.cast_dtype,
         cache=cache_directory(),
-        log=say,
+        log=_log,
     )
-    say(summary(report))
+    _log(_summary(report))
     if not arguments.json:
         print_path(report.output)
-    return report_hf(report)
+    return _hf_report_json(report)
 
 
 def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    from automodel_ckpt.cli.commands.consolidate import say
     from automodel_ckpt.convert.gguf import export_gguf
 
     _check_unused(
@@ -139,29 +190,55 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         cast_dtype=arguments.cast_dtype,
         overwrite=arguments.force,
         num_threads=arguments.num_threads,
-        log=say,
+        log=_log,
     )
-    checked = "digests checked" if report.checked else "source unchecked"
-    say(
-        f"wrote {report.num_tensors} tensors, {size_text(report.nbytes)}, {report.seconds:.1f} s ({checked})"
-    )
+    size = size_text(report.nbytes)
+    checked = _checked_text(report.checked)
+    _log(f"wrote {report.num_tensors} tensors, {size}, {report.seconds:.1f} s ({checked})")
     if not arguments.json:
         print_path(report.output)
     return {**asdict(report), "output": str(report.output)}
-
-
-def _check_unused(arguments: argparse.Namespace, target: str, **given: bool) -> None:
-    for name, unwanted in given.items():
-        if unwanted:
-            raise RecipeError(
-                f"this option has no effect with --to {target}",
-                where=f"ckpt export --{name}",
-                value=getattr(arguments, name),
-                hint=f"remove --{name}",
-            )
 
 
 _TARGETS: Mapping[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "hf": _to_hf,
     "gguf": _to_gguf,
 }
+"""Each value of ``--to``, and the function that exports to it and returns the document of ``--json``."""
+
+
+def _check_unused(arguments: argparse.Namespace, target: str, **given: bool) -> None:
+    """Raise :class:`RecipeError` for the first option in *given* that was set although *target* does not use it."""
+    for name, is_set in given.items():
+        if is_set:
+            raise RecipeError(
+                f"this option has no effect with --to {target}",
+                where=f"ckpt {arguments.command} --{name}",
+                value=getattr(arguments, name),
+                hint=f"remove --{name}",
+            )
+
+
+def _summary(report: ConsolidationReport) -> str:
+    """Describe an export to Hugging Face files in one line."""
+    files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
+    size = size_text(report.nbytes)
+    checked = _checked_text(report.checked)
+    return (
+        f"wrote {report.num_tensors} tensors in {files}, {size}, {report.seconds:.1f} s ({checked})"
+    )
+
+
+def _checked_text(checked: bool) -> str:
+    return "digests checked" if checked else "source unchecked"
+
+
+def _hf_report_json(report: ConsolidationReport) -> dict[str, Any]:
+    """Convert the report of an export to Hugging Face files to the document of ``--json``."""
+    casts = {f"{before}->{after}": count for (before, after), count in report.casts.items()}
+    return {**asdict(report), "output": str(report.output), "casts": casts}
+
+
+def _log(text: str) -> None:
+    """Log a line on standard error, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)

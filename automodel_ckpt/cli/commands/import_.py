@@ -1,4 +1,4 @@
-"""``ckpt import``: another program's checkpoint as one of ours."""
+"""``ckpt import``: import the weights of another program's checkpoint into a run directory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.convert.import_checkpoint import Import
 
-_SHOWN = 5
+_MAX_NAMES = 5
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        "import",
-        help="import a checkpoint of another program",
-        description="Import the weights of a DCP directory, Hugging Face files, a safetensors file or shards, or a "
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt import``."""
+    command.description = (
+        "Import the weights of a DCP directory, Hugging Face files, a safetensors file or shards, or a "
         "NeMo AutoModel checkpoint into a run directory, as a checkpoint that a recipe can start from. The source is "
-        "neither executed nor modified. State that is not imported is listed.",
+        "neither executed nor modified. State that is not imported is listed."
     )
     command.add_argument(
         "source", metavar="SOURCE", help="directory of the other program, or a .safetensors file"
@@ -50,14 +48,16 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="E",
-        help="step in the checkpoint's name (default: 0)",
+        help="epoch in the checkpoint's name (default: 0)",
     )
-    command.add_argument("--dry-run", action="store_true", help="only show what would be taken")
-    return command
+    command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 
 
-def import_(arguments: argparse.Namespace) -> int:
-    """Run the command: say what is taken, then take it."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt import``: print what will be imported, then import it.
+
+    Raises :class:`RecipeError` for a negative step or epoch.
+    """
     from automodel_ckpt.convert.import_checkpoint import prepare, run_import
 
     for name in ("step", "epoch"):
@@ -93,25 +93,34 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
         "num_tensors": len(planned.weights.tensors),
         "nbytes": planned.nbytes,
         "files": [file.name for file in planned.plan.files],
-        "side_files": [*planned.side_files],
+        "side_files": list(planned.side_files),
         "has_config": planned.has_config,
-        "absent": [*ABSENT],
-        "left_out": [*planned.left_out],
+        "absent": list(ABSENT),
+        "left_out": list(planned.left_out),
     }
 
 
 def _lines(planned: Import) -> Iterator[str]:
+    """Describe what will be imported, and how to start a run from it."""
     from automodel_ckpt.convert.import_checkpoint import ABSENT
 
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
-    names = [*planned.side_files]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    beside = ", ".join(names[:_SHOWN]) + more if names else "none: no config.json"
+    num_tensors, size = len(planned.weights.tensors), size_text(planned.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
-    weights = f"{len(planned.weights.tensors)} tensors, {size_text(planned.nbytes)}, {checked}: {planned.kind}"
-    rows = [("weights", weights), ("other files", beside), ("not included", ", ".join(ABSENT))]
-    rows += [("not imported", ", ".join(planned.left_out))] if planned.left_out else []
-    yield from map(printable, table(rows))
-    yield printable(
-        f"to start from it: ckpt-train RECIPE.yaml --init_from.path {shlex.quote(str(planned.run))}"
-    )
+    weights = f"{num_tensors} tensors, {size}, {checked}: {planned.kind}"
+    rows = [("weights", weights), ("other files", _side_files_text(planned))]
+    rows.append(("not included", ", ".join(ABSENT)))
+    if planned.left_out:
+        rows.append(("not imported", ", ".join(planned.left_out)))
+    for line in table(rows):
+        yield printable(line)
+    run = shlex.quote(str(planned.run))
+    yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {run}")
+
+
+def _side_files_text(planned: Import) -> str:
+    names = list(planned.side_files)
+    if not names:
+        return "none: no config.json"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

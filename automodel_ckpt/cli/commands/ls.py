@@ -1,4 +1,4 @@
-"""``ckpt ls``: the checkpoints of a run, or the runs of a directory."""
+"""``ckpt ls``: list the checkpoints of a run, or the runs in a directory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from automodel_ckpt.cli.commands import external
-from automodel_ckpt.cli.paths import add_path, run_directory, runs_below, whole_checkpoint
+from automodel_ckpt.cli import external_checkpoints
+from automodel_ckpt.cli.arguments import add_path
+from automodel_ckpt.cli.paths import run_directory, runs_below, whole_checkpoint
 from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 
 if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.manifest import Summary
     from automodel_ckpt.checkpoint.run.verification_results import Note
 
 _TITLES = (
@@ -31,7 +33,7 @@ _TITLES = (
     "verified",
     "",
 )
-# What a narrow terminal does without, in this order; the name, the step and the last column always stay.
+# Columns that are dropped on a narrow terminal, in this order. The name, the step and the last column always stay.
 _DROPPED_FIRST = ("epoch", "verified", "train loss", "size", "age", "complete", "val loss")
 _RUN_TITLES = ("run", "checkpoints", "newest", "train loss", "val loss", "lowest", "size", "age")
 _RUN_DROPPED_FIRST = ("train loss", "size", "val loss", "checkpoints", "age", "lowest")
@@ -39,9 +41,12 @@ _RUN_DROPPED_FIRST = ("train loss", "size", "val loss", "checkpoints", "age", "l
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A directory of a run as ``ckpt ls`` shows it. *reason* says why it is no complete checkpoint; *verified* is when
-    its files were compared last (seconds since 1970), *damaged* that damage was found then: such a checkpoint is not
-    complete until `ckpt verify` finds it intact."""
+    """A directory in a run, as ``ckpt ls`` shows it. The names of the fields are the keys of ``--json``.
+
+    *created* and *verified* are in seconds since 1970. *reason* states why the directory is not a complete checkpoint.
+    *damaged* means that the last ``ckpt verify`` found damage: then it is not complete until ``ckpt verify`` succeeds.
+    *foreign* means that another program wrote it.
+    """
 
     name: str
     complete: bool
@@ -60,7 +65,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run among others: how many checkpoints are complete, what they take, and the newest of them."""
+    """A run, as ``ckpt ls`` shows it in a list of runs. The names of the fields are the keys of ``--json``.
+
+    *num_checkpoints* and *nbytes* count complete checkpoints. *step*, *epoch* and the losses are those of the newest
+    one; *lowest_val_loss* is the lowest of all.
+    """
 
     run: str
     num_checkpoints: int
@@ -74,27 +83,24 @@ class RunRow:
     created: float | None
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        "ls",
-        help="list checkpoints or runs",
-        description="List the checkpoints of a run, or the runs in a directory.",
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt ls``."""
+    command.description = "List the checkpoints of a run, or the runs in a directory."
     add_path(command)
-    return command
 
 
-def ls(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt ls``. Raises :class:`CheckpointUnusable` if there is neither a run nor a checkpoint."""
     path = Path(arguments.path)
     run = run_directory(path)
     runs: list[Path] = []
     if run != path and path.is_dir() and not path.is_symlink():
-        runs = [*runs_below(path)]
+        runs = list(runs_below(path))
     if runs and runs != [run]:
-        return _print_runs([_run_row(path, each) for each in runs], arguments.json)
-    rows = [*rows_of(run)] if run else [_alone(path)]
+        run_rows = [_run_row(path, each) for each in runs]
+        _print_runs(run_rows, arguments.json)
+        return EXIT_DONE
+    rows = rows_of(run) if run else [_single_row(path)]
     if arguments.json:
         print(json_text([asdict(row) for row in rows]))
     else:
@@ -102,64 +108,78 @@ def ls(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _alone(path: Path) -> Row:
-    """One checkpoint, with what its run says of it."""
-    checkpoint = whole_checkpoint(path)
-    run = checkpoint.parent if run_directory(checkpoint.parent) == checkpoint.parent else None
-    return row_of(checkpoint, _pointers(run) if run else {}, _notes(run) if run else {})
+# ---------------------------------------------------------------- the checkpoints of a run
 
 
-def rows_of(run: Path) -> Iterator[Row]:
-    """A row for each directory of a run that is, or might be taken for, a checkpoint; oldest first."""
+def rows_of(run: Path) -> list[Row]:
+    """Return a row for each directory of a run that is, or looks like, a checkpoint; oldest first."""
     from automodel_ckpt.checkpoint.run import resume
 
-    pointers, notes = _pointers(run), _notes(run)
-    directories = [
-        Path(entry.path) for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)
-    ]
-    checkpoints = [run / str(name) for name in resume.checkpoint_names(run)]
-    # A checkpoint that was moved to another disk is a link to its new place.
-    moved = [path for path in checkpoints if path.is_symlink()]
+    pointers = _pointers(run)
+    notes = _verification_notes(run)
+    candidates = []
+    for entry in os.scandir(run):
+        if entry.is_dir(follow_symlinks=False):
+            candidates.append(Path(entry.path))
+    for name in resume.checkpoint_names(run):
+        path = run / str(name)
+        if path.is_symlink():  # moved to another disk, with a link to it
+            candidates.append(path)
     rows = []
-    for path in (*directories, *moved):
+    for path in candidates:
         if _looks_like_checkpoint(path):
             rows.append(row_of(path, pointers, notes))
-    for name, pointing in pointers.items():
-        if not os.path.lexists(run / name):
-            rows.append(_missing(name, pointing))
-    yield from sorted(rows, key=_row_order)
+    for target, names in pointers.items():
+        if not os.path.lexists(run / target):
+            rows.append(_missing_row(target, names))
+    return sorted(rows, key=_row_order)
+
+
+def _single_row(path: Path) -> Row:
+    """Return the row of one checkpoint, with the pointers and verification results of its run."""
+    checkpoint = whole_checkpoint(path)
+    run = checkpoint.parent
+    if run_directory(run) != run:
+        return row_of(checkpoint, {}, {})
+    return row_of(checkpoint, _pointers(run), _verification_notes(run))
 
 
 def _row_order(row: Row) -> tuple[bool, int, int, str]:
     return row.step is None, row.step or 0, row.epoch or 0, row.name
 
 
-def _missing(name: str, pointers: Sequence[str]) -> Row:
-    """The row of a checkpoint that only pointers or a pin name."""
+def _missing_row(name: str, pointers: Sequence[str]) -> Row:
+    """Return the row of a checkpoint that does not exist although *pointers* name it."""
+    step, epoch = _position(name)
+    reason = "missing: no such checkpoint"
+    return Row(name, False, step, epoch, pointers=tuple(pointers), reason=reason)
+
+
+def _position(name: str) -> tuple[int | None, int | None]:
+    """Return the step and the epoch in the name of a checkpoint or of its staging directory; None if it has none."""
     from automodel_ckpt.checkpoint import layout
 
-    parsed = layout.parse_checkpoint_name(name)
-    step, epoch = (parsed.step, parsed.epoch) if parsed else (None, None)
-    return Row(
-        name, False, step, epoch, pointers=tuple(pointers), reason="missing: no such checkpoint"
-    )
+    parsed = layout.parse_checkpoint_name(layout.staged_name(name) or name)
+    return (parsed.step, parsed.epoch) if parsed else (None, None)
 
 
 def _pointers(run: Path) -> dict[str, list[str]]:
-    """The pointers to each checkpoint, and ``pinned``."""
+    """Map the name of each checkpoint to the pointers to it, and ``pinned``."""
     from automodel_ckpt.checkpoint import commit, layout
     from automodel_ckpt.checkpoint.run.links import pinned_names
 
     pointers: dict[str, list[str]] = {}
     for pointer in layout.POINTERS:
-        if (target := commit.pointed(run, pointer)) is not None:
+        target = commit.pointed(run, pointer)
+        if target is not None:
             pointers.setdefault(target, []).append(pointer)
     for name in pinned_names(run):
         pointers.setdefault(name, []).append("pinned")
     return pointers
 
 
-def _notes(run: Path) -> Mapping[str, Note]:
+def _verification_notes(run: Path) -> Mapping[str, Note]:
+    """Map the name of each checkpoint to the result of its last ``ckpt verify``."""
     from automodel_ckpt.checkpoint.run.verification_results import recall
 
     return recall(run)
@@ -168,88 +188,97 @@ def _notes(run: Path) -> Mapping[str, Note]:
 def _looks_like_checkpoint(path: Path) -> bool:
     from automodel_ckpt.checkpoint import layout
 
-    named = (
-        layout.parse_checkpoint_name(path.name)
-        or layout.is_superseded(path.name)
-        or layout.is_staging(path.name)
-    )
-    return (
-        bool(named)
-        or any(os.path.lexists(path / name) for name in (layout.MANIFEST, "model"))
-        or external.is_known(path)
-    )
+    name = path.name
+    if layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name):
+        return True
+    if os.path.lexists(path / layout.MANIFEST) or os.path.lexists(path / "model"):
+        return True
+    return external_checkpoints.is_external(path)
 
 
 def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str, Note]) -> Row:
-    """What is known of the checkpoint directory *path*: *pointers* to, and *notes* on, each name of its run."""
+    """Return the row of the directory *path*.
+
+    *pointers* and *notes* map the names of the run's checkpoints to their pointers and verification results.
+    """
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.manifest import Summary
-    from automodel_ckpt.checkpoint.run.late_validations import recall
 
-    name = layout.parse_checkpoint_name(layout.staged_name(path.name) or path.name)
-    step, epoch = (name.step, name.epoch) if name else (None, None)
-    here = tuple(pointers.get(path.name, ()))
-    if layout.is_staging(path.name):
+    name = path.name
+    step, epoch = _position(name)
+    if layout.is_staging(name):
         reason = "incomplete: a save is in progress or was killed"
-        return Row(path.name, False, step, epoch, reason=reason)
-    moved_to = f"moved to {os.readlink(path)}" if path.is_symlink() else ""
-    if moved_to and not path.is_dir():
-        return Row(
-            path.name, False, step, epoch, pointers=here, reason=f"{moved_to}, which does not exist"
-        )
+        return Row(name, False, step, epoch, reason=reason)
+    pointers_here = tuple(pointers.get(name, ()))
+    if path.is_symlink() and not path.is_dir():
+        reason = f"moved to {os.readlink(path)}, which does not exist"
+        return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
     if not os.path.lexists(path / layout.MANIFEST):
-        return _without_manifest(path, step, epoch, here)
+        return _row_without_manifest(path, step, epoch, pointers_here)
     try:
         summary = Summary.read(path)
     except CheckpointUnusable as error:
         problem = error.problems[0]
-        return Row(
-            path.name, False, step, epoch, pointers=here, reason=f"{problem.what}: {problem.value}"
-        )
-    note = notes.get(path.name)
-    damaged = note is not None and not note.ok
-    reasons = (
-        "damaged: run `ckpt verify` for details" if damaged else "",
-        "superseded: the run was resumed from an earlier step"
-        if layout.is_superseded(path.name)
-        else "",
-        "" if summary.has_optimizer else "weights only",
-        moved_to,
-    )
+        reason = f"{problem.what}: {problem.value}"
+        return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
+    return _summary_row(path, summary, pointers_here, notes.get(name))
+
+
+def _summary_row(path: Path, summary: Summary, pointers: tuple[str, ...], note: Note | None) -> Row:
+    """Return the row of a checkpoint whose manifest could be read."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.run.late_validations import recall
+
+    is_damaged = note is not None and not note.ok
+    if is_damaged:
+        reason = "damaged: run `ckpt verify` for details"
+    elif layout.is_superseded(path.name):
+        reason = "superseded: the run was resumed from an earlier step"
+    elif not summary.has_optimizer:
+        reason = "weights only"
+    elif path.is_symlink():
+        reason = f"moved to {os.readlink(path)}"
+    else:
+        reason = ""
     losses = {**summary.losses, **recall(path, summary.digest)}
-    train_loss, val_loss = (_number(losses.get(key)) for key in ("train_loss", "val_loss"))
     return Row(
         path.name,
-        not damaged,
-        summary.step,
-        summary.epoch,
-        train_loss,
-        val_loss,
-        summary.nbytes,
-        summary.created,
-        here,
-        next(filter(None, reasons), ""),
+        complete=not is_damaged,
+        step=summary.step,
+        epoch=summary.epoch,
+        train_loss=_number(losses.get("train_loss")),
+        val_loss=_number(losses.get("val_loss")),
+        nbytes=summary.nbytes,
+        created=summary.created,
+        pointers=pointers,
+        reason=reason,
         verified=note.time if note else None,
-        damaged=damaged,
+        damaged=is_damaged,
     )
 
 
-def _without_manifest(
+def _row_without_manifest(
     path: Path, step: int | None, epoch: int | None, pointers: tuple[str, ...]
 ) -> Row:
     from automodel_ckpt.checkpoint import layout
 
-    if (facts := external.facts(path)) is not None:
-        facts |= {key: _number(facts[key]) for key in ("train_loss", "val_loss")}
-        return Row(path.name, False, step, epoch, pointers=pointers, **facts)
-    what = "external" if step is None else "torn or external"
-    return Row(
-        path.name, False, step, epoch, pointers=pointers, reason=f"{what}: no {layout.MANIFEST}"
-    )
+    fields = external_checkpoints.row_fields(path)
+    if fields is None:
+        what = "external" if step is None else "torn or external"
+        fields = {"reason": f"{what}: no {layout.MANIFEST}"}
+    else:
+        fields["train_loss"] = _number(fields["train_loss"])
+        fields["val_loss"] = _number(fields["val_loss"])
+    return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
+
+
+# ---------------------------------------------------------------- the runs in a directory
 
 
 def _run_row(above: Path, run: Path) -> RunRow:
@@ -258,8 +287,10 @@ def _run_row(above: Path, run: Path) -> RunRow:
     if not complete:
         return RunRow(name, 0, None, None, None, None, None, None, 0, None)
     newest = max(complete, key=lambda row: (row.step or 0, row.epoch or 0))
-    val_losses = [row.val_loss for row in complete if row.val_loss is not None]
-    numbers = [loss for loss in val_losses if not math.isnan(loss)]
+    val_losses = []
+    for row in complete:
+        if row.val_loss is not None and not math.isnan(row.val_loss):
+            val_losses.append(row.val_loss)
     return RunRow(
         run=name,
         num_checkpoints=len(complete),
@@ -268,13 +299,13 @@ def _run_row(above: Path, run: Path) -> RunRow:
         epoch=newest.epoch,
         train_loss=newest.train_loss,
         val_loss=newest.val_loss,
-        lowest_val_loss=min(numbers, default=None),
+        lowest_val_loss=min(val_losses, default=None),
         nbytes=sum(row.nbytes or 0 for row in complete),
         created=newest.created,
     )
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- printing
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
@@ -282,58 +313,67 @@ def _print_rows(rows: Sequence[Row]) -> None:
     head, *lines = fitted([_TITLES, *cells], range(1, 7), _DROPPED_FIRST, wrap_last=True)
     print(coloured(head, "bold", sys.stdout))
     for row, line in zip(rows, lines, strict=True):
-        is_usable = not row.damaged and (row.complete or row.foreign)
-        if not is_usable:
-            line = coloured(line, "red", sys.stdout)
-        print(line)
+        is_usable = (row.complete or row.foreign) and not row.damaged
+        print(line if is_usable else coloured(line, "red", sys.stdout))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     from automodel_ckpt.checkpoint import layout
 
-    notes = ", ".join((*row.pointers, *([row.reason] if row.reason else [])))
-    complete = "damaged" if row.damaged else "yes" if row.complete else "?" if row.foreign else "no"
-    verified = _age(row.verified)
-    name = layout.staged_name(row.name) or row.name
+    if row.damaged:
+        complete = "damaged"
+    elif row.complete:
+        complete = "yes"
+    else:
+        complete = "?" if row.foreign else "no"
+    notes = list(row.pointers)
+    if row.reason:
+        notes.append(row.reason)
     return (
-        printable(name),
-        *_counts(row.step, row.epoch),
-        *_losses(row.train_loss, row.val_loss),
+        printable(layout.staged_name(row.name) or row.name),
+        _count(row.step),
+        _count(row.epoch),
+        _loss(row.train_loss),
+        _loss(row.val_loss),
         _size(row.nbytes),
         _age(row.created),
         complete,
-        verified,
-        printable(notes),
+        _age(row.verified),
+        printable(", ".join(notes)),
     )
 
 
-def _print_runs(rows: Sequence[RunRow], as_json: bool) -> int:
+def _print_runs(rows: Sequence[RunRow], as_json: bool) -> None:
     if as_json:
         print(json_text([asdict(row) for row in rows]))
-        return EXIT_DONE
-    cells = [
-        (
-            printable(row.run),
-            str(row.num_checkpoints),
-            printable(row.newest or "none"),
-            *_losses(row.train_loss, row.val_loss, row.lowest_val_loss),
-            _size(row.nbytes),
-            _age(row.created),
-        )
-        for row in rows
-    ]
-    head, *lines = fitted([_RUN_TITLES, *cells], (1, *range(3, 8)), _RUN_DROPPED_FIRST)
+        return
+    cells: list[Sequence[str]] = [_RUN_TITLES]
+    for row in rows:
+        cells.append(_run_cells(row))
+    head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
     print(coloured(head, "bold", sys.stdout))
     print("\n".join(lines))
-    return EXIT_DONE
 
 
-def _counts(*values: int | None) -> Iterable[str]:
-    return ("" if value is None else str(value) for value in values)
+def _run_cells(row: RunRow) -> tuple[str, ...]:
+    return (
+        printable(row.run),
+        str(row.num_checkpoints),
+        printable(row.newest or "none"),
+        _loss(row.train_loss),
+        _loss(row.val_loss),
+        _loss(row.lowest_val_loss),
+        _size(row.nbytes),
+        _age(row.created),
+    )
 
 
-def _losses(*values: float | None) -> Iterable[str]:
-    return ("" if value is None else f"{value:.4f}" for value in values)
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _size(nbytes: int | None) -> str:

@@ -1,4 +1,4 @@
-"""``ckpt plot``: curves of one or several runs, as a page, a picture, or lines of text on the terminal."""
+"""``ckpt plot``: plot the curves of one or more runs as an HTML page, a PNG image, or text on the terminal."""
 
 from __future__ import annotations
 
@@ -27,36 +27,32 @@ _TERMINAL = (
 _BESIDE = 40
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    plot: argparse.ArgumentParser = commands.add_parser(
-        "plot",
-        help="plot the curves of one or more runs",
-        description="Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
-        "norm, learning rate, throughput, and the cost of saves. Without --output, small plots are printed.",
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt plot``."""
+    command.description = (
+        "Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
+        "norm, learning rate, throughput, and the cost of saves. Without --output, small plots are printed."
     )
-    plot.add_argument(
+    command.add_argument(
         "paths",
         nargs="*",
         default=["."],
         metavar="RUN",
         help="run directories, or paths inside them (default: current directory)",
     )
-    plot.add_argument(
+    command.add_argument(
         "--output", "-o", metavar="FILE", help="write a standalone .html page or a .png image"
     )
-    return plot
 
 
-def plot(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises :class:`CheckpointUnusable` where a path holds no run."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt plot``. Raises :class:`CheckpointUnusable` if a path contains no run."""
     from automodel_ckpt.report.history import read_history
 
     directories = [run_around(Path(path)) or Path(path) for path in arguments.paths]
-    runs = [
-        read_history(path, name)
-        for path, name in zip(directories, _names(directories), strict=True)
-    ]
+    runs = []
+    for path, name in zip(directories, _names(directories), strict=True):
+        runs.append(read_history(path, name))
     if arguments.output:
         _write(runs, Path(arguments.output))
     if arguments.json:
@@ -70,11 +66,14 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The last part of each path that tells it from the others."""
-    absolute = [path.absolute() for path in paths]
-    for depth in range(1, max(len(path.parts) for path in absolute) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in absolute]
-        if len(set(names)) == len(names) and names != ["checkpoints"]:
+    """Name each run by the last parts of its path, as many as are needed to distinguish the runs."""
+    all_parts = [path.absolute().parts for path in paths]
+    longest = max(map(len, all_parts))
+    names: list[str] = []
+    for depth in range(1, longest + 1):
+        names = ["/".join(parts[-depth:]) for parts in all_parts]
+        are_unique = len(set(names)) == len(names)
+        if are_unique and names != ["checkpoints"]:
             break
     return names
 

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.commands import external
-from automodel_ckpt.cli.commands.render import (
+from automodel_ckpt.cli import external_checkpoints
+from automodel_ckpt.cli.arguments import add_path
+from automodel_ckpt.cli.checkpoint_tables import (
     damage_in,
     file_lines,
     pairs,
@@ -20,8 +21,7 @@ from automodel_ckpt.cli.commands.render import (
     tensor_lines,
     totals,
 )
-from automodel_ckpt.cli.commands.small_files import first_state, recipe_leaves
-from automodel_ckpt.cli.paths import add_path, whole_checkpoint
+from automodel_ckpt.cli.paths import whole_checkpoint
 from automodel_ckpt.cli.terminal import (
     age_text,
     coloured,
@@ -35,18 +35,16 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 
-# Values of a recipe that say nothing.
 _UNSET = frozenset({"null", "[]", "{}"})
+"""Values of a recipe that are not counted as set."""
 _WIDTH = 78
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        "show",
-        help="show the contents of a checkpoint",
-        description="Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same "
-        "shape whose names differ only in numbers are grouped.",
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt show``."""
+    command.description = (
+        "Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same "
+        "shape whose names differ only in numbers are grouped."
     )
     add_path(command)
     command.add_argument(
@@ -60,22 +58,24 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="read all tensors and print min, max, mean, standard deviation and norm of the finite values, and the "
         "number of zeros, NaN and inf. The exit code is 3 if a tensor is damaged",
     )
-    return command
 
 
-def show(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt show``. The exit code is 3 if ``--stats`` finds a damaged tensor."""
     from automodel_ckpt.checkpoint.manifest import Manifest
 
     path = whole_checkpoint(Path(arguments.path))
-    unchecked = external.document(path, arguments.stats) if path.is_dir() else None
-    document = unchecked or _document(path, Manifest.read(path), arguments.stats)
+    document = external_checkpoints.document(path, arguments.stats) if path.is_dir() else None
+    lines = external_checkpoints.lines
+    if document is None:
+        document = _document(path, Manifest.read(path), arguments.stats)
+        lines = _lines
     if arguments.json:
         print(json_text(document))
     else:
-        lines = external.lines if unchecked else _lines
         print("\n".join(lines(document, everything=arguments.tensors)))
-    if arguments.stats and (problems := damage_in(document)):
+    problems = damage_in(document) if arguments.stats else []
+    if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
         print_error(message)
         return code
@@ -83,7 +83,11 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
+    """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
+    from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.run.late_validations import recall
+    from automodel_ckpt.checkpoint.state.display import plain_state
+    from automodel_ckpt.config.changes import saved_recipe
 
     if stats:
         _check_sizes(path, manifest)
@@ -97,9 +101,9 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "dp_size": manifest.dp_size,
         "nbytes": manifest.nbytes,
         "progress": dict(manifest.progress),
-        "data_position": first_state(path, data.files) if data else {},
+        "data_position": plain_state(path, data.files[0]) if data and data.files else {},
         "losses": {**manifest.losses, **recall(path, manifest.digest)},
-        "config": recipe_leaves(path),
+        "config": saved_recipe(path / layout.CONFIG),
         "environment": dict(manifest.environment),
         "lineage": dict(manifest.lineage),
         "state": {name: asdict(record) for name, record in manifest.state.items()},
@@ -112,45 +116,51 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise :class:`CheckpointUnusable` if a file does not have the size in the manifest."""
     from automodel_ckpt.checkpoint.verify import verify
 
-    if problems := verify(path, manifest, "size"):
+    problems = verify(path, manifest, "size")
+    if problems:
         raise CheckpointUnusable.all_of(problems)
 
 
 def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
     from automodel_ckpt.checkpoint.state.display import optimizer_groups
 
+    tensors = {}
+    for fqn, tensor in tree.tensors.items():
+        entry = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "slices": len(tensor.slices),
+        }
+        if stats:
+            entry.update(statistics(path, tensor))
+        tensors[fqn] = entry
     return {
         "format": tree.format,
-        "tensors": {
-            fqn: {"dtype": t.dtype, "shape": list(t.shape), "slices": len(t.slices)}
-            | statistics(path, t, stats)
-            for fqn, t in tree.tensors.items()
-        },
+        "tensors": tensors,
         "tied": dict(tree.tied),
         "groups": optimizer_groups(path, tree),
     }
 
 
 def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
+    """Format the document for a terminal.
+
+    With *everything*, lists all tensors and files, the recipe and the environment.
+    """
     yield coloured(printable(document["path"]), "bold", sys.stdout)
-    ranks = "1 rank" if document["world_size"] == 1 else f"{document['world_size']} ranks"
+    num_ranks = document["world_size"]
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     size, age = size_text(document["nbytes"]), age_text(document["created"])
     yield f"step {document['step']}, epoch {document['epoch']}, {ranks}, {size}, {age} old"
-    for title, key in (
-        ("losses", "losses"),
-        ("progress", "progress"),
-        ("data position", "data_position"),
-        ("lineage", "lineage"),
-    ):
-        values = document[key]
-        if key == "losses":  # these are in the line above
-            values = {
-                name: value for name, value in values.items() if name not in ("step", "epoch")
-            }
-        yield from section(title, pairs(values))
-    yield from section(
-        f"files ({len(document['files'])})", file_lines(document["files"], everything)
-    )
+    losses = dict(document["losses"])
+    for name in ("step", "epoch"):  # the line above has them
+        losses.pop(name, None)
+    yield from section("losses", pairs(losses))
+    yield from section("progress", pairs(document["progress"]))
+    yield from section("data position", pairs(document["data_position"]))
+    yield from section("lineage", pairs(document["lineage"]))
+    files = document["files"]
+    yield from section(f"files ({len(files)})", file_lines(files, everything))
     for name, tree in document["trees"].items():
         title = f"{name} ({tree['format']}): {totals(tree['tensors'])}"
         yield from section(title, _tree_lines(tree, everything))
@@ -166,18 +176,17 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
 
 
 def _tree_lines(tree: Mapping[str, Any], everything: bool) -> list[str]:
-    ties = [f"{alias} = {kept}" for alias, kept in tree["tied"].items()]
-    return [*tensor_lines(tree["tensors"], everything), *ties]
+    lines = tensor_lines(tree["tensors"], everything)
+    for alias, stored_name in tree["tied"].items():
+        lines.append(f"{alias} = {stored_name}")
+    return lines
 
 
 def _group_lines(options: Mapping[str, Any]) -> list[str]:
-    """The options of a parameter group that are set."""
-    used = {
-        n: value
-        for n, value in options.items()
-        if n != "params" and value is not None and value is not False
-    }
-    text = f"{options.get('params', '?')} parameters: " + ", ".join(
-        f"{n} {value}" for n, value in used.items()
-    )
+    """Format the options of a parameter group that are set."""
+    used = []
+    for name, value in options.items():
+        if name != "params" and value is not None and value is not False:
+            used.append(f"{name} {value}")
+    text = f"{options.get('params', '?')} parameters: {', '.join(used)}"
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ")

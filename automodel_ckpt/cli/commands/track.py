@@ -1,4 +1,4 @@
-"""``ckpt track``: send a run's log to a tracker afterwards, or again."""
+"""``ckpt track``: upload a run's log to an experiment tracker after training, or again."""
 
 from __future__ import annotations
 
@@ -8,50 +8,45 @@ import json
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.cli.arguments import add_run
 from automodel_ckpt.cli.paths import run_around
 from automodel_ckpt.cli.terminal import print_error, printable
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, RecipeError
 from automodel_ckpt.report.trackers import TRACKERS
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to ``ckpt``'s."""
-    track: argparse.ArgumentParser = commands.add_parser(
-        "track",
-        help="upload a run's log to an experiment tracker",
-        description="Upload the entries of a run's log that the tracker does not have yet: losses, gradient norm, "
-        "learning rate, throughput, saves. During training, use logging.trackers instead.",
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt track``."""
+    command.description = (
+        "Upload the entries of a run's log that the tracker does not have yet: losses, gradient norm, "
+        "learning rate, throughput, saves. During training, use logging.trackers instead."
     )
-    track.add_argument(
-        "path",
-        nargs="?",
-        default=".",
-        metavar="RUN",
-        help="a run directory, or a path inside it (default: current directory)",
-    )
-    track.add_argument(
+    add_run(command)
+    command.add_argument(
         "--to",
         choices=tuple(TRACKERS),
         required=True,
         help="the tracker; its library must be installed",
     )
-    track.add_argument(
+    command.add_argument(
         "--again",
         action="store_true",
         help="upload the whole log, including entries that were already uploaded",
     )
-    track.add_argument(
+    command.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="an option of the tracker, such as project=x",
     )
-    return track
 
 
-def track(arguments: argparse.Namespace) -> int:
-    """Run the command. Exit code 1 where the tracker failed."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt track``. The exit code is 1 if the tracker failed.
+
+    Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log.
+    """
     from automodel_ckpt.report.follow import Follower, holding
     from automodel_ckpt.report.history import read_history
 
@@ -65,7 +60,8 @@ def track(arguments: argparse.Namespace) -> int:
             hint=f"pip install {arguments.to}",
         )
     failures: list[str] = []
-    options, after = _options(arguments.option), 0 if arguments.again else None
+    options = _options(arguments.option)
+    after = 0 if arguments.again else None
     with holding(run, wait=False) as is_held:
         if not is_held:
             raise RecipeError(
@@ -85,11 +81,15 @@ def track(arguments: argparse.Namespace) -> int:
 
 
 def _options(words: list[str]) -> dict[str, Any]:
+    """Parse the values of ``--option``. Raises :class:`RecipeError` for one without ``=``."""
     from automodel_ckpt.config.convert import untyped
 
+    options = {}
     for word in words:
-        if "=" not in word:
+        key, separator, value = word.partition("=")
+        if not separator:
             raise RecipeError(
                 "invalid option", where="--option", value=word, hint="use the form KEY=VALUE"
             )
-    return {key: untyped(value) for key, _, value in (word.partition("=") for word in words)}
+        options[key] = untyped(value)
+    return options

@@ -1,0 +1,53 @@
+"""``ckpt pin`` and ``ckpt unpin``: protect a checkpoint from removal by ``ckpt prune`` and by a run's keep policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from automodel_ckpt.cli.paths import whole_checkpoint
+from automodel_ckpt.cli.terminal import printable
+from automodel_ckpt.errors import EXIT_DONE
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt pin``."""
+    command.description = "Protect a checkpoint from removal."
+    _add_path(command)
+
+
+def add_unpin_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt unpin``."""
+    command.description = "Remove a pin."
+    _add_path(command)
+
+
+def _add_path(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt pin`` or ``ckpt unpin``. Raises :class:`CheckpointUnusable` if the checkpoint does not exist."""
+    from automodel_ckpt.checkpoint.run import maintenance
+
+    path = Path(arguments.path)
+    is_pin = arguments.command == "pin"
+    if is_pin:
+        run_directory, name = maintenance.run_of(whole_checkpoint(path))
+        maintenance.pin(run_directory, name)
+        changed = True
+    else:
+        # The pin still exists if its checkpoint was removed by hand: look for it first.
+        pinned = maintenance.pin_at(path) or maintenance.run_of(whole_checkpoint(path))
+        run_directory, name = pinned
+        changed = maintenance.unpin(run_directory, name)
+    if arguments.json:
+        print(json.dumps({"checkpoint": name, "pinned": is_pin, "changed": changed}))
+    elif changed:
+        print(f"{arguments.command}ned {printable(name)}")
+    else:
+        print(f"{printable(name)} was not pinned")
+    return EXIT_DONE

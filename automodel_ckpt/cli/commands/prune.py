@@ -1,0 +1,177 @@
+"""``ckpt prune``: remove old checkpoints of a run, or only their optimizer state."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_ckpt.cli.arguments import add_run, number_at_least
+from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.terminal import printable, size_text, table
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.policy import KeepPolicy
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt prune``."""
+    command.description = (
+        "Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the "
+        "targets of LATEST, LOWEST_VAL, pins and other links in the run directory, and anything that is not a "
+        "complete checkpoint."
+    )
+    add_run(command)
+    command.add_argument(
+        "--keep-last", type=number_at_least(1), metavar="N", help="keep the newest N"
+    )
+    command.add_argument(
+        "--keep-best",
+        type=number_at_least(0),
+        default=0,
+        metavar="K",
+        help="keep the best K by --metric (default: 0)",
+    )
+    command.add_argument(
+        "--keep-every-steps",
+        type=number_at_least(1),
+        metavar="N",
+        help="keep checkpoints whose step is a multiple of N",
+    )
+    command.add_argument(
+        "--keep-steps",
+        type=number_at_least(0),
+        nargs="+",
+        default=[],
+        metavar="S",
+        help="keep the checkpoints of these steps",
+    )
+    command.add_argument(
+        "--metric",
+        default="val_loss",
+        help="key in losses.json for --keep-best (default: val_loss)",
+    )
+    command.add_argument("--max", action="store_true", help="higher values of --metric are better")
+    command.add_argument(
+        "--superseded", action="store_true", help="also remove superseded checkpoints"
+    )
+    command.add_argument(
+        "--drop-optimizer",
+        action="store_true",
+        help="remove only the optimizer state, and keep the weights",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt prune``: preview or remove checkpoints.
+
+    Raises :class:`RecipeError` if no option selects what to keep, :class:`CheckpointUnusable` if there is no run, and
+    an error of the lease if a live run uses the directory.
+    """
+    from automodel_ckpt.checkpoint.run import maintenance
+    from automodel_ckpt.checkpoint.run.lease import Lease
+
+    run = run_around(Path(arguments.path))
+    if run is None:
+        raise CheckpointUnusable(
+            "no checkpoints found", where=arguments.path, value="", hint="specify a run directory"
+        )
+    policy = _policy(arguments)
+    if arguments.dry_run:
+        freed = _removable(arguments, run, policy)
+        if arguments.drop_optimizer:
+            freed = {name: _optimizer_bytes(run / name) for name in freed}
+    else:
+        # Select under the lease: a live run, or another prune, changes the set of checkpoints.
+        lease = Lease(run)
+        try:
+            maintenance.recover(run)
+            removable = _removable(arguments, run, policy)
+            freed = _remove(arguments, run, removable, lease.check)
+        finally:
+            lease.release()
+    _print_result(arguments, freed)
+    return EXIT_DONE
+
+
+def _policy(arguments: argparse.Namespace) -> KeepPolicy:
+    from automodel_ckpt.checkpoint.policy import KeepPolicy
+
+    if arguments.keep_last is None and not arguments.superseded:
+        raise RecipeError(
+            "no checkpoints were selected to keep",
+            where="ckpt prune",
+            value="no --keep-last",
+            hint="add --keep-last N (try it with --dry-run first), or --superseded",
+        )
+    return KeepPolicy(
+        arguments.keep_last,
+        arguments.keep_best,
+        arguments.keep_every_steps,
+        frozenset(arguments.keep_steps),
+        "max" if arguments.max else "min",
+    )
+
+
+def _removable(arguments: argparse.Namespace, run: Path, policy: KeepPolicy) -> dict[str, int]:
+    """Map the name of each checkpoint that may be removed to its size in bytes."""
+    from automodel_ckpt.checkpoint.run import maintenance
+
+    removals = maintenance.removable(
+        run, policy, metric_key=arguments.metric, superseded=arguments.superseded
+    )
+    return {removal.name: removal.nbytes for removal in removals}
+
+
+def _remove(
+    arguments: argparse.Namespace,
+    run: Path,
+    removable: Mapping[str, int],
+    check_lease: Callable[[], None],
+) -> dict[str, int]:
+    """Remove checkpoints or their optimizer state; map each name to the number of bytes that were freed."""
+    from automodel_ckpt.checkpoint.run import maintenance
+
+    freed = {}
+    if arguments.drop_optimizer:
+        for name in removable:
+            check_lease()
+            freed[name] = maintenance.drop_optimizer(run, name)
+    else:
+        for name in maintenance.remove(run, removable, check_lease=check_lease):
+            freed[name] = removable[name]
+    return freed
+
+
+def _optimizer_bytes(checkpoint: Path) -> int:
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
+
+    manifest = Manifest.read(checkpoint)
+    return manifest.nbytes - without_optimizer(manifest).nbytes
+
+
+def _print_result(arguments: argparse.Namespace, freed: Mapping[str, int]) -> None:
+    if arguments.json:
+        removed = [{"name": name, "nbytes": nbytes} for name, nbytes in freed.items()]
+        document = {
+            "dry_run": arguments.dry_run,
+            "drop_optimizer": arguments.drop_optimizer,
+            "pruned": removed,
+        }
+        print(json.dumps(document))
+        return
+    if not freed:
+        print("nothing to remove")
+        return
+    action = "would remove" if arguments.dry_run else "removed"
+    if arguments.drop_optimizer:
+        action += " optimizer state of"
+    rows = [(action, printable(name), size_text(nbytes)) for name, nbytes in freed.items()]
+    print("\n".join(table(rows)))
+    total = size_text(sum(freed.values()))
+    print(f"{total} to free" if arguments.dry_run else f"{total} freed")

@@ -1,0 +1,165 @@
+"""``ckpt verify``: verify the digests of a checkpoint and its exports, or of all checkpoints of a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from automodel_ckpt.cli.arguments import add_path, number_at_least
+from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
+from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json
+from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem
+
+_LEFTOVER = "an export is in progress or was interrupted; the next start of the run removes it"
+
+Result = tuple[Path, list[Problem]]
+"""A checkpoint or an export, and all problems that were found in it."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt verify``."""
+    command.description = (
+        "Verify the digest of every file of a checkpoint and its exports, or of all checkpoints "
+        "of a run."
+    )
+    add_path(command)
+    command.add_argument(
+        "--deep",
+        action="store_true",
+        help="also verify each slice, and report files that are not in the manifest",
+    )
+    command.add_argument(
+        "--num-threads",
+        type=number_at_least(1),
+        default=2,
+        metavar="N",
+        help="number of reader threads (default: 2)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt verify`` and print every problem. The exit code is 3 if there is one."""
+    targets = _targets(Path(arguments.path))
+    results: list[Result] = []
+    for target in targets:
+        results.append((target, _problems(target, arguments)))
+        for export in _exports(target):
+            results.append((export, _export_problems(export, arguments)))
+    _record(results)
+    if arguments.json:
+        _print_json(results)
+    else:
+        _print_results(results)
+        _print_leftovers(targets)
+    is_damaged = any(problems for _, problems in results)
+    return EXIT_UNUSABLE if is_damaged else EXIT_DONE
+
+
+def _targets(path: Path) -> list[Path]:
+    """Return the checkpoints to verify: all of a run, oldest first, or the one that *path* names."""
+    from automodel_ckpt.checkpoint.run import resume
+
+    run = run_directory(path) if path.is_dir() else None
+    if run is None:
+        return [whole_checkpoint(path)]
+    return [run / str(name) for name in reversed(resume.checkpoint_names(run))]
+
+
+def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.verify import verify, verify_deep
+
+    if not os.path.lexists(checkpoint / layout.MANIFEST):
+        if os.path.lexists(checkpoint / layout.EXPORT_MANIFEST):
+            return _export_problems(checkpoint, arguments)
+        if _is_external(checkpoint):
+            hint = "`ckpt import` makes a checkpoint with digests; `ckpt show --stats` reads the tensors"
+            return [Problem("unverifiable: no digests", str(checkpoint), "no MANIFEST.json", hint)]
+    try:
+        manifest = Manifest.read(checkpoint)
+    except CheckpointUnusable as error:
+        return list(error.problems)
+    problems = verify(checkpoint, manifest, "digest", num_threads=arguments.num_threads)
+    if arguments.deep:
+        problems += verify_deep(checkpoint, manifest)
+    return problems
+
+
+def _exports(target: Path) -> list[Path]:
+    """Return the exports in a checkpoint of this program; an external checkpoint has none."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.export_manifest import exports_in
+
+    return exports_in(target) if os.path.lexists(target / layout.MANIFEST) else []
+
+
+def _export_problems(export: Path, arguments: argparse.Namespace) -> list[Problem]:
+    from automodel_ckpt.checkpoint.export_manifest import export_problems
+
+    return export_problems(export, num_threads=arguments.num_threads)
+
+
+def _is_external(target: Path) -> bool:
+    """Whether *target* contains files of another program, without a manifest."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.convert.sources import external
+
+    for manifest in (layout.MANIFEST, layout.EXPORT_MANIFEST):
+        if os.path.lexists(target / manifest):
+            return False
+    return not target.is_symlink() and bool(external.kinds_in(target))
+
+
+def _record(results: Sequence[Result]) -> None:
+    """Record the results in the run directory, where ``ckpt ls`` reads them."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.run.verification_results import remember
+
+    intact = {}
+    run = None
+    for target, problems in results:
+        if layout.is_checkpoint(target.name):
+            run = run or target.parent
+            intact[target.name] = not problems
+    if run is not None:
+        remember(run, intact)
+
+
+def _print_json(results: Sequence[Result]) -> None:
+    documents = []
+    for target, problems in results:
+        listed = [problem_json(problem) for problem in problems]
+        documents.append({"path": str(target), "ok": not problems, "problems": listed})
+    print(json.dumps(documents))
+
+
+def _print_results(results: Sequence[Result]) -> None:
+    for target, problems in results:
+        print(f"{printable(str(target))}: {_verdict(target, problems)}")
+        for problem in problems:
+            indented = f"  {problem}".replace("\n", "\n  ")
+            print(printable_lines(indented))
+
+
+def _verdict(target: Path, problems: list[Problem]) -> str:
+    if not problems:
+        return coloured("ok", "green", sys.stdout)
+    if _is_external(target):
+        return coloured("unverifiable: no manifest", "yellow", sys.stdout)
+    return coloured("damaged", "red", sys.stdout)
+
+
+def _print_leftovers(targets: Sequence[Path]) -> None:
+    """Print the staging directories of exports; they are not damage."""
+    from automodel_ckpt.checkpoint.export_leftovers import leftovers_in
+
+    for target in targets:
+        with contextlib.suppress(OSError):
+            for path in leftovers_in(target):
+                print(f"{printable(str(path))}: {_LEFTOVER}")

@@ -1,0 +1,123 @@
+"""Describe directories that other programs wrote, for ``ckpt ls`` and ``ckpt show``. They have no digests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.checkpoint_tables import (
+    file_lines,
+    pairs,
+    section,
+    statistics,
+    tensor_lines,
+    totals,
+)
+from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text
+from automodel_ckpt.units import values_text
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.sources.external import ExternalTree
+
+_UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
+_EXPORT = "export: verify it with `ckpt verify`"
+
+
+def is_external(path: Path) -> bool:
+    """Whether *path* is a directory, not a link, that another program wrote in a known format."""
+    from automodel_ckpt.convert.sources import external
+
+    return not path.is_symlink() and bool(external.kinds_in(path))
+
+
+def row_fields(path: Path) -> dict[str, Any] | None:
+    """Return the fields of a row of ``ckpt ls``; None if the directory is in no known format."""
+    from automodel_ckpt.convert.sources import external
+
+    found = external.read_external(path)
+    if found is None:
+        return None
+    return {
+        "nbytes": found.nbytes,
+        "created": found.written,
+        "reason": f"external, unverified: {found.kind}",
+        "foreign": True,
+        "train_loss": found.losses.get("train_loss"),
+        "val_loss": found.losses.get("val_loss"),
+    }
+
+
+def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
+    """Return the document of ``ckpt show --json``; None if the directory is in no known format.
+
+    With *stats*, reads the tensors and adds their statistics.
+    """
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.convert.sources import external
+
+    found = external.read_external(path)
+    if found is None:
+        return None
+    name = layout.parse_checkpoint_name(path.name)
+    trees = {}
+    for tree_name, tree in found.trees().items():
+        trees[tree_name] = {
+            "format": tree.kind,
+            "problem": tree.problem,
+            "values": tree.num_values,
+            "tensors": _tensors(path / tree_name, tree, stats),
+        }
+    return {
+        "path": str(path),
+        "foreign": True,
+        "kind": found.kind,
+        "note": _EXPORT if layout.EXPORT_MANIFEST in found.files else _UNVERIFIABLE,
+        "step": name.step if name else None,
+        "epoch": name.epoch if name else None,
+        "created": found.written,
+        "nbytes": found.nbytes,
+        "losses": dict(found.losses),
+        "files": dict(found.files),
+        "trees": trees,
+    }
+
+
+def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict[str, Any]]:
+    from automodel_ckpt.convert.sources import external
+
+    entries: dict[str, dict[str, Any]] = {}
+    for fqn, tensor in tree.tensors.items():
+        entries[fqn] = asdict(tensor)
+    if stats and not tree.problem:
+        root, tensors = external.stored_tensors(directory, tree.kind)
+        for fqn, entry in entries.items():
+            entry.update(statistics(root, tensors[fqn]))
+    return entries
+
+
+def lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
+    """Format the document for a terminal.
+
+    With *everything*, lists all tensors and files; otherwise, groups tensors, and files by directory.
+    """
+    yield coloured(printable(document["path"]), "bold", sys.stdout)
+    yield coloured(document["note"], "yellow", sys.stdout)
+    facts = [size_text(document["nbytes"]), f"{age_text(document['created'])} old"]
+    if document["step"] is not None:
+        facts = [f"step {document['step']}", f"epoch {document['epoch']}", *facts]
+    yield f"{printable(document['kind'])}; {', '.join(facts)}"
+    files = document["files"]
+    yield from section("losses", pairs(document["losses"]))
+    yield from section(f"files ({len(files)})", file_lines(files, everything))
+    for name, tree in document["trees"].items():
+        tensors = tree["tensors"]
+        location = "here" if name == "." else name
+        title = f"{location} ({tree['format']}): {totals(tensors)}"
+        if tree["values"]:
+            title += f", {values_text(tree['values'])}"
+        problem = tree["problem"]
+        content = [problem] if problem else tensor_lines(tensors, everything)
+        yield from section(title, content)
