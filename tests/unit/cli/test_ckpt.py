@@ -113,6 +113,25 @@ def test_consolidate_prints_the_directory_it_wrote(tmp_path: Path, capsys: Captu
     assert report["casts"] == {"F32->BF16": 1} and report["output"] == str(tmp_path / "out")
 
 
+def test_consolidate_is_an_alias_of_export_to_hugging_face_files(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = checkpoint_in(tmp_path, 20)
+    reports = []
+    for number, command in enumerate((["consolidate"], ["export", "--to", "hf"])):
+        output = tmp_path / f"out_{number}"
+        assert main([*command, str(checkpoint), "--output", str(output), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        del report["output"], report["seconds"]
+        reports.append(report)
+    assert reports[0] == reports[1]
+    assert main(["consolidate", str(checkpoint), "--base", "x"]) == 2
+    assert "where: ckpt consolidate --base" in capsys.readouterr().err.replace("  ", " ")
+    with pytest.raises(SystemExit):
+        main(["consolidate", "--help"])
+    assert "Alias of `ckpt export --to hf`" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
