@@ -19,7 +19,7 @@ from unittest import mock
 
 from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.files import durable_file
-from automodel_ckpt.checkpoint.writing import shared_files
+from automodel_ckpt.checkpoint.writing import shared_file
 
 ROOT = Path(__file__).parents[1]
 _WIDTH = 2048
@@ -96,7 +96,7 @@ def unflushed(run: Callable[[Path], object]) -> Callable[[Path], None]:
 
     def run_so(directory: Path) -> None:
         with contextlib.ExitStack() as stack:
-            for module in (durable_file, shared_files, export_output):
+            for module in (durable_file, shared_file, export_output):
                 stack.enter_context(mock.patch.object(module, "DIRECT_FROM_BYTES", sys.maxsize))
             stack.enter_context(mock.patch.object(os, "fsync", return_value=None))
             run(directory)

@@ -59,8 +59,8 @@ from automodel_ckpt.checkpoint.state.model_config import (
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.checkpoint.state.optimizer_state import places
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
-from automodel_ckpt.checkpoint.writing import finalize
 from automodel_ckpt.checkpoint.writing.jobs import run_all
+from automodel_ckpt.checkpoint.writing.rank_manifest import finalize, read_rank_manifests
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
     AutomodelError,
@@ -368,13 +368,13 @@ class Checkpointer:
         report, name, planner = None, save.name, self._planner
         try:
             with self._raise_on_all_ranks(f"saving {name}"):
-                part, jobs, objects = planner.plan(save, proposals)
+                written, jobs, objects = planner.plan(save, proposals)
                 self._writing = name.step, METER.nbytes, sum(job.size for job in (*jobs, *objects))
-                run_all([*jobs, *objects], save.staging.path, part)
+                run_all([*jobs, *objects], save.staging.path, written)
                 if self.is_rank0:
-                    planner.write_common(save, part)
+                    planner.write_common(save, written)
                 commit.write_file(
-                    save.staging.path / layout.part_file(self._ranks.rank), part.to_bytes()
+                    save.staging.path / layout.part_file(self._ranks.rank), written.to_bytes()
                 )
             with self._raise_on_all_ranks(f"publishing {name}"):
                 if self.is_rank0:
@@ -389,11 +389,12 @@ class Checkpointer:
 
     def _publish(self, save: Save) -> SaveReport:
         """Merge the rank manifests and publish the checkpoint. Called by rank 0 after all ranks have written."""
-        parts = finalize.parts_in(save.staging.path, self._ranks.world_size)
-        parts[0].files.update(self._planner.write_metadata(save, lambda: parts))
+        rank_manifests = read_rank_manifests(save.staging.path, self._ranks.world_size)
+        metadata = self._planner.write_metadata(save, lambda: rank_manifests)
+        rank_manifests[0].files.update(metadata)
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = finalize.seal(save.staging.path, self._planner.partial_manifest(save), parts)
+        nbytes = finalize(save.staging.path, self._planner.partial_manifest(save), rank_manifests)
         return self._planner.publish(save, nbytes)
 
     # ---------------------------------------------------------------- what is under way

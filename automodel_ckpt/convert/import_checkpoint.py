@@ -37,9 +37,13 @@ from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.checkpoint.writing.finalize import readable_bytes
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, run_all
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_files, merge_tree
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    merge_files,
+    merge_tree,
+    readable_bytes,
+)
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.external import DCP, HF, SHARDS, kinds_in, losses_in
 from automodel_ckpt.convert.sources.hugging_face import is_hf_directory
@@ -349,9 +353,9 @@ def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Ite
 def _write(planned: Import, run: Path) -> Path:
     staging = commit.reserve(run, str(planned.name))
     try:
-        part = Part(0)
-        run_all(_jobs(planned), staging, part)
-        manifest = _manifest(planned, part)
+        written = RankManifest(0)
+        run_all(_jobs(planned), staging, written)
+        manifest = _manifest(planned, written)
         commit.seal(staging, readable_bytes(manifest, run / str(planned.name)))
         published = commit.publish(staging, str(planned.name))
         newest = resume.newest(run)
@@ -416,7 +420,7 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _manifest(planned: Import, part: Part) -> Manifest:
+def _manifest(planned: Import, written: RankManifest) -> Manifest:
     return Manifest(
         step=planned.name.step,
         epoch=planned.name.epoch,
@@ -431,10 +435,10 @@ def _manifest(planned: Import, part: Part) -> Manifest:
         state={MODEL: StateRecord("module", "replicated", f"{MODEL}/")},
         trees={
             MODEL: _without_ties(
-                merge_tree(MODEL, _FORMAT, [part], {}), planned.side_files.get(_CONFIG)
+                merge_tree(MODEL, _FORMAT, [written], {}), planned.side_files.get(_CONFIG)
             )
         },
-        files=merge_files([part]),
+        files=merge_files([written]),
     )
 
 

@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.run import shared_storage
 from automodel_ckpt.checkpoint.state.fill_modules import rows_of
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify, verify_deep
-from automodel_ckpt.checkpoint.writing import shared_files
+from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.distributed.test_checkpointer import build, whole_state
@@ -211,16 +211,16 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(
 
 def fails_on_rank_1(root: Path) -> str:
     made = build("fsdp2")
-    write = shared_files.write_all
+    write = shared_file.write_all
 
     def broken(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     if dist.get_rank() == 1:
-        shared_files.write_all = broken
+        shared_file.write_all = broken
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40, model_layout="hf")
-    shared_files.write_all = write
+    shared_file.write_all = write
     tiny.save(root, made, step=60, model_layout="hf")
     return str(caught.value)
 

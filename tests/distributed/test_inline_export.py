@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint import Manifest, SaveReport, layout
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
-from automodel_ckpt.checkpoint.writing import shared_files
+from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.cli.ckpt import main
 from tests.distributed.test_hf_layout import make_base
 from tests.support import ranks, tiny
@@ -118,14 +118,14 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
 def fails_on_rank_1(base: Path, root: Path) -> tuple[str, str]:
     model, assets = made_of(base)
     by_rows(model)
-    write = shared_files.write_all
+    write = shared_file.write_all
 
     def broken(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     messages = []
     for step, failing in ((20, 1), (40, 0), (60, None)):
-        shared_files.write_all = broken if dist.get_rank() == failing else write
+        shared_file.write_all = broken if dist.get_rank() == failing else write
         report = tiny.save(
             root,
             SimpleNamespace(model=model),

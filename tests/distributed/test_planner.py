@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.slices import Box, Tensor, tiling_fault
@@ -124,10 +124,10 @@ def save_all(made: list[Case], directory: Path) -> dict[str, Tensor]:
                 tree = trees.get((case.number, rank))
                 if tree is None:
                     continue
-                tree.settle(plans[case.number], rank)
-                for share in tree.tensors():
-                    stored = share.stored(f"rank_{rank}", file.tell())
-                    file.write(tree.fetching(share)())
+                tree.partition(plans[case.number], rank)
+                for tensor in tree.tensors():
+                    stored = located(tensor, f"rank_{rank}", file.tell())
+                    file.write(tree.fetch(tensor)())
                     pieces[case.name].extend(stored.slices)
     return {
         case.name: Tensor(

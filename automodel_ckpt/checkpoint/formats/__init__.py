@@ -1,7 +1,7 @@
-"""The model formats: one interface, three backends.
+"""The model formats: one interface, three formats.
 
-PyTorch DCP plans who writes and reads what (:mod:`~automodel_ckpt.checkpoint.formats.planning`); a format lays a rank's
-share out in files and says where each slice's raw bytes will stand (``plan_jobs``). Writing is the jobs' own affair
-(:mod:`automodel_ckpt.checkpoint.writing.jobs`); what was written is read back by slices, whatever the format
+PyTorch DCP plans who writes and reads what (:mod:`~automodel_ckpt.checkpoint.formats.planning`). A format plans the
+files of a rank's share and the position of each slice's raw bytes (``plan_jobs``). The jobs write them
+(:mod:`automodel_ckpt.checkpoint.writing.jobs`). What was written is read back by slices, whatever the format
 (:mod:`~automodel_ckpt.checkpoint.formats.reading`).
 """

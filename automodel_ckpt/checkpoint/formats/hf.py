@@ -1,95 +1,155 @@
 """The layouts hf and adapter: Hugging Face files that all ranks write together, each rank its slices.
 
-:mod:`automodel_ckpt.checkpoint.writing.placement` computes the files from all ranks' plans, equally on every rank.
-This module plans which bytes a rank writes to which position.
+From the shapes, dtypes and slices of all ranks, each rank computes the same files (header bytes, position of every
+key), so that each can write its slices at their final offsets without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, TreePlan
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES, OutputFile, plan_files
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.safetensors import values_job
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, flat_index, is_one_run, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import FINISHED
-from automodel_ckpt.checkpoint.writing.jobs import Job
-from automodel_ckpt.checkpoint.writing.placement import Placement, place
-from automodel_ckpt.checkpoint.writing.shared_files import SharedFileChunk, SharedFileJob
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, Job, SharedFileJob
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 NAME = FINISHED
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """How files that the ranks write together are named and split; rank 0's values are sent to all ranks.
+class FilePosition:
+    """The position of a tensor in the files: under *key*, in *dtype*, from byte *start* of *file*.
 
-    The fields are arguments of :func:`~automodel_ckpt.checkpoint.writing.placement.place`.
+    *file* is relative to the checkpoint. *is_copy* marks an additional position of a tensor.
     """
 
-    maps: BaseMaps = field(default_factory=BaseMaps)
-    tied: Mapping[str, str] = field(default_factory=dict)
-    keys: Mapping[str, str] | None = None
-    one_file: str | None = None
+    key: str
+    dtype: str
+    file: str
+    start: int
+    is_copy: bool = False
 
 
-def all_tensors(plan: TreePlan) -> dict[str, Tensor]:
-    """The tensors of a global plan with the slices of all ranks, not yet in a file."""
-    tensors = {}
-    for fqn, stored in plan.metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            dtype = DTYPE_CODES[stored.properties.dtype]
-            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
-            slices = (
-                Slice(fqn, dtype, b.offsets, b.sizes, "", 0, nbytes_of(dtype, b.sizes))
-                for b in boxes
-            )
-            tensors[fqn] = Tensor(fqn, dtype, tuple(stored.size), tuple(slices))
-    return tensors
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """The files of a *directory*, and the positions of each stored tensor, by its FQN.
 
+    *interleaved* names the tensors with a slice that is not one contiguous byte range of the whole tensor. *warnings*
+    are for the user.
+    """
 
-def placement_of(plan: TreePlan, directory: str, naming: Naming) -> Placement:
-    """The files of a global plan in *directory*. Raises :class:`SaveFailed` where they do not match the base."""
-    try:
-        return place(
-            all_tensors(plan),
-            directory,
-            tied=naming.tied,
-            maps=naming.maps,
-            keys=naming.keys,
-            one_file=naming.one_file,
+    directory: str
+    files: tuple[OutputFile, ...]
+    positions: Mapping[str, tuple[FilePosition, ...]]
+    interleaved: frozenset[str]
+    warnings: tuple[str, ...] = ()
+
+    def entry(self, tensor: Tensor, box: Box, position: FilePosition) -> Tensor:
+        """The manifest entry of the slice *box* of *tensor* at *position*, without digest."""
+        name = position.key if position.is_copy else tensor.fqn
+        dtype = position.dtype
+        is_interleaved = tensor.fqn in self.interleaved
+        start = position.start
+        if not is_interleaved and box.numel:
+            start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[dtype] // 8
+        stored = Slice(
+            name,
+            dtype,
+            box.offsets,
+            box.sizes,
+            position.file,
+            start,
+            nbytes_of(dtype, box.sizes),
+            None,
+            is_interleaved,
         )
+        return Tensor(name, dtype, tensor.shape, (stored,))
+
+
+def lay_out_tensors(
+    tensors: Mapping[str, Tensor],
+    directory: str,
+    *,
+    tied: Mapping[str, str] | None = None,
+    maps: BaseMaps | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> FileLayout:
+    """The files for all ranks' *tensors*, by FQN (their slices' files and starts do not count).
+
+    *tied* and *maps* decide names, tying, dtypes and split as in an export (:func:`plan_files`); without maps each
+    tensor keeps its name and dtype. Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
+    """
+    files, warnings = plan_files(
+        tensors, tied or {}, maps or BaseMaps(), max_file_bytes=max_file_bytes, where=directory
+    )
+    interleaved = {tensor.fqn for tensor in tensors.values() if not _is_contiguous(tensor)}
+    positions = _positions(files, directory)
+    return FileLayout(directory, files, positions, frozenset(interleaved), warnings)
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    """Whether each slice is one contiguous byte range of the whole tensor."""
+    return all(is_one_run(stored.box, tensor.shape) for stored in tensor.slices)
+
+
+def _positions(
+    files: tuple[OutputFile, ...], directory: str
+) -> dict[str, tuple[FilePosition, ...]]:
+    found: dict[str, list[FilePosition]] = {}
+    for file in files:
+        for tensor, start in file.placed():
+            position = FilePosition(tensor.fqn, tensor.dtype, f"{directory}/{file.name}", start)
+            found.setdefault(tensor.stored.fqn, []).append(position)
+    return {fqn: _mark_copies(fqn, positions) for fqn, positions in found.items()}
+
+
+def _mark_copies(fqn: str, positions: list[FilePosition]) -> tuple[FilePosition, ...]:
+    """The positions, first that of the tensor's own key; the others are marked as copies."""
+    first, *others = sorted(positions, key=lambda position: position.key != fqn)
+    return (first, *(replace(position, is_copy=True) for position in others))
+
+
+def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, str]) -> FileLayout:
+    """The files of a partitioned plan in *directory*. Raises :class:`SaveFailed` where they do not match the base."""
+    try:
+        return lay_out_tensors(plan.all_tensors(), directory, tied=tied, maps=maps)
     except CheckpointUnusable as error:
         raise SaveFailed.all_of(error.problems) from error
 
 
-def plan_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[Job]:
-    """The jobs of *rank* for a tree with a fixed placement; rank 0 creates the files."""
-    yield from shared_file_jobs(plan, rank, placement)
+def plan_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[Job]:
+    """The jobs of *rank* for a tree; rank 0 creates the files."""
+    yield from shared_file_jobs(plan, rank, file_layout)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
 
 
-def shared_file_jobs(plan: TreePlan, rank: int, placement: Placement) -> Iterator[SharedFileJob]:
+def shared_file_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[SharedFileJob]:
     """The jobs of *rank* for the tensors of a tree. A tensor's data is fetched once, however many positions it has."""
-    pieces: dict[str, list[SharedFileChunk]] = {
-        f"{placement.directory}/{file.name}": [] for file in placement.files
-    }
-    for share in plan.tensors():
-        tensor = Tensor(share.fqn, share.dtype, share.shape, ())
-        box = Box(share.offsets, share.sizes)
-        data = plan.fetching(share)
-        for where in placement.places.get(share.fqn, ()):
-            entry = placement.entry(tensor, box, where)
-            pieces[where.file].append(SharedFileChunk(entry, data, share.dtype, where.copy))
-    for file in placement.files:
-        path = f"{placement.directory}/{file.name}"
+    chunks: dict[str, list[Chunk]] = {}
+    for tensor in plan.tensors():
+        data = plan.fetch(tensor)
+        (local,) = tensor.slices
+        for position in file_layout.positions.get(tensor.fqn, ()):
+            entry = file_layout.entry(tensor, local.box, position)
+            chunk = Chunk(
+                entry.slices[0].start,
+                data,
+                entry,
+                dtype=tensor.dtype,
+                is_copy=position.is_copy,
+            )
+            chunks.setdefault(position.file, []).append(chunk)
+    for file in file_layout.files:
+        path = f"{file_layout.directory}/{file.name}"
+        mine = sorted(chunks.get(path, ()), key=lambda chunk: chunk.start)
         # Rank 0 writes every header, also of a file in which it has no slice.
         header = file.header if rank == 0 else None
-        if pieces[path] or header is not None:
-            ordered = sorted(pieces[path], key=lambda piece: piece.entry.slices[0].start)
-            yield SharedFileJob(path, file.nbytes, ordered, plan.name, header)
+        if mine or header is not None:
+            yield SharedFileJob(path, file.nbytes, mine, plan.name, header)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -21,27 +25,6 @@ from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorShare:
-    """A slice that this rank writes, with its position in the tensor but not yet in a file."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    item: WriteItem
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes_of(self.dtype, self.sizes)
-
-    def stored(self, file: str, start: int) -> Tensor:
-        """The tensor, as far as this rank writes it: the slice's bytes, not digested yet, at *start* of *file*."""
-        piece = Slice(self.fqn, self.dtype, self.offsets, self.sizes, file, start, self.nbytes)
-        return Tensor(self.fqn, self.dtype, self.shape, (piece,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +43,7 @@ class Fetch:
 class TreePlan:
     """The state dict of one tree and its planner on this rank.
 
-    The result of :meth:`local` is sent to the other ranks; :meth:`settle` takes those of all ranks and keeps this
+    The result of :meth:`local` is sent to the other ranks; :meth:`partition` takes those of all ranks and keeps this
     rank's share. Every rank computes the same global plan, so nothing is scattered.
     """
 
@@ -80,15 +63,35 @@ class TreePlan:
         self.planner.set_up_planner(self.state_dict)
         return self.planner.create_local_plan()
 
-    def settle(self, plans: Sequence[SavePlan], rank: int) -> None:
-        """Partition the work: each slice, and each value that is not a tensor, is written by exactly one rank."""
-        settled, self.metadata = self.planner.create_global_plan(list(plans))
-        self.items = settled[rank].items
+    def partition(self, plans: Sequence[SavePlan], rank: int) -> None:
+        """Assign each slice, and each value that is not a tensor, to exactly one rank. *plans* are those of all."""
+        partitioned, self.metadata = self.planner.create_global_plan(list(plans))
+        self.items = partitioned[rank].items
 
-    def tensors(self) -> list[TensorShare]:
-        """The slices this rank writes. Empty slices of tensors that are not empty are left out."""
-        shares = [_share(item) for item in self.items if item.type != WriteItemType.BYTE_IO]
-        return [share for share in shares if share.nbytes or 0 in share.shape]
+    def tensors(self) -> list[Tensor]:
+        """The slices that this rank writes: tensors with one slice each, which has no file yet.
+
+        Empty slices of tensors that are not empty are omitted.
+        """
+        tensors: list[Tensor] = []
+        for item in self.items:
+            if item.type == WriteItemType.BYTE_IO:
+                continue
+            tensor = _tensor_of(item)
+            if tensor.slices[0].nbytes or 0 in tensor.shape:
+                tensors.append(tensor)
+        return tensors
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """All tensors with the slices of all ranks, which have no file yet, by FQN. Call :meth:`partition` first."""
+        tensors: dict[str, Tensor] = {}
+        for fqn, stored in self.metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            dtype = DTYPE_CODES[stored.properties.dtype]
+            slices = [_slice_of(fqn, dtype, chunk) for chunk in stored.chunks]
+            tensors[fqn] = Tensor(fqn, dtype, tuple(stored.size), tuple(slices))
+        return tensors
 
     def values(self) -> Iterator[tuple[str, bytes]]:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
@@ -96,37 +99,51 @@ class TreePlan:
             if item.type == WriteItemType.BYTE_IO:
                 yield item.index.fqn, bytes(saved(self.planner.lookup_object(item.index)))
 
-    def tensor(self, share: TensorShare) -> torch.Tensor:
-        """The local data of a slice, on its device, from the present state dict."""
-        value = self.planner.state_dict[share.fqn]
-        local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
-        local = local.detach() if local.requires_grad else local
-        return local if local.shape == share.sizes else local.reshape(share.sizes)
+    def fetch(self, tensor: Tensor) -> Fetch:
+        """The data of the slice of *tensor* (of :meth:`tensors`), to be fetched when it is written."""
+        (stored,) = tensor.slices
+        return Fetch(partial(self._local_data, tensor.fqn, stored.sizes), stored.nbytes)
 
-    def fetching(self, share: TensorShare) -> Fetch:
-        """The data of a slice, to be fetched when it is written."""
-        return Fetch(partial(self.tensor, share), share.nbytes)
+    def _local_data(self, fqn: str, sizes: tuple[int, ...]) -> torch.Tensor:
+        """The local data of a slice of shape *sizes*, on its device, from the present state dict."""
+        value = self.planner.state_dict[fqn]
+        local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+        if local.requires_grad:
+            local = local.detach()
+        return local if local.shape == sizes else local.reshape(sizes)
 
     def flat(self) -> Mapping[str, Any]:
         """The planned state dict, flattened."""
         return self.planner.state_dict
 
-    def hold(self, state: Mapping[str, Any]) -> None:
-        """Replace the values that :meth:`tensor` returns by those of *state*, with the same names and shapes."""
+    def set_values(self, state: Mapping[str, Any]) -> None:
+        """Replace the values that are fetched by those of *state*, a flat state dict of the same names and shapes."""
         self.planner.state_dict = dict(state)
 
+    def release_values(self) -> None:
+        """Drop the references to the state, so that what training replaces is freed. The plan stays usable."""
+        self.set_values({})
+        self.state_dict = {}
 
-def _share(item: WriteItem) -> TensorShare:
+
+def _tensor_of(item: WriteItem) -> Tensor:
     data = item.tensor_data
     assert data is not None
-    return TensorShare(
-        fqn=item.index.fqn,
-        dtype=DTYPE_CODES[data.properties.dtype],
-        shape=tuple(data.size),
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-        item=item,
-    )
+    dtype = DTYPE_CODES[data.properties.dtype]
+    fqn = item.index.fqn
+    return Tensor(fqn, dtype, tuple(data.size), (_slice_of(fqn, dtype, data.chunk),))
+
+
+def _slice_of(fqn: str, dtype: str, chunk: ChunkStorageMetadata) -> Slice:
+    """The slice of a tensor that DCP describes with *chunk*, without a file."""
+    sizes = tuple(chunk.sizes)
+    return Slice(fqn, dtype, tuple(chunk.offsets), sizes, "", 0, nbytes_of(dtype, sizes))
+
+
+def located(tensor: Tensor, file: str, start: int) -> Tensor:
+    """*tensor*, which has one slice, with this slice from byte *start* of *file*."""
+    (stored,) = tensor.slices
+    return replace(tensor, slices=(replace(stored, file=file, start=start),))
 
 
 def file_index(fqn: str, mapping: Mapping[str, int]) -> int:

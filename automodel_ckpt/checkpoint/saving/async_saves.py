@@ -31,9 +31,12 @@ from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, Sa
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.state.live_state import LiveState, look
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
-from automodel_ckpt.checkpoint.writing.finalize import part_files, parts_in
 from automodel_ckpt.checkpoint.writing.jobs import Job
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    rank_manifest_paths,
+    read_rank_manifests,
+)
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
@@ -59,15 +62,15 @@ class _Again:
 class _Kept:
     """The plan of a save, for reuse by later saves: it applies while the state has the signature *outline*.
 
-    *layout* is that of the trees in the writer's memory; *values* are its pickled values that are not tensors; *part*
-    is the rank manifest of the trees before anything is written; *nbytes* is what a save takes on disk.
+    *layout* is that of the trees in the writer's memory; *values* are its pickled values that are not tensors;
+    *written* is the rank manifest of the trees before anything is written; *nbytes* is what a save takes on disk.
     """
 
     outline: list[Any]
     snapshot: Snapshot
     dp_ranks: list[int]
     layout: MemoryLayout
-    part: Part
+    written: RankManifest
     nbytes: int
     values: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
@@ -110,29 +113,30 @@ class AsyncSaves:
         """
         try:
             with raise_on_all_ranks(self._group, f"saving {save.name}", self._planner.run.path):
-                part, jobs, objects = self._planner.plan(save, proposals)
+                written, jobs, objects = self._planner.plan(save, proposals)
                 live = self._live(save.snapshot)
                 trees = lay_out(jobs)
-                self._upload(save, part, trees, objects)
+                self._upload(save, written, trees, objects)
         except AutomodelError:
             self._abandon(save)
             raise
         if all(agree.gather_objects(self._group, live is not None)) and live is not None:
             dp_ranks = [proposal.dp_rank for proposal in proposals]
             self._kept = _Kept(
-                live.outline, save.snapshot, dp_ranks, trees, part, self._planner.expected_bytes
+                live.outline, save.snapshot, dp_ranks, trees, written, self._planner.expected_bytes
             )
         return self._under_way(save)
 
     def _under_way(self, save: Save) -> SaveReport:
         for tree in save.snapshot.trees.values():
-            tree.hold({})  # what training replaces is to be freed
-            tree.state_dict = {}
+            tree.release_values()
         save.stall_seconds = time.monotonic() - save.started
         path = self._planner.run.path / str(save.name)
         return SaveReport(path, save.name.step, save.stall_seconds, published=False)
 
-    def _upload(self, save: Save, part: Part, trees: MemoryLayout, objects: Iterable[Job]) -> None:
+    def _upload(
+        self, save: Save, written: RankManifest, trees: MemoryLayout, objects: Iterable[Job]
+    ) -> None:
         """Copy the state, then write the copy in the background."""
         self._in_flight = save
         staged = self._background.stage(
@@ -141,7 +145,7 @@ class AsyncSaves:
         # From here on the state may change.
         then = partial(self._complete, save) if self._is_rank0 else None
         self._background.start(
-            save.staging.path, part, staged, then=then, doing=f"saving {save.name}"
+            save.staging.path, written, staged, then=then, doing=f"saving {save.name}"
         )
 
     def _live(self, snapshot: Snapshot) -> LiveState | None:
@@ -169,7 +173,7 @@ class AsyncSaves:
             return None
         before = kept.snapshot
         snapshot = Snapshot(
-            classify(state), before.trees, before.tied, before.placements, before.metadata
+            classify(state), before.trees, before.tied, before.file_layouts, before.metadata
         )
         save, live = make(staging=staging, snapshot=snapshot), LiveState()
         with contextlib.suppress(
@@ -189,9 +193,9 @@ class AsyncSaves:
         self._in_flight = save  # from here on, a failure is found by settle
         try:
             for name, tree in before.trees.items():
-                tree.hold(live.trees[name])
+                tree.set_values(live.trees[name])
             objects = self._planner.object_plans(save, agreed, kept.dp_ranks)
-            self._upload(save, kept.part, kept.layout, objects)
+            self._upload(save, kept.written, kept.layout, objects)
         except Exception as error:
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
         return self._under_way(save)
@@ -248,16 +252,18 @@ class AsyncSaves:
         Work that grows with the number of tensors is done in the writer process: in this thread it would contend with
         training for the GIL.
         """
-        planner, common = self._planner, Part(self._planner.ranks.rank)
+        planner, common = self._planner, RankManifest(self._planner.ranks.rank)
         planner.write_common(save, common)
-        self._await_parts(save.staging.path)
+        self._await_rank_manifests(save.staging.path)
         num_ranks = planner.ranks.world_size
         common.files.update(
-            planner.write_metadata(save, lambda: parts_in(save.staging.path, num_ranks))
+            planner.write_metadata(save, lambda: read_rank_manifests(save.staging.path, num_ranks))
         )
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = self._background.seal(save.staging.path, planner.partial_manifest(save), common)
+        nbytes = self._background.finalize(
+            save.staging.path, planner.partial_manifest(save), common
+        )
         report = planner.publish(save, nbytes)
         save.is_published = True
         if save.on_saved is not None:
@@ -265,8 +271,8 @@ class AsyncSaves:
         if planner.exports(save.last):
             self._export_in_background(save)
 
-    def _await_parts(self, staging: Path) -> None:
-        for path in part_files(staging, self._planner.ranks.world_size):
+    def _await_rank_manifests(self, staging: Path) -> None:
+        for path in rank_manifest_paths(staging, self._planner.ranks.world_size):
             while not path.exists():
                 self._background.pause(_POLL_SECONDS)
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
-from automodel_ckpt.checkpoint.writing.finalize import PartialManifest
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part
-from automodel_ckpt.checkpoint.writing.writer import Command, Export, Seal, Write, Writer
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.writing.writer import Command, Export, Finalize, Write, Writer
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 _END_SECONDS = 10.0
@@ -119,7 +119,7 @@ class Background:
     def start(
         self,
         staging: Path,
-        part: Part,
+        written: RankManifest,
         jobs: Sequence[bytes],
         *,
         then: Callable[[], None] | None,
@@ -133,7 +133,7 @@ class Background:
         if not self._writer.alive:
             self._writer.end()
             self._writer = Writer(self._memory.descriptor)
-        command = Write(str(staging), part, jobs, self._memory.tensor.nbytes)
+        command = Write(str(staging), written, jobs, self._memory.tensor.nbytes)
         self._cancelled.clear()
         self._moved = (time.monotonic(), ())
         self._uploads.begin(lambda: self._upload(command, then, doing))
@@ -156,13 +156,13 @@ class Background:
         finally:
             self.is_at_work = False
 
-    def seal(self, staging: Path, partial_manifest: PartialManifest, common: Part) -> int:
+    def finalize(self, staging: Path, partial_manifest: Manifest, common: RankManifest) -> int:
         """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
         bytes.
 
         Called during an upload. Raises :class:`SaveFailed` or OSError.
         """
-        nbytes: int = self._do(Seal(str(staging), partial_manifest, common), staging)
+        nbytes: int = self._do(Finalize(str(staging), partial_manifest, common), staging)
         return nbytes
 
     def export(

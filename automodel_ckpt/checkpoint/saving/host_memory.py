@@ -18,7 +18,7 @@ import torch
 
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.writing.jobs import Data, FileJob, Job, Span
+from automodel_ckpt.checkpoint.writing.jobs import Data, FileJob, Job, Span, with_data
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -161,7 +161,8 @@ def lay_out(jobs: Sequence[Job], after: int = 0) -> MemoryLayout:
     for job in jobs:
         spans: list[Span] = []
         follows = -1
-        for start, data in job.data():
+        for chunk in job.chunks:
+            start, data = chunk.start, chunk.data
             span = known.get(id(data)) if isinstance(data, Fetch) else None
             if span is None:
                 if start != follows:
@@ -169,7 +170,7 @@ def lay_out(jobs: Sequence[Job], after: int = 0) -> MemoryLayout:
                 span = known[id(data)] = _laid(layout, data)
                 follows = start + span.nbytes
             spans.append(span)
-        layout.jobs.append(job.over(spans))
+        layout.jobs.append(with_data(job, spans))
         layout.values.update(_values(job, spans))
     return layout
 
@@ -189,9 +190,9 @@ def _laid(layout: MemoryLayout, data: Data) -> Span:
 
 def _values(job: Job, spans: Sequence[Span]) -> Iterator[tuple[tuple[str, str], Span]]:
     if isinstance(job, FileJob) and job.tree is not None:
-        for piece, span in zip(job.pieces, spans, strict=True):
-            if isinstance(piece.entry, Blob):
-                yield (job.tree, piece.entry.fqn), span
+        for chunk, span in zip(job.chunks, spans, strict=True):
+            if isinstance(chunk.entry, Blob):
+                yield (job.tree, chunk.entry.fqn), span
 
 
 def _fetched(data: Span | Callable[[], memoryview]) -> memoryview:

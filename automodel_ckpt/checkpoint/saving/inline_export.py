@@ -31,11 +31,10 @@ from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps, maps_of
 from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.placement import Placement
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_tree
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.distributed import agree
 
 Together = Callable[[], contextlib.AbstractContextManager[object]]
@@ -61,7 +60,7 @@ def export_from_memory(
     """
     directory = checkpoint / plan.directory
     target = directory / layout.CONSOLIDATED
-    name, naming = "", hf.Naming()
+    name, maps = "", BaseMaps()
     with contextlib.ExitStack() as stack:
         with together():
             if rank == 0:
@@ -69,21 +68,20 @@ def export_from_memory(
                 staging = stack.enter_context(
                     staged(target, log, before_publishing=before_publishing)
                 )
-                name, naming = staging.name, hf.Naming(assets.maps, tied)
-        name, naming = agree.broadcast_object(group, (name, naming))
-        part = Part(rank)
+                name, maps = staging.name, assets.maps
+        name, maps, tied = agree.broadcast_object(group, (name, maps, tied))
+        written = RankManifest(rank)
         with together():
-            placement = hf.placement_of(plan, name, naming)
+            file_layout = hf.lay_out(plan, name, maps, tied)
         with together():
-            jobs = hf.shared_file_jobs(plan, rank, placement)
-            agree.while_working(group, partial(run_all, jobs, directory, part))
-        parts = agree.gather_objects(group, part)
+            jobs = hf.shared_file_jobs(plan, rank, file_layout)
+            agree.while_working(group, partial(run_all, jobs, directory, written))
+        rank_manifests = agree.gather_objects(group, written)
 
         def finish() -> None:
             if rank == 0:
-                _complete(
-                    directory, placement, merge_tree(plan.name, hf.NAME, parts, {}), parts, log
-                )
+                tree = merge_tree(plan.name, hf.NAME, rank_manifests, {})
+                _complete(directory, file_layout, tree, rank_manifests, log)
                 stack.close()
 
         with together():
@@ -92,28 +90,40 @@ def export_from_memory(
 
 
 def _complete(
-    directory: Path, placement: Placement, tree: Tree, parts: list[Part], log: Log
+    directory: Path,
+    file_layout: hf.FileLayout,
+    tree: Tree,
+    rank_manifests: list[RankManifest],
+    log: Log,
 ) -> None:
     """Write the side files and the manifest of an export, on rank 0, after all weights are written."""
     source = open_source(directory)
-    plan = Plan(placement.files, counted_casts(placement.files), placement.warnings)
+    plan = Plan(file_layout.files, counted_casts(file_layout.files), file_layout.warnings)
     files, more = side_files(source, plan, maps_of(source))
     for text in [
         *(f"warning: {text}" for text in (*source.notes, *plan.warnings, *more)),
         *cast_lines(plan),
     ]:
         log(text)
-    staging = directory / placement.directory
+    staging = directory / file_layout.directory
     write_side_files(files, staging)
     write_manifest(
-        plan, source, staging, [*_heads(placement, parts), *_byte_ranges(directory, tree.stored)]
+        plan,
+        source,
+        staging,
+        [*_headers(file_layout, rank_manifests), *_byte_ranges(directory, tree.stored)],
     )
 
 
-def _heads(placement: Placement, parts: Iterable[Part]) -> Iterator[Digested]:
-    lengths = {f"{placement.directory}/{file.name}": len(file.header) for file in placement.files}
-    for path, head in (item for part in parts for item in part.placed.items()):
-        yield Digested(Path(path).name, 0, lengths[path], head.digest)
+def _headers(
+    file_layout: hf.FileLayout, rank_manifests: Iterable[RankManifest]
+) -> Iterator[Digested]:
+    lengths = {
+        f"{file_layout.directory}/{file.name}": len(file.header) for file in file_layout.files
+    }
+    for written in rank_manifests:
+        for path, header in written.placed.items():
+            yield Digested(Path(path).name, 0, lengths[path], header.digest)
 
 
 def _byte_ranges(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:

@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.module_tensors import module_state, whole_of
 from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run import resume
@@ -41,10 +41,8 @@ from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
-from automodel_ckpt.checkpoint.writing.finalize import PartialManifest
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
-from automodel_ckpt.checkpoint.writing.placement import Placement
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.units import size_text
 
@@ -85,7 +83,7 @@ class Snapshot:
     items: list[Item]
     trees: dict[str, TreePlan] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
-    placements: dict[str, Placement] = field(default_factory=dict)
+    file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
     metadata: dict[str, bytes] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -95,14 +93,15 @@ class Proposal:
     """What a rank sends to the others before a save.
 
     *plans* are its DCP plans by tree; *digests* those of its other state; *staging* the path that rank 0 created;
-    *naming* the names of files that all ranks write together, by tree.
+    *maps* and *tied* name and split the files that all ranks write together, by tree; rank 0's count.
     """
 
     plans: dict[str, SavePlan]
     digests: dict[str, str]
     dp_rank: int
     staging: str | None
-    naming: dict[str, hf.Naming]
+    maps: dict[str, BaseMaps]
+    tied: dict[str, dict[str, str]]
 
 
 @dataclass(slots=True)
@@ -240,7 +239,8 @@ class Planner:
             forecast = self.forecast(snapshot.items, states)
             self.expected_bytes = forecast.nbytes
             reserved = self.reserve(snapshot, name, forecast, staging)
-        return Proposal(plans, digests, self.ranks.dp_rank, reserved, self._naming(snapshot))
+        maps = self._maps(snapshot)
+        return Proposal(plans, digests, self.ranks.dp_rank, reserved, maps, snapshot.tied)
 
     def reserve(
         self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast, staging: Staging
@@ -253,51 +253,58 @@ class Planner:
         directories = [tree.directory for tree in snapshot.trees.values()]
         return str(staging.reserve(self.run.root, str(name), directories))
 
-    def _naming(self, snapshot: Snapshot) -> dict[str, hf.Naming]:
-        """The names of files that all ranks write together, by module: of all in layout hf, of adapters in layout
-        adapter.
-        """
-        if self._layout == "shards":
-            return {}
-        maps = {name: replace(assets.maps, dtype=None) for name, assets in self.assets.items()}
-        naming = {
-            name: hf.Naming(maps.get(name, BaseMaps()), tied)
-            for name, tied in snapshot.tied.items()
-        }
-        return {
-            name: how for name, how in naming.items() if self._layout == "hf" or how.maps.is_adapter
-        }
+    def _maps(self, snapshot: Snapshot) -> dict[str, BaseMaps]:
+        """How the files that all ranks write together are named and split, by module.
 
-    def plan(self, save: Save, proposals: list[Proposal]) -> tuple[Part, list[Job], list[FileJob]]:
+        All modules have such files in layout hf, only adapters in layout adapter, none in layout shards.
+        """
+        found: dict[str, BaseMaps] = {}
+        if self._layout == "shards":
+            return found
+        for name in snapshot.tied:
+            assets = self.assets.get(name)
+            # Without dtypes: a checkpoint stores each tensor in its own dtype, only an export casts.
+            maps = BaseMaps() if assets is None else replace(assets.maps, dtype=None)
+            if self._layout == "hf" or maps.is_adapter:
+                found[name] = maps
+        return found
+
+    def plan(
+        self, save: Save, proposals: list[Proposal]
+    ) -> tuple[RankManifest, list[Job], list[FileJob]]:
         """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
 
-        Also sets the records and placements of *save*.
+        Also sets the records and file layouts of *save*.
         """
         check_consistent([proposal.digests for proposal in proposals])
-        part, jobs, snapshot = Part(self.ranks.rank), list[Job](), save.snapshot
-        kinds = {item.name: item.kind for item in snapshot.items}
-        for tree in snapshot.trees.values():
-            tree.settle([proposal.plans[tree.name] for proposal in proposals], self.ranks.rank)
-            if (naming := proposals[0].naming.get(tree.name)) is not None:
-                placement = snapshot.placements[tree.name] = hf.placement_of(
-                    tree, tree.directory, naming
-                )
-                part.trees[tree.name] = TreePart()
-                jobs += hf.plan_jobs(tree, part.rank, placement)
-            elif kinds[tree.name] == "module" and self._format == "safetensors":
-                assets = self.assets.get(tree.name)
-                part.trees[tree.name] = TreePart()
-                jobs += safetensors.plan_jobs(
-                    tree, part.rank, assets.file_index_mapping if assets else None
-                )
-            else:
-                job, items = torch_save.plan_jobs(tree, part.rank)
-                part.trees[tree.name] = TreePart(dcp_items=items)
-                jobs.append(job)
-        objects = self.object_plans(
-            save, [p.digests for p in proposals], [p.dp_rank for p in proposals]
-        )
-        return part, jobs, objects
+        written = RankManifest(self.ranks.rank)
+        jobs: list[Job] = []
+        for tree in save.snapshot.trees.values():
+            tree.partition([proposal.plans[tree.name] for proposal in proposals], self.ranks.rank)
+            written.trees[tree.name] = RankTree()
+            jobs += self._tree_jobs(tree, save.snapshot, proposals[0], written.trees[tree.name])
+        digests = [proposal.digests for proposal in proposals]
+        dp_ranks = [proposal.dp_rank for proposal in proposals]
+        return written, jobs, self.object_plans(save, digests, dp_ranks)
+
+    def _tree_jobs(
+        self, tree: TreePlan, snapshot: Snapshot, of_rank0: Proposal, written: RankTree
+    ) -> list[Job]:
+        """The jobs of this rank for a tree, in the tree's format."""
+        rank = self.ranks.rank
+        maps = of_rank0.maps.get(tree.name)
+        if maps is not None:
+            tied = of_rank0.tied[tree.name]
+            file_layout = hf.lay_out(tree, tree.directory, maps, tied)
+            snapshot.file_layouts[tree.name] = file_layout
+            return list(hf.plan_jobs(tree, rank, file_layout))
+        is_module = tree.name in snapshot.tied
+        if is_module and self._format == "safetensors":
+            assets = self.assets.get(tree.name)
+            file_mapping = None if assets is None else assets.file_index_mapping
+            return list(safetensors.plan_jobs(tree, rank, file_mapping))
+        job, written.dcp_items = torch_save.plan_jobs(tree, rank)
+        return [job]
 
     def object_plans(
         self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]
@@ -319,38 +326,44 @@ class Planner:
 
     # ---------------------------------------------------------------- what rank 0 adds
 
-    def write_common(self, save: Save, part: Part) -> None:
-        """Write the recipe, the losses and the side files of each module, and enter them in *part*. Raises OSError."""
-        for file, data in (
-            (layout.CONFIG, save.config_yaml.encode()),
-            (layout.LOSSES, (json.dumps(plain(save.losses), indent=2) + "\n").encode()),
-        ):
-            part.files[file] = commit.write_file(save.staging.path / file, data)
-        placements = save.snapshot.placements
-        for name, placement in placements.items():
-            write_finished(self.assets.get(name), placement, save.staging.path, part)
+    def write_common(self, save: Save, written: RankManifest) -> None:
+        """Write the recipe, the losses and the side files of each module, and add them to *written*. Raises OSError."""
+        losses = json.dumps(plain(save.losses), indent=2) + "\n"
+        files = {layout.CONFIG: save.config_yaml.encode(), layout.LOSSES: losses.encode()}
+        for file, data in files.items():
+            written.files[file] = commit.write_file(save.staging.path / file, data)
+        file_layouts = save.snapshot.file_layouts
+        for name, file_layout in file_layouts.items():
+            write_finished(self.assets.get(name), file_layout, save.staging.path, written)
         for name, assets in self.assets.items():
-            if name not in placements:
-                write_for_export(
-                    assets, save.staging.path, part, save.snapshot.trees[name].directory
-                )
+            if name not in file_layouts:
+                directory = save.snapshot.trees[name].directory
+                write_for_export(assets, save.staging.path, written, directory)
 
     def write_metadata(
-        self, save: Save, parts: Callable[[], Sequence[Part]]
+        self, save: Save, read_all: Callable[[], Sequence[RankManifest]]
     ) -> dict[str, FileRecord]:
-        """Write DCP's ``.metadata`` of each tree in the format torch_save; *parts* is called only where it is new."""
-        written = {}
-        known, formats = save.snapshot.metadata, self._formats(save)
+        """Write DCP's ``.metadata`` of each tree in the format torch_save.
+
+        *read_all* returns the rank manifests of all ranks; it is called only where the metadata is new.
+        """
+        written: dict[str, FileRecord] = {}
+        metadata, formats = save.snapshot.metadata, self._formats(save)
         for name, tree in save.snapshot.trees.items():
-            if formats[name] == torch_save.NAME:
-                known[name] = known.get(name) or torch_save.metadata_of(tree, parts())
-                file = f"{tree.directory}/{layout.DCP_METADATA}"
-                written[file] = commit.write_file(save.staging.path / file, known[name])
+            if formats[name] != torch_save.NAME:
+                continue
+            if name not in metadata:
+                metadata[name] = torch_save.metadata_of(tree, read_all())
+            file = f"{tree.directory}/{layout.DCP_METADATA}"
+            written[file] = commit.write_file(save.staging.path / file, metadata[name])
         return written
 
-    def partial_manifest(self, save: Save) -> PartialManifest:
-        """The manifest without what the ranks wrote."""
-        manifest = Manifest(
+    def partial_manifest(self, save: Save) -> Manifest:
+        """The manifest without what the ranks wrote: no files, and of each tree only its format and tied names."""
+        trees: dict[str, Tree] = {}
+        for name, tree_format in self._formats(save).items():
+            trees[name] = Tree(tree_format, {}, {}, save.snapshot.tied.get(name, {}))
+        return Manifest(
             step=save.name.step,
             epoch=save.name.epoch,
             created=0.0,
@@ -362,18 +375,21 @@ class Planner:
             environment=environment(),
             lineage=self._lineage(),
             state=save.records,
-            trees={},
+            trees=trees,
             files={},
         )
-        return PartialManifest(manifest, self._formats(save), save.snapshot.tied)
 
     def _formats(self, save: Save) -> dict[str, str]:
         """The format of each tree, by its name."""
-        own = {"module": self._format}
-        formats = {
-            name: own.get(save.records[name].kind, torch_save.NAME) for name in save.snapshot.trees
-        }
-        return formats | dict.fromkeys(save.snapshot.placements, hf.NAME)
+        formats: dict[str, str] = {}
+        for name in save.snapshot.trees:
+            if name in save.snapshot.file_layouts:
+                formats[name] = hf.NAME
+            elif name in save.snapshot.tied:  # modules only
+                formats[name] = self._format
+            else:
+                formats[name] = torch_save.NAME
+        return formats
 
     def _lineage(self) -> dict[str, Any]:
         request = resume.request_text(self.run.path, self._restore_from)

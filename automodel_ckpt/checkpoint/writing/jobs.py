@@ -1,9 +1,9 @@
 """Write jobs: what a rank writes, as plain data; planned in the trainer, executed there or in the writer process.
 
-A format only plans :class:`FileJob` objects: which files, which bytes in which order, and which entry of the rank
-manifest (:class:`~automodel_ckpt.checkpoint.writing.rank_manifest.Part`) each byte range gets. Executing a job needs no
-torch: it writes, computes digests, calls fsync, and completes the rank manifest. The bytes come from the live state
-(synchronous saves) or from shared memory that they were copied into (asynchronous saves).
+A format only plans jobs: which files, which chunks of bytes in which order, and which entry of the rank manifest each
+chunk gets. Executing a job needs no torch: it writes, computes digests, calls fsync, and completes the rank manifest.
+The bytes come from the live state (synchronous saves) or from shared memory that they were copied into (asynchronous
+saves).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
+from automodel_ckpt.checkpoint.writing.shared_file import SharedFile
 
 CRC_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes ``start .. start + nbytes`` of the memory that jobs are carried out with."""
+    """Bytes ``start .. start + nbytes`` of the memory that jobs are run with."""
 
     start: int
     nbytes: int
@@ -38,16 +38,20 @@ the bytes may be a copy."""
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk: consecutive bytes of a file, from byte *start*.
+    """Bytes that a job writes, from byte *start* of its file.
 
-    *entry* is its manifest entry, still without digest. *crc_at* lists offsets in the chunk (which is bytes then)
-    where the little-endian CRC-32 of the previous chunk is filled in.
+    *entry* is the manifest entry of the chunk, still without digest; None for headers. *crc_at* lists offsets in the
+    chunk (which is bytes then) where the little-endian CRC-32 of the previous chunk is filled in. In a shared file the
+    entry is a tensor with one slice in its final dtype, which may differ from the *dtype* of the data; *is_copy* marks
+    an additional copy of a tensor.
     """
 
     start: int
     data: Data
     entry: Tensor | Blob | None = None
     crc_at: tuple[int, ...] = ()
+    dtype: str = ""
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,117 +63,151 @@ class FileJob:
     """
 
     file: str
-    pieces: Sequence[Chunk]
+    chunks: Sequence[Chunk]
     tree: str | None = None
     nbytes: int = 0
 
     @property
     def size(self) -> int:
-        return self.nbytes or sum(_length(piece.data) for piece in self.pieces)
+        """Approximate bytes to write."""
+        return self.nbytes or sum(_length(chunk.data) for chunk in self.chunks)
 
-    def data(self) -> Sequence[tuple[int, Data]]:
-        return [(piece.start, piece.data) for piece in self.pieces]
-
-    def over(self, data: Sequence[Data]) -> FileJob:
-        return replace(
-            self,
-            pieces=[replace(piece, data=own) for piece, own in zip(self.pieces, data, strict=True)],
-        )
-
-    def run(self, staging: Path, part: Part, memory: memoryview) -> None:
-        """Write the file below *staging* and enter it, and its pieces, into *part*. Raises OSError naming the file."""
+    def run(self, staging: Path, written: RankManifest, memory: memoryview) -> None:
+        """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file."""
         path = staging / self.file
         path.parent.mkdir(exist_ok=True)
-        tree = part.trees.setdefault(self.tree, TreePart()) if self.tree is not None else TreePart()
-        whole = _whole(self.pieces)
+        tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
+        contiguous = _contiguous_span(self.chunks)
         with DurableFile(path, nbytes=self.nbytes) as out:
-            for piece, data in with_bytes(self.pieces, memory):
-                if whole is None:
+            for chunk, data in _with_checksums(self.chunks, memory):
+                if contiguous is None:
                     out.write(data)
-                enter(tree, piece, data)
-            if whole is not None:
-                out.write(memory[whole.start : whole.start + whole.nbytes])
-        part.files[self.file] = out.close()
+                _add_entry(tree, chunk, data)
+            # One call for the whole file: its chunks may be far smaller than a block of O_DIRECT.
+            if contiguous is not None:
+                out.write(_bytes_of(contiguous, memory))
+        written.files[self.file] = out.close()
 
 
-class Job(Protocol):
-    """Something to write: a whole file, or this rank's share of a shared file.
+@dataclass(frozen=True, slots=True)
+class SharedFileJob:
+    """This rank's share of a file of *nbytes* bytes that several ranks write, each at the offsets of its slices.
 
-    :meth:`data` lists its bytes with their file offsets; :meth:`over` returns the job with these bytes in another
-    place, such as the memory that :meth:`run` receives; :attr:`size` is approximately what it writes.
+    *file* is relative to the checkpoint, *tree* is the tree of the slices. *header* is not None on the rank that
+    writes the file's header.
     """
+
+    file: str
+    nbytes: int
+    chunks: Sequence[Chunk]
+    tree: str
+    header: bytes | None = None
 
     @property
     def size(self) -> int:
-        """Approximate bytes to write."""
+        """Bytes to write, without the header."""
+        return sum(_slice_entry(chunk).slices[0].nbytes for chunk in self.chunks)
 
-    def data(self) -> Sequence[tuple[int, Data]]:
-        """(offset in the file in bytes, data) of each chunk."""
+    def run(self, staging: Path, written: RankManifest, memory: memoryview) -> None:
+        """Write the share below *staging*; add its slices to *written*. Raises OSError naming the file."""
+        tree = written.trees.setdefault(self.tree, RankTree())
+        with SharedFile(staging / self.file, nbytes=self.size) as out:
+            if self.header is not None:
+                out.create(self.header, self.nbytes)
+                written.placed[self.file] = FileRecord(self.nbytes, digest_of(self.header))
+            for chunk in self.chunks:
+                entry = _slice_entry(chunk)
+                digest = out.write_slice(entry, _bytes_of(chunk.data, memory), chunk.dtype)
+                entry = _digested(entry, digest)
+                if chunk.is_copy:
+                    tree.copies.append(entry)
+                else:
+                    tree.tensors.append(entry)
 
-    def over(self, data: Sequence[Data]) -> Job:
-        """A copy of this job with other *data*, one for each chunk."""
 
-    def run(self, staging: Path, part: Part, memory: memoryview) -> None:
-        """Write below *staging*, and enter what was written into *part*. Raises OSError naming the file."""
+Job = FileJob | SharedFileJob
+
+
+def with_data(job: Job, data: Sequence[Data]) -> Job:
+    """A copy of *job* whose chunks have other *data*, one for each chunk."""
+    chunks = [
+        replace(chunk, data=new_data) for chunk, new_data in zip(job.chunks, data, strict=True)
+    ]
+    return replace(job, chunks=chunks)
 
 
 def run_all(
-    jobs: Iterable[Job], staging: Path, part: Part, memory: memoryview | None = None
+    jobs: Iterable[Job], staging: Path, written: RankManifest, memory: memoryview | None = None
 ) -> None:
-    """Run *jobs* in order and enter what they wrote into *part*. Spans refer to *memory*."""
+    """Run *jobs* in order and add what they wrote to *written*. Spans refer to *memory*."""
     for job in jobs:
-        job.run(staging, part, memoryview(b"") if memory is None else memory)
+        job.run(staging, written, memoryview(b"") if memory is None else memory)
 
 
 def _length(data: Data) -> int:
     """Bytes of *data*; 0 for a function, whose length is not known before it is called."""
-    return len(data) if isinstance(data, bytes) else int(getattr(data, "nbytes", 0))
+    if isinstance(data, bytes):
+        return len(data)
+    return int(getattr(data, "nbytes", 0))
 
 
-def _whole(pieces: Sequence[Chunk]) -> Span | None:
-    """One span for all chunks, where they are consecutive in memory, so that they can be written in one call."""
-    first = pieces[0].data if pieces else None
+def _contiguous_span(chunks: Sequence[Chunk]) -> Span | None:
+    """One span for all chunks where they are consecutive in memory, so that they can be written in one call."""
+    first = chunks[0].data if chunks else None
     if not isinstance(first, Span):
         return None
     end = first.start
-    for piece in pieces:
-        if not isinstance(piece.data, Span) or piece.data.start != end:
+    for chunk in chunks:
+        if not isinstance(chunk.data, Span) or chunk.data.start != end:
             return None
-        end += piece.data.nbytes
+        end += chunk.data.nbytes
     return Span(first.start, end - first.start)
 
 
-def with_bytes(
-    pieces: Iterable[Chunk], memory: memoryview
+def _with_checksums(
+    chunks: Iterable[Chunk], memory: memoryview
 ) -> Iterator[tuple[Chunk, bytes | memoryview]]:
     """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
-    before: bytes | memoryview = b""
-    for piece in pieces:
-        data = fetched(piece.data, memory)
-        if piece.crc_at:
-            data = _with_crc(data, piece.crc_at, zlib.crc32(before))
-        before = data
-        yield piece, data
+    previous: bytes | memoryview = b""
+    for chunk in chunks:
+        data = _bytes_of(chunk.data, memory)
+        if chunk.crc_at:
+            data = _fill_crc(data, chunk.crc_at, zlib.crc32(previous))
+        previous = data
+        yield chunk, data
 
 
-def enter(tree: TreePart, piece: Chunk, data: bytes | memoryview) -> None:
-    """Add the entry of a chunk, with the digest of *data*, to what this rank wrote of a tree."""
-    if isinstance(piece.entry, Blob):
-        tree.objects.append(replace(piece.entry, digest=digest_of(data)))
-    elif piece.entry is not None:
-        (stored,) = piece.entry.slices
-        tree.tensors.append(replace(piece.entry, slices=(replace(stored, digest=digest_of(data)),)))
+def _fill_crc(data: bytes | memoryview, offsets: Sequence[int], crc: int) -> memoryview:
+    filled = memoryview(bytearray(data)) if isinstance(data, bytes) else data
+    for offset in offsets:
+        filled[offset : offset + CRC_BYTES] = crc.to_bytes(CRC_BYTES, "little")
+    return filled
 
 
-def fetched(data: Data, memory: memoryview) -> bytes | memoryview:
+def _bytes_of(data: Data, memory: memoryview) -> bytes | memoryview:
     """The bytes of *data*; spans refer to *memory*."""
     if isinstance(data, Span):
         return memory[data.start : data.start + data.nbytes]
-    return data if isinstance(data, bytes) else data()
+    if isinstance(data, bytes):
+        return data
+    return data()
 
 
-def _with_crc(data: bytes | memoryview, places: Sequence[int], value: int) -> memoryview:
-    filled = memoryview(bytearray(data)) if isinstance(data, bytes) else data
-    for place in places:
-        filled[place : place + CRC_BYTES] = value.to_bytes(CRC_BYTES, "little")
-    return filled
+def _add_entry(tree: RankTree, chunk: Chunk, data: bytes | memoryview) -> None:
+    """Add the entry of a chunk, with the digest of *data*, to what this rank wrote of a tree."""
+    if isinstance(chunk.entry, Blob):
+        tree.objects.append(replace(chunk.entry, digest=digest_of(data)))
+    elif chunk.entry is not None:
+        tree.tensors.append(_digested(chunk.entry, digest_of(data)))
+
+
+def _slice_entry(chunk: Chunk) -> Tensor:
+    """The entry of a chunk of a shared file, which contains only slices of tensors."""
+    assert isinstance(chunk.entry, Tensor)
+    return chunk.entry
+
+
+def _digested(entry: Tensor, digest: str) -> Tensor:
+    """*entry*, a tensor with one slice, with the digest of this slice."""
+    (stored,) = entry.slices
+    return replace(entry, slices=(replace(stored, digest=digest),))

@@ -1,21 +1,36 @@
-"""Rank manifests: what each rank wrote of a checkpoint, and how they are merged. Imports no torch."""
+"""Rank manifests: what each rank wrote, and how rank 0 merges them into the manifest of the checkpoint.
+
+For an asynchronous save, rank 0's writer process merges them: with thousands of tensors it takes as long as a training
+step. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.manifest import Blob, Tree, blob_of, sizes_of, tensor_of
+from automodel_ckpt.checkpoint.manifest import (
+    Blob,
+    Manifest,
+    Tree,
+    blob_of,
+    sizes_of,
+    tensor_of,
+)
 from automodel_ckpt.checkpoint.merkle import held_by_file, merkle_digest
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
 @dataclass(frozen=True, slots=True)
 class DcpItem:
-    """Where torch's own reader finds an item of a ``.distcp`` file: *offsets* is None for a value that is no tensor."""
+    """Where torch's own reader finds an item of a ``.distcp`` file; *offsets* is None for a value that is no tensor."""
 
     fqn: str
     offsets: tuple[int, ...] | None
@@ -25,8 +40,8 @@ class DcpItem:
 
 
 @dataclass(slots=True)
-class TreePart:
-    """What one rank wrote of a tree."""
+class RankTree:
+    """What one rank wrote of a tree. Each tensor has one slice."""
 
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Blob] = field(default_factory=list)
@@ -35,28 +50,29 @@ class TreePart:
 
 
 @dataclass(slots=True)
-class Part:
-    """A rank manifest: what one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
+class RankManifest:
+    """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
 
     *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
+    The names of the fields are keys of the file.
     """
 
     rank: int
     files: dict[str, FileRecord] = field(default_factory=dict)
-    trees: dict[str, TreePart] = field(default_factory=dict)
+    trees: dict[str, RankTree] = field(default_factory=dict)
     placed: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         return json.dumps(self, default=_fields).encode()
 
     @classmethod
-    def parse(cls, data: bytes) -> Part:
+    def parse(cls, data: bytes) -> RankManifest:
         raw = json.loads(data)
         return cls(
             rank=raw["rank"],
-            files={path: FileRecord(**record) for path, record in raw["files"].items()},
-            placed={path: FileRecord(**record) for path, record in raw["placed"].items()},
-            trees={name: _tree_part(tree) for name, tree in raw["trees"].items()},
+            files=_parse_records(raw["files"]),
+            placed=_parse_records(raw["placed"]),
+            trees={name: _parse_tree(tree) for name, tree in raw["trees"].items()},
         )
 
 
@@ -65,57 +81,113 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-def merge_files(parts: Iterable[Part]) -> dict[str, FileRecord]:
-    """All files of all ranks, by name."""
-    return dict(sorted(item for part in parts for item in part.files.items()))
+def _parse_records(raw: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {path: FileRecord(**record) for path, record in raw.items()}
 
 
-def written_shared_files(parts: Iterable[Part], tensors: Iterable[Tensor]) -> dict[str, FileRecord]:
-    """The records of the files that several ranks wrote, from the digests of their headers and slices."""
-    held = held_by_file(tensors)
-    heads = {path: head for part in parts for path, head in part.placed.items()}
-    return {
-        p: FileRecord(head.size, merkle_digest(head.digest, held.get(p, ())))
-        for p, head in heads.items()
-    }
-
-
-def merge_tree(name: str, format: str, parts: Iterable[Part], tied: Mapping[str, str]) -> Tree:
-    """The tree *name*, merged from the rank manifests."""
-    written = [part.trees[name] for part in parts if name in part.trees]
-    tensors = _merge_tensors(tensor for part in written for tensor in part.tensors)
-    copies = _merge_tensors(tensor for part in written for tensor in part.copies)
-    return Tree(
-        format,
-        tensors,
-        {blob.fqn: blob for part in written for blob in part.objects},
-        dict(tied),
-        copies,
-    )
-
-
-def _merge_tensors(found: Iterable[Tensor]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for tensor in found:
-        known = tensors.get(tensor.fqn)
-        pieces = (known.slices if known else ()) + tensor.slices
-        tensors[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, pieces)
-    return tensors
-
-
-def _tree_part(raw: Mapping[str, Any]) -> TreePart:
-    return TreePart(
+def _parse_tree(raw: Mapping[str, Any]) -> RankTree:
+    return RankTree(
         tensors=[tensor_of(tensor["fqn"], tensor) for tensor in raw["tensors"]],
         copies=[tensor_of(tensor["fqn"], tensor) for tensor in raw["copies"]],
         objects=[blob_of(blob) for blob in raw["objects"]],
-        dcp_items=[
-            DcpItem(
-                i["fqn"],
-                None if i["offsets"] is None else sizes_of(i["offsets"]),
-                i["file"],
-                i["start"],
-                i["nbytes"],
-            )
-            for i in raw["dcp_items"]
-        ],
+        dcp_items=[_parse_dcp_item(item) for item in raw["dcp_items"]],
     )
+
+
+def _parse_dcp_item(raw: Mapping[str, Any]) -> DcpItem:
+    offsets = None if raw["offsets"] is None else sizes_of(raw["offsets"])
+    return DcpItem(raw["fqn"], offsets, raw["file"], raw["start"], raw["nbytes"])
+
+
+def rank_manifest_paths(staging: Path, num_ranks: int) -> list[Path]:
+    """The paths of the rank manifests, in the order of the ranks."""
+    return [staging / layout.part_file(rank) for rank in range(num_ranks)]
+
+
+def read_rank_manifests(staging: Path, num_ranks: int) -> list[RankManifest]:
+    """Read the rank manifests, in the order of the ranks. Raises OSError where one is missing."""
+    paths = rank_manifest_paths(staging, num_ranks)
+    return [RankManifest.parse(path.read_bytes()) for path in paths]
+
+
+def merge_files(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
+    """The files that one rank wrote, of all ranks, sorted by name."""
+    files: dict[str, FileRecord] = {}
+    for written in rank_manifests:
+        files.update(written.files)
+    return dict(sorted(files.items()))
+
+
+def merge_shared_files(
+    rank_manifests: Iterable[RankManifest], tensors: Iterable[Tensor]
+) -> dict[str, FileRecord]:
+    """The records of the files that several ranks wrote, from the digests of their headers and slices."""
+    slices = held_by_file(tensors)
+    files: dict[str, FileRecord] = {}
+    for written in rank_manifests:
+        for path, header in written.placed.items():
+            digest = merkle_digest(header.digest, slices.get(path, ()))
+            files[path] = FileRecord(header.size, digest)
+    return files
+
+
+def merge_tree(
+    name: str, format: str, rank_manifests: Iterable[RankManifest], tied: Mapping[str, str]
+) -> Tree:
+    """The tree *name*, merged from the rank manifests."""
+    written = [manifest.trees[name] for manifest in rank_manifests if name in manifest.trees]
+    tensors = _merge_tensors(tensor for tree in written for tensor in tree.tensors)
+    copies = _merge_tensors(tensor for tree in written for tensor in tree.copies)
+    objects = {blob.fqn: blob for tree in written for blob in tree.objects}
+    return Tree(format, tensors, objects, dict(tied), copies)
+
+
+def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Tensors with the slices of all ranks, by FQN."""
+    merged: dict[str, Tensor] = {}
+    for tensor in written:
+        previous = merged.get(tensor.fqn)
+        slices = tensor.slices if previous is None else previous.slices + tensor.slices
+        merged[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, slices)
+    return merged
+
+
+def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
+    """Serialize *manifest*, and read it back in the way that a resume reads it.
+
+    Raises :class:`SaveFailed` where a reader would reject it: a checkpoint that cannot be read is never published.
+    *checkpoint* is its final path, for the message.
+    """
+    data = manifest.to_bytes()
+    try:
+        Manifest.parse(data, checkpoint / layout.MANIFEST)
+    except CheckpointUnusable as unreadable:
+        problem = unreadable.problems[0]
+        raise SaveFailed(
+            "the checkpoint is not published, because it could not be read back",
+            where=problem.where,
+            value=f"{problem.what}: {problem.value}",
+            hint="earlier checkpoints are unchanged; please report this",
+        ) from unreadable
+    return data
+
+
+def finalize(
+    staging: Path, partial_manifest: Manifest, rank_manifests: Sequence[RankManifest]
+) -> int:
+    """Complete the manifest and finalize *staging* with it; return the bytes of the checkpoint's files.
+
+    *partial_manifest* has no files, and of each tree only its format and tied names. Raises OSError, and
+    :class:`SaveFailed` where the result is not a checkpoint that can be read back.
+    """
+    trees: dict[str, Tree] = {}
+    stored: list[Tensor] = []
+    for name, partial_tree in partial_manifest.trees.items():
+        tree = merge_tree(name, partial_tree.format, rank_manifests, partial_tree.tied)
+        trees[name] = tree
+        stored.extend(tree.stored)
+    files = merge_files(rank_manifests) | merge_shared_files(rank_manifests, stored)
+    manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
+    checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
+    commit.seal(staging, readable_bytes(manifest, checkpoint))
+    return manifest.nbytes

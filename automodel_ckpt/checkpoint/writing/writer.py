@@ -25,10 +25,14 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.lease import check_token
-from automodel_ckpt.checkpoint.writing.finalize import PartialManifest, parts_in, seal
 from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    finalize,
+    read_rank_manifests,
+)
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 NICENESS = 10
@@ -48,15 +52,17 @@ class Write:
     """Run the pickled *jobs* below *staging* on the first *memory_bytes* of shared memory; write the rank manifest."""
 
     staging: str
-    part: Part
+    written: RankManifest
     jobs: Sequence[bytes]
     memory_bytes: int
 
     def run(self, memory: SharedMemory) -> None:
         staging = Path(self.staging)
         for jobs in self.jobs:
-            run_all(pickle.loads(jobs), staging, self.part, memory.view(self.memory_bytes))
-        commit.write_by_rename(staging / layout.part_file(self.part.rank), self.part.to_bytes())
+            run_all(pickle.loads(jobs), staging, self.written, memory.view(self.memory_bytes))
+        commit.write_by_rename(
+            staging / layout.part_file(self.written.rank), self.written.to_bytes()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +95,24 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class Finalize:
     """Finalize *staging*, which has all rank manifests. Returns the bytes of all files.
 
     *common* has the files that rank 0 wrote in addition to its rank manifest.
     """
 
     staging: str
-    partial_manifest: PartialManifest
-    common: Part
+    partial_manifest: Manifest
+    common: RankManifest
 
     def run(self, memory: SharedMemory) -> int:
         staging = Path(self.staging)
-        parts = parts_in(staging, self.partial_manifest.manifest.world_size)
-        parts[self.common.rank].files.update(self.common.files)
-        return seal(staging, self.partial_manifest, parts)
+        rank_manifests = read_rank_manifests(staging, self.partial_manifest.world_size)
+        rank_manifests[self.common.rank].files.update(self.common.files)
+        return finalize(staging, self.partial_manifest, rank_manifests)
 
 
-Command = Write | Seal | Export
+Command = Write | Finalize | Export
 
 
 class Writer:

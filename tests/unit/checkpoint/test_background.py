@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.checkpoint.writing import writer
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks, tiny
 
@@ -282,7 +282,7 @@ def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_proces
     saver.save(1, validated=True)
     assert saver.checkpointer.settle()
     for owner, name in (
-        (Part, "parse"),
+        (RankManifest, "parse"),
         (Manifest, "to_bytes"),
         (Summary, "read"),
         (torch_save, "metadata_of"),

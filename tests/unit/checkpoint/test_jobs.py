@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Span, run_all
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 
 CHUNK = 64 << 10  # not gathered with others by a buffer
 
@@ -45,25 +45,28 @@ def test_an_archive_put_together_is_that_of_torch_save(dtype: torch.dtype) -> No
             )
 
 
-def test_a_job_writes_its_pieces_and_completes_the_part(tmp_path: Path) -> None:
+def test_a_job_writes_its_chunks_and_completes_the_rank_manifest(tmp_path: Path) -> None:
     memory = memoryview(bytearray(b"..weights.."))
     tensor = Tensor("w", "U8", (7,), (Slice("w", "U8", (0,), (7,), "model/a", 2, 7),))
-    pieces = [
+    chunks = [
         Chunk(0, b"h:"),
         Chunk(2, Span(2, 7), tensor),
         Chunk(9, b"<0000>", crc_at=(1,)),
         Chunk(15, lambda: memoryview(b"value"), Blob("v", "model/a", 15, 5, "")),
     ]
-    part = Part(0)
-    run_all([FileJob("model/a", pieces, "model", 20)], tmp_path, part, memory)
+    written = RankManifest(0)
+    run_all([FileJob("model/a", chunks, "model", 20)], tmp_path, written, memory)
     crc = zlib.crc32(b"weights").to_bytes(4, "little")
-    written = (tmp_path / "model/a").read_bytes()
-    assert written == b"h:weights<" + crc + b">value"
-    assert part.files["model/a"].digest == digest_of(written) and part.files["model/a"].size == 20
-    (stored,) = part.trees["model"].tensors[0].slices
+    content = (tmp_path / "model/a").read_bytes()
+    assert content == b"h:weights<" + crc + b">value"
+    assert (
+        written.files["model/a"].digest == digest_of(content)
+        and written.files["model/a"].size == 20
+    )
+    (stored,) = written.trees["model"].tensors[0].slices
     assert (stored.start, stored.digest) == (2, digest_of(b"weights"))
-    assert part.trees["model"].objects == [Blob("v", "model/a", 15, 5, digest_of(b"value"))]
-    assert Part.parse(part.to_bytes()) == part
+    assert written.trees["model"].objects == [Blob("v", "model/a", 15, 5, digest_of(b"value"))]
+    assert RankManifest.parse(written.to_bytes()) == written
 
 
 def test_chunks_that_are_consecutive_in_memory_are_written_in_one_call(tmp_path: Path) -> None:
@@ -72,9 +75,9 @@ def test_chunks_that_are_consecutive_in_memory_are_written_in_one_call(tmp_path:
         return int(counters["syscw"])
 
     def calls_for(name: str, starts: range) -> int:
-        pieces = [Chunk(CHUNK * number, Span(start, CHUNK)) for number, start in enumerate(starts)]
+        chunks = [Chunk(CHUNK * number, Span(start, CHUNK)) for number, start in enumerate(starts)]
         before = write_calls()
-        run_all([FileJob(name, pieces)], tmp_path, Part(0), memory)
+        run_all([FileJob(name, chunks)], tmp_path, RankManifest(0), memory)
         taken = write_calls() - before
         expected = b"".join(memory[start : start + CHUNK] for start in starts)
         assert (tmp_path / name).read_bytes() == expected

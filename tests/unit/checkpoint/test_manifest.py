@@ -22,8 +22,12 @@ from automodel_ckpt.checkpoint.manifest import (
     parsed_bytes,
 )
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.writing.finalize import PartialManifest, seal
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, TreePart, merge_tree
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    RankTree,
+    finalize,
+    merge_tree,
+)
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 WHERE = Path("MANIFEST.json")
@@ -186,26 +190,28 @@ def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unpar
 def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Path) -> None:
     staging = reserve(tmp_path, "epoch_0_step_20")
     tensors = list(of_tensors(["a\ud800b"]).trees["model"].tensors.values())
-    part = Part(0, {"model/a": FileRecord(8, digest_of(b""))}, {"model": TreePart(tensors)})
-    partial_manifest = PartialManifest(
-        replace(example(), state={}, trees={}, files={}), {"model": "safetensors"}, {}
+    written = RankManifest(
+        0, {"model/a": FileRecord(8, digest_of(b""))}, {"model": RankTree(tensors)}
+    )
+    partial_manifest = replace(
+        example(), state={}, trees={"model": Tree("safetensors", {}, {})}, files={}
     )
     with pytest.raises(SaveFailed, match="not valid Unicode"):
-        seal(staging, partial_manifest, [part])
+        finalize(staging, partial_manifest, [written])
     assert not (staging / "MANIFEST.json").exists()
 
 
-def test_the_ranks_parts_are_merged_into_whole_tensors() -> None:
-    def part(rank: int) -> Part:
+def test_rank_manifests_are_merged_into_whole_tensors() -> None:
+    def written(rank: int) -> RankManifest:
         piece = Slice("w", "F32", (rank, 0), (1, 2), f"model/{rank}", 0, 8, "d")
         tensors = [Tensor("w", "F32", (2, 2), (piece,))]
-        return Part.parse(
-            Part(
-                rank, {f"model/{rank}": FileRecord(8, "d")}, {"model": TreePart(tensors)}
+        return RankManifest.parse(
+            RankManifest(
+                rank, {f"model/{rank}": FileRecord(8, "d")}, {"model": RankTree(tensors)}
             ).to_bytes()
         )
 
-    tree = merge_tree("model", "safetensors", [part(0), part(1)], {})
+    tree = merge_tree("model", "safetensors", [written(0), written(1)], {})
     assert [piece.offsets for piece in tree.tensors["w"].slices] == [(0, 0), (1, 0)]
 
 

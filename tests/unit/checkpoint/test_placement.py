@@ -13,14 +13,17 @@ from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.formats.hf import FileLayout, lay_out_tensors
 from automodel_ckpt.checkpoint.merkle import damaged, head_fits, held_by_file
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, runs_in_file
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.writing import shared_files
-from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.placement import Placement, place
-from automodel_ckpt.checkpoint.writing.rank_manifest import Part, merge_tree, written_shared_files
-from automodel_ckpt.checkpoint.writing.shared_files import SharedFileChunk, SharedFileJob
+from automodel_ckpt.checkpoint.writing import shared_file
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, SharedFileJob, run_all
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    merge_shared_files,
+    merge_tree,
+)
 from tests.support.shards import bits, raw_bytes
 
 DTYPES = {
@@ -66,31 +69,24 @@ def random_layout(rng: random.Random, *, dtypes: list[str]) -> Layout:
     return tensors
 
 
-def random_placement(rng: random.Random, tensors: Layout) -> tuple[Placement, dict[str, str]]:
-    """A placement by one of the ways there are: by size, as in a base's index with tying, or renamed into one file."""
-    kind, names = rng.choice(["size", "base", "renamed"]), list(tensors)
+def random_file_layout(rng: random.Random, tensors: Layout) -> tuple[FileLayout, dict[str, str]]:
+    """A file_layout split by size, or as in a base's index with tying."""
+    kind, names = rng.choice(["size", "base"]), list(tensors)
     if kind == "size":
-        return place(tensors, "model", max_file_bytes=rng.choice([1, 20, 200, 10**9])), {}
-    if kind == "renamed":
-        return place(
-            tensors,
-            "model",
-            keys={fqn: f"base_model.{fqn}" for fqn in names},
-            one_file="a.safetensors",
-        ), {}
+        return lay_out_tensors(tensors, "model", max_file_bytes=rng.choice([1, 20, 200, 10**9])), {}
     tied = {"alias": rng.choice(names)}
     kept = rng.choice([[*names, "alias"], [n for n in names if n != tied["alias"]] + ["alias"]])
     shapes = {n: tensors[tied.get(n, n)].shape for n in kept}
     index = {n: rng.randint(1, 3) for n in kept}
-    return place(tensors, "model", tied=tied, maps=BaseMaps(index, None, shapes)), tied
+    return lay_out_tensors(tensors, "model", tied=tied, maps=BaseMaps(index, None, shapes)), tied
 
 
-def entries(tensors: Layout, placement: Placement) -> list[Tensor]:
+def entries(tensors: Layout, file_layout: FileLayout) -> list[Tensor]:
     return [
-        placement.entry(tensor, piece.box, where)
+        file_layout.entry(tensor, piece.box, where)
         for fqn, tensor in tensors.items()
         for piece in tensor.slices
-        for where in placement.places[fqn]
+        for where in file_layout.positions[fqn]
     ]
 
 
@@ -98,18 +94,18 @@ def test_every_byte_of_every_file_belongs_to_exactly_one_slice_over_3000_random_
     rng = random.Random(1)
     for _ in range(3000):
         tensors = random_layout(rng, dtypes=list(DTYPES))
-        placement, _ = random_placement(rng, tensors)
+        file_layout, _ = random_file_layout(rng, tensors)
         runs: dict[str, list[tuple[int, int]]] = {
-            f"model/{file.name}": [(0, len(file.header))] for file in placement.files
+            f"model/{file.name}": [(0, len(file.header))] for file in file_layout.files
         }
-        for entry in entries(tensors, placement):
+        for entry in entries(tensors, file_layout):
             (piece,) = entry.slices
             ends = [
                 (run.source, run.source + run.nbytes) for run in runs_in_file(piece, entry.shape)
             ]
             assert sum(b - a for a, b in ends) == piece.nbytes
             runs[piece.file] += [end for end in ends if end[1] > end[0]]
-        for file in placement.files:
+        for file in file_layout.files:
             found = sorted(runs[f"model/{file.name}"])
             assert [b for _, b in found] == [*(a for a, _ in found[1:]), file.nbytes], file.name
             assert len(file.header) % 4096 == 0
@@ -126,19 +122,14 @@ def test_slices_that_are_one_run_are_not_interleaved() -> None:
             tuple(Slice("", "F32", b.offsets, b.sizes, "", 0, 48) for b in boxes),
         )
 
-    placement = place({"w0": cut(0), "w1": cut(1)}, "model")
-    assert placement.interleaved == {"w1"}
-    first = placement.entry(cut(0), Box((2, 0), (2, 6)), placement.places["w0"][0]).slices[0]
-    second = placement.entry(cut(1), Box((0, 3), (4, 3)), placement.places["w1"][0]).slices[0]
-    assert (first.start, first.interleaved) == (placement.places["w0"][0].start + 48, False)
-    assert (second.start, second.interleaved) == (placement.places["w1"][0].start, True)
-
-
-def test_two_tensors_of_one_key_are_refused() -> None:
-    tensors = random_layout(random.Random(3), dtypes=["F32"])
-    assert len(tensors) > 1
-    with pytest.raises(ValueError, match="would have 1 keys"):
-        place(tensors, "model", keys=dict.fromkeys(tensors, "x"))
+    file_layout = lay_out_tensors({"w0": cut(0), "w1": cut(1)}, "model")
+    assert file_layout.interleaved == {"w1"}
+    first = file_layout.entry(cut(0), Box((2, 0), (2, 6)), file_layout.positions["w0"][0]).slices[0]
+    second = file_layout.entry(cut(1), Box((0, 3), (4, 3)), file_layout.positions["w1"][0]).slices[
+        0
+    ]
+    assert (first.start, first.interleaved) == (file_layout.positions["w0"][0].start + 48, False)
+    assert (second.start, second.interleaved) == (file_layout.positions["w1"][0].start, True)
 
 
 def random_values(tensor: Tensor, seed: int) -> torch.Tensor:
@@ -151,25 +142,27 @@ def random_values(tensor: Tensor, seed: int) -> torch.Tensor:
 def jobs_of(
     rng: random.Random,
     tensors: Layout,
-    placement: Placement,
+    file_layout: FileLayout,
     values: dict[str, torch.Tensor],
     size: int,
 ):  # type: ignore[no-untyped-def]
     """Each of *size* ranks' jobs, its slices drawn by lot; rank 0 makes the files."""
-    shares: list[dict[str, list[SharedFileChunk]]] = [
-        {f"model/{f.name}": [] for f in placement.files} for _ in range(size)
+    shares: list[dict[str, list[Chunk]]] = [
+        {f"model/{f.name}": [] for f in file_layout.files} for _ in range(size)
     ]
     for fqn, tensor in tensors.items():
         for piece in tensor.slices:
             mine = rng.choice(shares)
-            for where in placement.places[fqn]:
-                entry = placement.entry(tensor, piece.box, where)
+            for where in file_layout.positions[fqn]:
+                entry = file_layout.entry(tensor, piece.box, where)
                 data = raw_bytes(values[fqn], piece.box)
-                mine[where.file].append(SharedFileChunk(entry, data, tensor.dtype, where.copy))
+                start = entry.slices[0].start
+                chunk = Chunk(start, data, entry, dtype=tensor.dtype, is_copy=where.is_copy)
+                mine[where.file].append(chunk)
     return [
         [
             SharedFileJob(name, file.nbytes, share[name], "model", None if rank else file.header)
-            for file in placement.files
+            for file in file_layout.files
             if (name := f"model/{file.name}")
         ]
         for rank, share in enumerate(shares)
@@ -181,36 +174,40 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int | None
 ) -> None:
     if block is not None:
-        for module in (shared_files, direct):
+        for module in (shared_file, direct):
             monkeypatch.setattr(module, "BLOCK_BYTES", block)
-        monkeypatch.setattr(shared_files, "_STREAM_FROM_BYTES", 1)
-        monkeypatch.setattr(shared_files, "DIRECT_FROM_BYTES", 1)
+        monkeypatch.setattr(shared_file, "_STREAM_FROM_BYTES", 1)
+        monkeypatch.setattr(shared_file, "DIRECT_FROM_BYTES", 1)
     rng = random.Random(2)
     for turn in range(25):
         tensors = random_layout(rng, dtypes=list(DTYPES))
         if block is not None:
             tensors["big"] = big(rng)
-        placement, tied = random_placement(rng, tensors)
+        file_layout, tied = random_file_layout(rng, tensors)
         values = {fqn: random_values(tensor, turn) for fqn, tensor in tensors.items()}
         staging = tmp_path / str(turn)
         (staging / "model").mkdir(parents=True)
-        parts = [Part(rank) for rank in range(3)]
+        parts = [RankManifest(rank) for rank in range(3)]
         with ThreadPoolExecutor(3) as pool:
             list(
-                pool.map(run_all, jobs_of(rng, tensors, placement, values, 3), [staging] * 3, parts)
+                pool.map(
+                    run_all, jobs_of(rng, tensors, file_layout, values, 3), [staging] * 3, parts
+                )
             )
-        parts = [Part.parse(part.to_bytes()) for part in parts]
+        parts = [RankManifest.parse(part.to_bytes()) for part in parts]
         found = {}
-        for file in placement.files:
+        for file in file_layout.files:
             found |= load_file(staging / "model" / file.name)
             assert read_header(staging / "model" / file.name).metadata == {"format": "pt"}
         by_key = {
-            where.key: values[fqn] for fqn, places in placement.places.items() for where in places
+            where.key: values[fqn]
+            for fqn, places in file_layout.positions.items()
+            for where in places
         }
         assert found.keys() == by_key.keys()
         assert all((bits(found[key]) == bits(value)).all() for key, value in by_key.items())
         merged = merge_tree("model", "hf", parts, tied)
-        records = written_shared_files(parts, merged.stored)
+        records = merge_shared_files(parts, merged.stored)
         for path, record in records.items():
             held = held_by_file(merged.stored).get(path, [])
             assert head_fits(staging, path, record, held) and damaged(staging, path, held) == []
@@ -232,14 +229,14 @@ def big(rng: random.Random) -> Tensor:
 
 def one_file(
     tmp_path: Path, tensors: Layout, casts: dict[str, str] | None = None
-) -> tuple[Path, Part, Placement]:
+) -> tuple[Path, RankManifest, FileLayout]:
     maps = BaseMaps(dtype=casts) if casts else None
-    placement = place(tensors, "model", maps=maps)
+    file_layout = lay_out_tensors(tensors, "model", maps=maps)
     values = {fqn: random_values(tensor, 5) for fqn, tensor in tensors.items()}
     (tmp_path / "model").mkdir(parents=True)
-    part = Part(0)
-    run_all(jobs_of(random.Random(5), tensors, placement, values, 1)[0], tmp_path, part)
-    return tmp_path / "model" / placement.files[0].name, part, placement
+    part = RankManifest(0)
+    run_all(jobs_of(random.Random(5), tensors, file_layout, values, 1)[0], tmp_path, part)
+    return tmp_path / "model" / file_layout.files[0].name, part, file_layout
 
 
 def grid(fqn: str, dtype: str, shape: tuple[int, int], parts: tuple[int, int]) -> Tensor:
@@ -255,12 +252,12 @@ def grid(fqn: str, dtype: str, shape: tuple[int, int], parts: tuple[int, int]) -
 
 def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> None:
     tensors = {"a": grid("a", "BF16", (4, 6), (2, 1)), "b": grid("b", "F32", (4, 4), (1, 2))}
-    path, part, placement = one_file(tmp_path, tensors)
+    path, part, file_layout = one_file(tmp_path, tensors)
     merged = merge_tree("model", "hf", [part], {})
     held = held_by_file(merged.stored)[f"model/{path.name}"]
-    (record,) = written_shared_files([part], merged.stored).values()
+    (record,) = merge_shared_files([part], merged.stored).values()
     data = path.read_bytes()
-    end = len(placement.files[0].header)
+    end = len(file_layout.files[0].header)
     for index in [*range(0, end, 97), *range(end, len(data))]:
         flipped = bytearray(data)
         flipped[index] ^= 1 << (index % 8)
@@ -282,7 +279,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
 def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str
 ) -> None:
-    monkeypatch.setattr(shared_files, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(shared_file, "BLOCK_BYTES", 256)
     tensors = {"a": grid("a", source, (8, 30), (2, 1)), "b": grid("b", source, (8, 30), (1, 3))}
     path, *_ = one_file(tmp_path, tensors, dict.fromkeys(tensors, target))
     for fqn, found in load_file(path).items():
@@ -295,27 +292,27 @@ def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
 def test_without_fallocate_a_file_gets_its_size_and_what_others_wrote_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_files.ctypes, "CDLL", lambda *_args, **_options: object())
+    monkeypatch.setattr(shared_file.ctypes, "CDLL", lambda *_args, **_options: object())
     tensors = {"a": grid("a", "F32", (64, 64), (2, 2))}
-    placement = place(tensors, "model")
+    file_layout = lay_out_tensors(tensors, "model")
     (tmp_path / "model").mkdir()
     value = random_values(tensors["a"], 1)
-    leader, other = jobs_of(random.Random(1), tensors, placement, {"a": value}, 2)
-    run_all(other, tmp_path, Part(1))
-    run_all(leader, tmp_path, Part(0))
+    leader, other = jobs_of(random.Random(1), tensors, file_layout, {"a": value}, 2)
+    run_all(other, tmp_path, RankManifest(1))
+    run_all(leader, tmp_path, RankManifest(0))
     assert (bits(load_file(tmp_path / other[0].file)["a"]) == bits(value)).all()
 
 
 def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_files, "DIRECT_FROM_BYTES", 1)
-    monkeypatch.setattr(shared_files, "_STREAM_FROM_BYTES", 1)
+    monkeypatch.setattr(shared_file, "DIRECT_FROM_BYTES", 1)
+    monkeypatch.setattr(shared_file, "_STREAM_FROM_BYTES", 1)
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     for broken in ("pwrite", "fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(shared_files.os, broken, full)
+            patch.setattr(shared_file.os, broken, full)
             with pytest.raises(OSError, match="No space") as caught:
                 one_file(tmp_path / broken, {"a": grid("a", "F32", (64, 64), (1, 1))})
         assert caught.value.filename.endswith(".safetensors")

@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.sources import base_maps, dcp_directory
 from automodel_ckpt.checkpoint.sources import dcp as dcp_source
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.writing import shared_files
+from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import gguf, gguf_llama, import_checkpoint
 from automodel_ckpt.convert.sources import hugging_face
@@ -242,7 +242,7 @@ def test_system_calls_that_fail_are_not_taken_for_missing_ones(tmp_path: Path) -
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        shared_files._reserve(descriptor, 1)
+        shared_file._reserve(descriptor, 1)
     os.close(descriptor)
 
 
