@@ -166,8 +166,9 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     an exception: workers that are forked later would inherit it and fail. Raises :class:`AutomodelError` if a worker
     dies.
     """
-    # Without this, torch would raise the death of a worker in its signal handler, at any place of this process, for
-    # example in a save. The code that waits for the worker's batch notices it in any case.
+    # Patch for torch 2.10 to 2.13: without this mark, torch installs a handler of SIGCHLD that raises an error when a
+    # worker dies, at whatever the main thread is doing, for example in a save. The code that waits for the worker's
+    # batch notices the death in any case.
     signal_handling._SIGCHLD_handler_set = True
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -206,9 +207,11 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
 def _end_workers(items: Any) -> None:
     """End the worker processes of torch's iterator, including those that are blocked in the data set's code.
 
-    torch would wait five seconds for each and then send SIGTERM, which these workers ignore. A worker is killed only
-    after it was asked to end: an idle worker might hold a lock that is needed to end the iterator.
+    A worker is killed only after it was asked to end: an idle worker might hold a lock that is needed to end the
+    iterator.
     """
+    # The private attributes are those of torch 2.10 to 2.13, whose own shutdown waits five seconds for each worker and
+    # then sends SIGTERM, which these workers ignore.
     items._workers_done_event.set()
     for number, is_running in enumerate(items._workers_status):
         if is_running:

@@ -239,5 +239,7 @@ def _make_exchanging(name: str) -> None:
             return attention(module, *args, **options)
         return cut.attend(attention, module, *args, **options)
 
+    # Patch for transformers 5.17 to 5.23: models compare the configured name with "sdpa", so the exchange cannot have
+    # a name of its own.
     ALL_ATTENTION_FUNCTIONS.register(name, exchanging)
     _exchanging.add(name)

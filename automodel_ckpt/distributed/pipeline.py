@@ -121,7 +121,8 @@ class Pipeline:
         # 1F1B has to fill the pipeline. Where a batch cannot, what is left of its order is GPipe's.
         fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
         make = Schedule1F1B if fills else ScheduleGPipe
-        # torch 2.10 rejects fewer micro-batches than stages, which GPipe's order does not need.
+        # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
+        # the number is set after construction.
         schedule = make(
             stage, max(num_micro_batches, self.num_stages), loss_fn=self._noted, scale_grads=False
         )

@@ -134,6 +134,9 @@ def _configs_of(model: Any) -> list[Any]:
 
 @functools.cache
 def _register() -> None:
+    """Replace transformers' functions of the name ``sdpa`` by functions that call them for all other models."""
+    # Patch for transformers 5.17 to 5.23: a dozen models compare the configured name with "sdpa", so a separate name
+    # would send them down another path; and transformers offers sdpa a mask of all pairs instead of document lengths.
     mask, attention = ALL_MASK_ATTENTION_FUNCTIONS[_NAME], ALL_ATTENTION_FUNCTIONS[_NAME]
     AttentionMaskInterface.register(_NAME, functools.partial(_mask, mask))
     AttentionInterface.register(_NAME, functools.partial(_attention, attention))

@@ -92,12 +92,14 @@ def follow_schedule(schedule: LambdaLR) -> None:
     ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    # What get_last_lr() returns; LRScheduler has no setter.
     schedule._last_lr = rates
 
 
 def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
     """Set a fresh *schedule*, and the learning rates of its optimizer, to where they are after *num_steps* steps."""
     if isinstance(schedule, LambdaLR):
+        # LambdaLR computes rates from last_epoch alone. step() would warn if the count did not match.
         schedule.last_epoch = num_steps
         schedule._step_count = num_steps + 1
         follow_schedule(schedule)

@@ -170,7 +170,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], shards: _Shards) -> None:
         beta1, beta2 = group["betas"]
-        # Faster than torch._foreach_add_ for a few dozen 0-dim tensors.
+        # One by one, which is faster than torch's foreach operation for a few dozen 0-dim tensors.
         for step in shards.steps:
             step.add_(1)
         # The public torch.optim.adamw.adamw calls this operation too, but groups the tensors by device and dtype first,

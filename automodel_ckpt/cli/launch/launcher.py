@@ -166,6 +166,7 @@ def leave(code: int) -> NoReturn:
 
     After distributed work that teardown sometimes aborts in a library's threads; a finished run must not fail there.
     """
+    # atexit offers no public way to run its callbacks, and exit_now() skips them.
     atexit._run_exitfuncs()
     exit_now(code)
 
