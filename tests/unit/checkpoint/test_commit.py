@@ -355,3 +355,29 @@ def test_a_few_bytes_before_and_after_many_are_written_in_their_order(tmp_path: 
     data = b"".join(pieces)
     assert (tmp_path / "file").read_bytes() == data
     assert file.close() == FileRecord(len(data), "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
+
+
+def test_byte_ranges_of_a_file_are_written_where_they_belong_past_the_cache(tmp_path: Path) -> None:
+    """As a rank writes its slices of a file that others fill too: at any offset, with gaps between."""
+    path = tmp_path / "file"
+    expected = bytearray(20 << 20)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(descriptor, len(expected))
+    stream = direct.DirectStream(descriptor, path)
+    for start, nbytes in ((100, 5000), (5100, 3), (9 << 20, 8 << 20), ((18 << 20) + 4097, 12345)):
+        data = os.urandom(nbytes)
+        stream.write(memoryview(data), start)
+        expected[start : start + nbytes] = data
+    stream.close(finish=True)
+    os.close(descriptor)
+    assert path.read_bytes() == expected
+
+
+def test_the_page_cache_is_bypassed_where_the_file_system_allows_it(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    is_supported = direct.bypass_page_cache(descriptor, True)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    assert bool(flags & os.O_DIRECT) == is_supported
+    assert direct.bypass_page_cache(descriptor, False) == is_supported
+    assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+    os.close(descriptor)

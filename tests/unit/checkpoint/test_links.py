@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint import Manifest, commit, layout
+from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import links, maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -319,3 +319,22 @@ def test_a_start_removes_what_a_killed_export_left_in_a_checkpoint(tmp_path: Pat
     left.mkdir()
     tiny.load(root, made)
     assert not left.exists()
+
+
+def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_aside(
+    tmp_path: Path,
+) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    for step in (10, 20, 30):
+        tiny.save(root, made, step=step)
+    saver = tiny.checkpointer(root, restore_from="epoch_0_step_10")
+    saver.load(discover(made))
+    saver.save(discover(made), step=15, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    kept = [path.name for path in root.iterdir() if path.name.startswith("epoch_")]
+    assert sorted(kept) == [
+        "epoch_0_step_10",
+        "epoch_0_step_15",
+        "epoch_0_step_20.superseded-1",
+        "epoch_0_step_30.superseded-1",
+    ]
