@@ -35,17 +35,17 @@ REMOTE_CODE = "trust_remote_code"
 
 
 def hints_of(section: Any) -> dict[str, Any]:
-    """Resolved types of a dataclass's fields, cached because every override looks them up."""
+    """Resolved types of a dataclass's fields."""
     return _evaluated(section)
 
 
-@functools.cache
+@functools.cache  # every override looks up its type
 def _evaluated(section: Any) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 
 def _has_hints(section: type[Any]) -> bool:
-    """Whether the field types resolve; a library's dataclass may use names that are imported for type checkers only."""
+    """Whether the field types resolve. A library's dataclass may use names that only type checkers import."""
     try:
         hints_of(section)
     except Exception:
@@ -62,10 +62,9 @@ def annotation_at(schema: type[Any], key: str) -> Any:
         hints = hints_of(section) if section else {}
         if part in hints:
             annotation = hints[part]
-        elif target_type(alternatives) or (section is None and not is_text_only(annotation)):
-            return Any
         else:
-            return None
+            has_any_key = section is None and not is_text_only(annotation)
+            return Any if has_any_key or target_type(alternatives) else None
     return annotation
 
 
@@ -73,13 +72,15 @@ def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a schema, including sections."""
     hints = hints_of(schema)
     for field in dataclasses.fields(schema):
-        yield prefix + field.name
-        if section := section_type(members(hints[field.name])):
-            yield from keys_of(section, f"{prefix}{field.name}.")
+        key = prefix + field.name
+        yield key
+        section = section_type(members(hints[field.name]))
+        if section:
+            yield from keys_of(section, f"{key}.")
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to *word*; None if none is similar."""
+    """Return the candidate most similar to *word*; None if none is similar."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)
     return matches[0] if matches else None
 
@@ -90,17 +91,23 @@ def is_number(part: str) -> bool:
 
 
 def join(*parts: str) -> str:
+    """Join parts of a dotted key. Empty parts are ignored."""
     return ".".join(part for part in parts if part)
 
 
 class Binder:
-    """Converts nodes to typed values; problems are appended to ``problems``."""
+    """Converts nodes to typed values; problems are appended to ``problems``.
+
+    It also adds nodes for defaults, and parses the text of flags. Give it a tree of its own (:meth:`Node.copy`).
+    """
 
     def __init__(
         self, schema: type[Any], problems: list[Problem], *, open_top: bool = False
     ) -> None:
-        """``open_top`` leaves unknown top-level sections to a custom recipe that is not imported yet."""
-        self.schema, self.problems, self.open_top = schema, problems, open_top
+        """``open_top`` accepts unknown top-level sections, which belong to a custom recipe not imported yet."""
+        self.schema = schema
+        self.problems = problems
+        self.open_top = open_top
 
     def section(self, cls: type[Any], node: Node, key: str) -> Any:
         """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node."""
@@ -110,37 +117,34 @@ class Binder:
         hints = hints_of(cls)
         unknown = {name: child for name, child in given.items() if name not in hints}
         for name, child in unknown.items():
-            self._unknown(cls, name, child, key)
+            self._note_unknown(cls, name, child, key)
         values = {}
         ordered = {}
         for field in dataclasses.fields(cls):
             hint = hints[field.name]
             values[field.name] = self._field(field, hint, node, key)
             ordered[field.name] = given.get(field.name) or default_node(field, hint)
-        # The order of the schema, so that printed recipes look alike.
+        # The order of the schema, so that printed recipes can be compared line by line.
         node.value = ordered | unknown
         for relation in getattr(cls, "relations", ()):
-            self._relate(relation, values, node, key)
+            self._check_relation(relation, values, node, key)
         for condition in getattr(cls, "conditions", ()):
-            self._check_effect(condition, cls, values, node, key)
+            self._check_condition(condition, cls, values, node, key)
         if len(self.problems) > num_before:
             return INVALID
         return self._construct(cls, values, node, key)
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
-        """Convert a node to a type. Notes a problem and returns ``INVALID`` if that is impossible."""
+        """Convert a node to a type. Adds a problem and returns ``INVALID`` if that is impossible."""
         if key.rpartition(".")[2] == REMOTE_CODE:
             annotation = bool | None
         alternatives = members(annotation)
         num_before = len(self.problems)
-        self._expand(annotation, node)
+        self._parse_flag(annotation, node)
         if len(self.problems) > num_before:
             return INVALID
-        if (
-            node.value == ""
-            and not node.quoted
-            and not self._accepts_no_content(alternatives, node, key)
-        ):
+        is_empty = node.value == "" and not node.quoted
+        if is_empty and not self._accepts_no_content(alternatives, node, key):
             return INVALID
         if isinstance(node.value, dict):
             return self._mapping(alternatives, node, key)
@@ -156,14 +160,14 @@ class Binder:
         section = section_type(alternatives)
         is_plug_in = section is None and target_type(alternatives) is not None
         if type(None) in alternatives and (section or is_plug_in):
-            on = "add a _target_" if is_plug_in else "write {} to use its defaults"
-            self.note(f"{key} is empty", node, "", f"{on}, or null to disable it")
+            enable = "add a _target_" if is_plug_in else "write {} to use its defaults"
+            self.note(f"{key} is empty", node, "", f"{enable}, or null to disable it")
             return False
         if section:
             node.value = {}
         return True
 
-    def _expand(self, annotation: Any, node: Node) -> None:
+    def _parse_flag(self, annotation: Any, node: Node) -> None:
         """Parse a flag's ``[1, 2]`` or ``{a: b}`` as YAML if a list or a section is accepted.
 
         Brackets in a text field are characters. If any type is accepted, text that is not valid YAML and Jinja
@@ -179,9 +183,11 @@ class Binder:
         if _is_quoted_word(text, accepts_any):
             node.value, node.quoted = text[1:-1], True
             return
-        is_template = text.startswith(("{{", "{%")) and (accepts_any or str in members(annotation))
-        if text[:1] not in ("[", "{") or is_text_only(annotation) or is_template:
+        if text[:1] not in ("[", "{") or is_text_only(annotation):
             return
+        accepts_text = accepts_any or str in members(annotation)
+        if accepts_text and text.startswith(("{{", "{%")):
+            return  # a Jinja template
         problems: list[Problem] = []
         value = read_text(text, node.origin, problems).value
         if problems and accepts_any:
@@ -192,50 +198,54 @@ class Binder:
     def _field(
         self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str
     ) -> Any:
+        """Convert the node of a field, or add a node for its default. Checks the field's rules."""
         assert isinstance(section.value, dict)
-        full_key, default = join(key, field.name), default_of(field)
+        full_key = join(key, field.name)
+        default = default_of(field)
         node = section.value.get(field.name)
         if node is None:
-            if default == MISSING or getattr(default, "_target_", "") == MISSING:
-                self.note(
-                    f"{full_key} is missing",
-                    section,
-                    "",
-                    f"add {full_key}: {describe(members(annotation))}",
-                )
+            # A mandatory plug-in has a Target as its default, whose name is missing.
+            is_required = getattr(default, "_target_", default) == MISSING
+            if is_required:
+                hint = f"add {full_key}: {describe(members(annotation))}"
+                self.note(f"{full_key} is missing", section, "", hint)
                 return INVALID
-            node = section.value[field.name] = default_node(field, annotation)
+            node = default_node(field, annotation)
+            section.value[field.name] = node
         elif isinstance(default, list | tuple):
-            _patch(node, node_of(default))
+            _replace_items(node, node_of(default))
         value = self.value(annotation, node, full_key)
+        if value is INVALID or value is None:
+            return value
         for rule in field.metadata.get("rules", ()):
-            if value is not INVALID and value is not None and not rule.holds(value):
-                self._note_invalid(full_key, node, rule.says)
+            if not rule.accepts(value):
+                self._note_invalid(full_key, node, rule.expected)
         return value
 
     def _mapping(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
+        """Convert a mapping to a plug-in, a section, a dict, or a list whose items are given by index."""
         if find(alternatives, *_LISTS):
-            _patch(node, Node([], DEFAULT))
+            _replace_items(node, Node([], DEFAULT))
         if isinstance(node.value, list):
             return self._list(alternatives, node, key)
         assert isinstance(node.value, dict)
-        anything = any(is_open(member) for member in alternatives)
+        accepts_any = any(is_open(member) for member in alternatives)
+        mapping = find(alternatives, *_MAPPINGS)
         target = target_type(alternatives)
-        if "_target_" in node.value and (anything or target or find(alternatives, *_MAPPINGS)):
+        if "_target_" in node.value and (accepts_any or target or mapping):
             return self._open_section(target or Target, node, key)
         section = section_type(alternatives)
         if section and _has_hints(section):
             if getattr(section, "takes_any", False):
                 return self._open_section(section, node, key)
             return self.section(section, node, key)
-        if (kind := find(alternatives, *_MAPPINGS)) or anything or section:
-            inner = (typing.get_args(kind) or (Any, Any))[1]
-            values = {
-                name: self.value(inner, child, join(key, name))
-                for name, child in node.value.items()
-            }
-            return INVALID if INVALID in values.values() else values
-        return self._note_invalid(key, node, describe(alternatives))
+        if not (mapping or accepts_any or section):
+            return self._note_invalid(key, node, describe(alternatives))
+        _, item_type = typing.get_args(mapping) or (Any, Any)
+        values = {}
+        for name, child in node.value.items():
+            values[name] = self.value(item_type, child, join(key, name))
+        return INVALID if INVALID in values.values() else values
 
     def _open_section(self, cls: type[Any], node: Node, key: str) -> Any:
         """Convert a node to a dataclass that collects unknown keys in ``kwargs``."""
@@ -263,13 +273,14 @@ class Binder:
         container: Any = list
         if find((kind,), tuple, set) is not None:
             container = typing.get_origin(kind) or kind
+        num_items = len(node.children())
         item_types = typing.get_args(kind) or (Any,)
-        if container is not tuple or item_types[-1] is ...:
-            item_types = item_types[:1] * len(node.value)
-        if len(item_types) != len(node.value):
+        is_fixed_length = container is tuple and item_types[-1] is not ...
+        if is_fixed_length and len(item_types) != num_items:
             return self._note_invalid(key, node, f"a list of {len(item_types)}")
         values = []
-        for item_type, (index, child) in zip(item_types, node.children(), strict=True):
+        for number, (index, child) in enumerate(node.children()):
+            item_type = item_types[number] if is_fixed_length else item_types[0]
             values.append(self.value(item_type, child, join(key, index)))
         return INVALID if INVALID in values else container(values)
 
@@ -277,11 +288,9 @@ class Binder:
         assert isinstance(node.value, str)
         try:
             text = resolve(node.value)
-            return typed(
-                "null" if text is None else text,
-                alternatives,
-                quoted=node.quoted and text is not None,
-            )
+            if text is None:
+                return typed("null", alternatives)
+            return typed(text, alternatives, quoted=node.quoted)
         except ReferenceFailed as error:
             self.note(f"{key}: {error}", node, node, error.hint)
         except ValueError:
@@ -298,45 +307,57 @@ class Binder:
             self.note(f"{key}: {error}", node, "", "correct the section")
             return INVALID
 
-    def _relate(self, relation: Relation, values: dict[str, Any], section: Node, key: str) -> None:
-        if INVALID in (values[name.partition(".")[0]] for name in relation.keys):
+    def _check_relation(
+        self, relation: Relation, values: dict[str, Any], section: Node, key: str
+    ) -> None:
+        """Add a problem if the values of several fields do not fit together."""
+        fields = [name.partition(".")[0] for name in relation.keys]
+        if any(values[name] is INVALID for name in fields):
             return
-        if relation.holds(types.SimpleNamespace(**values)):
+        if relation.accepts(types.SimpleNamespace(**values)):
             return
         nodes = {name: section.at(name) for name in relation.keys}
         value = ", ".join(f"{name}: {node}" for name, node in nodes.items())
-        what = f"{key}: {relation.says}" if key else relation.says
+        what = f"{key}: {relation.problem}" if key else relation.problem
         # The problem is reported at the first key that the user gave.
-        given = [node for node in nodes.values() if node is not None and node.origin != DEFAULT]
-        place = given[0] if given else section
-        self.note(what, place, value, relation.hint)
+        reported = section
+        for node in nodes.values():
+            if node is not None and node.origin != DEFAULT:
+                reported = node
+                break
+        self.note(what, reported, value, relation.hint)
 
-    def _check_effect(
+    def _check_condition(
         self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str
     ) -> None:
-        """Report changed keys that have no effect, because values must never be silently ignored."""
-        heads = {name.partition(".")[0] for name in (*condition.keys, *condition.on)}
-        if any(values[name] is INVALID for name in heads):
+        """Add a problem for each changed key that has no effect: no value is ignored silently."""
+        fields = {name.partition(".")[0] for name in (*condition.keys, *condition.on)}
+        if any(values[name] is INVALID for name in fields):
             return
-        if condition.holds(types.SimpleNamespace(**values)):
+        if condition.accepts(types.SimpleNamespace(**values)):
             return
         for name in condition.keys:
             node = section.at(name)
             if node is not None and is_changed(cls, values, name):
-                self.note(
-                    f"{join(key, name)} has no effect: {condition.says}",
-                    node,
-                    node,
-                    condition.hint,
-                )
+                what = f"{join(key, name)} has no effect: {condition.reason}"
+                self.note(what, node, node, condition.hint)
 
-    def _unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
+    def _note_unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
             return
-        beside = closest(name, hints_of(cls))
-        elsewhere = [known for known in keys_of(self.schema) if known.rpartition(".")[2] == name]
-        meant = join(key, beside) if beside else elsewhere[0] if elsewhere else None
-        hint = f"did you mean {meant}?" if meant else "remove it; ckpt-train --help lists all keys"
+        meant = None
+        similar = closest(name, hints_of(cls))
+        if similar:
+            meant = join(key, similar)
+        else:
+            # The key may be right, but in the wrong section.
+            for known in keys_of(self.schema):
+                if known.rpartition(".")[2] == name:
+                    meant = known
+                    break
+        hint = "remove it; ckpt-train --help lists all keys"
+        if meant:
+            hint = f"did you mean {meant}?"
         self.note(f"unknown key {join(key, name)}", node, node, hint)
 
     def _note_invalid(
@@ -355,10 +376,9 @@ class Binder:
 
     def note(self, what: str, node: Node, value: object, hint: str) -> None:
         """Add a problem. The resolved value of an environment reference is not shown, since it may be a secret."""
-        hidden = (
-            isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value)
-        )
-        shown = f"{value} (resolved value hidden)" if hidden else str(value)
+        shown = str(value)
+        if isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value):
+            shown += " (resolved value hidden)"
         self.problems.append(Problem(what, node.origin, shown, hint))
 
 
@@ -366,7 +386,9 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     """Default of a field; MISSING if it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else MISSING
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return MISSING
 
 
 def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
@@ -374,21 +396,19 @@ def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
     name, _, inner = key.partition(".")
     value = values[name]
     if inner:
-        return (
-            dataclasses.is_dataclass(value)
-            and hasattr(value, inner)
-            and is_changed(type(value), vars(value), inner)
-        )
+        if not dataclasses.is_dataclass(value) or not hasattr(value, inner):
+            return False
+        return is_changed(type(value), vars(value), inner)
     (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
     return bool(value != default_of(field))
 
 
 def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of a section, and of those below it, whose values differ from their defaults."""
+    """Yield the dotted keys of a section and its subsections whose values differ from their defaults."""
     values = vars(section)
-    for name in values:
-        if dataclasses.is_dataclass(values[name]) and not isinstance(values[name], Target):
-            yield from _changed_keys(values[name], f"{prefix}{name}.")
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, Target):
+            yield from _changed_keys(value, f"{prefix}{name}.")
         elif is_changed(type(section), values, name):
             yield prefix + name
 
@@ -397,20 +417,15 @@ def unused_without_checkpoints(recipe: Any) -> list[str]:
     """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
     if recipe.checkpoint.enabled:
         return []
-    describe_when = [
-        f"step_scheduler.{name}" for name in vars(recipe.step_scheduler) if name.startswith("ckpt_")
-    ]
-    of_checkpoints = (
-        "checkpoint.",
-        *describe_when,
-        "step_scheduler.mtbf_hours",
-        "logging.sample_ids",
-    )
-    return [
-        key
-        for key in _changed_keys(recipe)
-        if key.startswith(of_checkpoints) and key != "checkpoint.enabled"
-    ]
+    prefixes = ["checkpoint.", "step_scheduler.mtbf_hours", "logging.sample_ids"]
+    for name in vars(recipe.step_scheduler):
+        if name.startswith("ckpt_"):
+            prefixes.append(f"step_scheduler.{name}")
+    unused = []
+    for key in _changed_keys(recipe):
+        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled":
+            unused.append(key)
+    return unused
 
 
 def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:
@@ -427,21 +442,22 @@ def _is_quoted_word(text: str, accepts_any: bool) -> bool:
     if len(text) < 3 or text[0] not in "'\"" or text[-1] != text[0]:
         return False
     word = text[1:-1]
-    return word in NULL_WORDS or (accepts_any and not isinstance(untyped(word), str))
+    if word in NULL_WORDS:
+        return True
+    return accepts_any and not isinstance(untyped(word), str)
 
 
-def _patch(node: Node, default: Node) -> None:
+def _replace_items(node: Node, default: Node) -> None:
     """Apply ``--key.0 value`` to a list that exists only as a default: replace that item in the default list."""
     assert isinstance(default.value, list)
-    if (
-        not isinstance(node.value, dict)
-        or not node.value
-        or not all(is_number(part) for part in node.value)
-    ):
+    if not isinstance(node.value, dict) or not node.value:
+        return
+    if not all(is_number(part) for part in node.value):
         return
     items = list(default.value)
     for part, child in sorted(node.value.items(), key=lambda item: int(item[0])):
-        if int(part) > len(items):
+        index = int(part)
+        if index > len(items):
             return
-        items[int(part) : int(part) + 1] = [child]
+        items[index : index + 1] = [child]
     node.value = items

@@ -103,9 +103,9 @@ def needs_import(root: Node) -> bool:
 def _check_value(binder: Binder, annotation: Any, name: str, node: Node, key: str) -> None:
     value = binder.value(annotation, node, key)
     rule = _RULES.get(name)
-    if rule is not None and type(value) is int and not rule.holds(value):
+    if rule is not None and type(value) is int and not rule.accepts(value):
         binder.note(
-            f"{key} must be {rule.says}",
+            f"{key} must be {rule.expected}",
             node,
             node,
             "correct the value, or remove the key to use its default",

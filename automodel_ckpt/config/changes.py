@@ -10,10 +10,10 @@ from automodel_ckpt.config.yaml_tree import leaves, read_file, read_text
 from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"
-# A resumed run has its order of samples, its random numbers and its weights from the checkpoint.
+# A resumed run takes its data order, random state and weights from the checkpoint.
 _IGNORED = ("seed", "dataloader.shuffle", "init_from", "model.new_tokens", "peft.init")
 _APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", "optimizer._target_")
-# Where a run is stored, and what it shows, is not what it computes.
+# The location of a run and its output do not change what it computes.
 _NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")
 
 
@@ -45,32 +45,38 @@ def recipe_of(config_yaml: str) -> dict[str, str]:
 def changed_keys(
     saved: Mapping[str, str], now: Mapping[str, str], given: Collection[str]
 ) -> list[Change]:
-    """The keys whose values differ between two recipes, by name; a list counts as one value.
+    """Return the keys whose values differ between two recipes, sorted by name. A list counts as one value.
 
-    *given* are the keys of *now* that a user wrote: of a key that the saved recipe lacks, a default is no change, since
-    the key may be younger than the checkpoint.
+    *given* are the keys of *now* that the user wrote. If the saved recipe does not have a key, its default is not a
+    change: the key may have been added after the checkpoint was saved.
     """
-    before, after = _whole_lists(saved), _whole_lists(now)
+    before = _joined_lists(saved)
+    after = _joined_lists(now)
     changes = []
     for key in sorted({*before, *after}):
-        known = key in before or _is_given(key, given)
-        if known and not key.startswith(_NOT_COMPARED) and before.get(key) != after.get(key):
-            changes.append(Change(key, before.get(key, NOT_SET), after.get(key, NOT_SET)))
+        if key.startswith(_NOT_COMPARED):
+            continue
+        if key not in before and not _is_given(key, given):
+            continue
+        old = before.get(key, NOT_SET)
+        new = after.get(key, NOT_SET)
+        if old != new:
+            changes.append(Change(key, old, new))
     return changes
 
 
 def ignored_by_resume(
     changes: Iterable[Change], saved: Collection[str], on_resume: str
 ) -> list[Change]:
-    """Those of *changes* that a resume does not apply, because it takes the value from the checkpoint.
+    """Return the changes that a resume does not apply, because it takes the value from the checkpoint.
 
-    *saved* are the attributes whose state the checkpoint has, *on_resume* is ``optimizer.on_resume``.
+    *saved* are the attributes whose state is in the checkpoint; *on_resume* is ``optimizer.on_resume``.
     """
     keeps_options = "optimizer" in saved and on_resume == "checkpoint"
     ignored = []
     for change in changes:
         if change.key == "peft.init" and NOT_SET in (change.saved, change.now):
-            continue  # the whole section came or went: that is another model, which the load reports
+            continue  # the section peft was added or removed: loading reports the other model
         is_option = (
             change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
         )
@@ -82,40 +88,41 @@ def ignored_by_resume(
 def check_overrides(
     ignored: Iterable[Change], overridden: Collection[str], checkpoint: Path
 ) -> None:
-    """Raise :class:`RecipeError` for changes that a resume would ignore although the command line asked for them.
+    """Raise :class:`RecipeError` for overrides that a resume would ignore.
 
-    *overridden* are the dotted keys that the command line gives.
+    *overridden* are the dotted keys of the overrides on the command line.
     """
     problems = []
     for change in ignored:
-        flag = next((key for key in overridden if _is_about(key, change.key)), None)
-        if flag is not None:
-            problems.append(override_problem(flag, change, checkpoint))
+        for flag in overridden:
+            if _overlap(flag, change.key):
+                problems.append(override_problem(flag, change, checkpoint))
+                break
     if problems:
         raise RecipeError.all_of(problems)
 
 
 def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
-    """The problem of an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
+    """Describe an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
     new_run = (
         f"start a new run from its weights (--init_from.path "
         f"{checkpoint} and another --checkpoint.checkpoint_dir)"
     )
-    ways = ["remove the override", new_run]
+    options = ["remove the override", new_run]
     if flag.partition(".")[0] == "optimizer":
-        ways.append("apply it with --optimizer.on_resume recipe")
+        options.append("apply it with --optimizer.on_resume recipe")
     if change.key.startswith("init_from"):
-        ways = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]
+        options = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]
     return Problem(
         "this override has no effect on a resumed run, which uses the value in the checkpoint",
         f"--{flag}",
         f"{change.now}; {checkpoint.name} was saved with {change.saved}",
-        "; or ".join(ways),
+        "; or ".join(options),
     )
 
 
-def _is_about(flag: str, key: str) -> bool:
-    """Whether an override of *flag* sets *key*, a part of it, or a section around it."""
+def _overlap(flag: str, key: str) -> bool:
+    """Whether an override of *flag* sets *key*, an item in it, or a section that contains it."""
     return flag == key or flag.startswith(f"{key}.") or key.startswith(f"{flag}.")
 
 
@@ -123,14 +130,14 @@ def _is_given(key: str, given: Collection[str]) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in given)
 
 
-def _whole_lists(values: Mapping[str, str]) -> dict[str, str]:
+def _joined_lists(values: Mapping[str, str]) -> dict[str, str]:
     """Join the items of each list into one value."""
-    whole: dict[str, str] = {}
+    joined: dict[str, str] = {}
     for key, value in values.items():
         parent, _, last = key.rpartition(".")
         if not last.isdecimal():
-            whole[key] = value
-        else:
-            before = whole.get(parent, "[]")
-            whole[parent] = f"{before[:-1]}, {value}]" if before != "[]" else f"[{value}]"
-    return whole
+            joined[key] = value
+            continue
+        before = joined.get(parent)
+        joined[parent] = f"{before[:-1]}, {value}]" if before else f"[{value}]"
+    return joined

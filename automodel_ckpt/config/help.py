@@ -1,4 +1,4 @@
-"""``ckpt-train --help``, from the schema: every key with its type, default and meaning, one line each."""
+"""The text of ``ckpt-train --help``, generated from the schema: each key with its type, default and documentation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ exit codes:
 
 
 def help_text() -> str:
-    """The whole text of ``--help``."""
+    """Return the text of ``--help``."""
     flags = "\n".join(_rows(LaunchFlags, "", dashes=True))
     keys = "\n".join(_sections(RecipeConfig))
     return f"{USAGE}\nlaunch flags:\n{flags}\n\n{MODES}\nkeys of a recipe:\n{keys}\n\n{EXIT_CODES}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ class Override:
 
 @dataclass
 class CommandLine:
-    """A parsed command line. ``words`` are positional arguments, ``problems`` what could not be parsed."""
+    """A parsed command line. ``words`` are positional arguments; ``problems`` are arguments that cannot be parsed."""
 
     words: list[str] = field(default_factory=list)
     overrides: list[Override] = field(default_factory=list)
@@ -60,6 +59,8 @@ def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -
 
 
 class _Parser:
+    """Parses arguments from left to right. Binding the launch flags, in :meth:`finish`, is the last step."""
+
     def __init__(self, schema: type[RecipeConfig]) -> None:
         self.schema = schema
         self.line = CommandLine()
@@ -79,10 +80,12 @@ class _Parser:
             self._option(flag, value if equals else None, words)
 
     def finish(self) -> CommandLine:
-        self._give_back_recipe()
+        self._restore_recipe_path()
         tree = Node(dict(self.launch), "command line")
-        flags = Binder(LaunchFlags, self.line.problems).section(LaunchFlags, tree, "")
-        self.line.flags = flags if isinstance(flags, LaunchFlags) else LaunchFlags()
+        binder = Binder(LaunchFlags, self.line.problems)
+        flags = binder.section(LaunchFlags, tree, "")
+        if isinstance(flags, LaunchFlags):  # INVALID otherwise, with a problem in the line
+            self.line.flags = flags
         return self.line
 
     def _option(self, flag: str, value: str | None, words: list[str]) -> None:
@@ -97,17 +100,16 @@ class _Parser:
             self._override(flag, value, words)
 
     def _mode(self, flag: str, name: str, value: str | None, words: list[str]) -> None:
-        wanted = MODES[name]
-        if value is not None and len(wanted) == 1:
+        names = MODES[name]
+        num_values = len(names)
+        if value is not None and num_values == 1:
             words.insert(0, value)
             value = None
-        given, words[: len(wanted)] = words[: len(wanted)], []
-        if value is not None or len(given) < len(wanted):
-            self._note(
-                flag,
-                f"{flag} takes {' '.join(wanted) or 'no value'}",
-                "ckpt-train --help lists all options",
-            )
+        given = words[:num_values]
+        del words[:num_values]
+        if value is not None or len(given) < num_values:
+            expected = " ".join(names) or "no value"
+            self._note(flag, f"{flag} takes {expected}", "ckpt-train --help lists all options")
             return
         self.line.modes[name] = given
 
@@ -125,16 +127,26 @@ class _Parser:
             self.launch[name] = node
 
     def _override(self, flag: str, value: str | None, words: list[str]) -> None:
-        kind = members(annotation_at(self.schema, flag[2:]) or Any)
-        if value is None and bool in kind and set(kind) <= {bool, type(None)}:
-            takes = bool(words) and _reads_as_boolean(words[0], optional=type(None) in kind)
-            value = words.pop(0) if takes else "true"
-        elif value is None and Any in kind and (not words or words[0].startswith("--")):
-            value = "true"
-        elif value is None:
-            value = self._next(flag, words)
+        """Parse ``--key value``. The type of the key decides whether the next argument is its value."""
+        key = flag[2:]
+        if value is None:
+            value = self._value_of(flag, annotation_at(self.schema, key) or Any, words)
         if value is not None:
-            self.line.overrides.append(Override(flag[2:], Node(value, flag, quoted=value == "")))
+            node = Node(value, flag, quoted=value == "")
+            self.line.overrides.append(Override(key, node))
+
+    def _value_of(self, flag: str, annotation: Any, words: list[str]) -> str | None:
+        """Take the value of a key from the next argument; ``true`` for a boolean without a value."""
+        kinds = members(annotation)
+        if bool in kinds and set(kinds) <= {bool, type(None)}:
+            optional = type(None) in kinds
+            if words and _reads_as_boolean(words[0], optional=optional):
+                return words.pop(0)
+            return "true"
+        is_last = not words or words[0].startswith("--")
+        if Any in kinds and is_last:
+            return "true"
+        return self._next(flag, words)
 
     def _next(self, flag: str, words: list[str]) -> str | None:
         if words and not words[0].startswith("--"):
@@ -142,7 +154,7 @@ class _Parser:
         self._note(flag, f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
         return None
 
-    def _give_back_recipe(self) -> None:
+    def _restore_recipe_path(self) -> None:
         """Handle ``--dataset.streaming recipe.yaml``, where a boolean argument consumed the recipe's path."""
         for index, override in enumerate(self.line.overrides):
             if self.line.words:
@@ -166,18 +178,20 @@ class _Parser:
 
 
 def _reads_as_boolean(word: str, *, optional: bool) -> bool:
-    return word.lower() in TRUE_WORDS | FALSE_WORDS or (optional and word in NULL_WORDS)
+    if optional and word in NULL_WORDS:
+        return True
+    return word.lower() in TRUE_WORDS | FALSE_WORDS
 
 
 def graft(root: Node, override: Override, problems: list[Problem]) -> None:
-    """Insert an override's value into the tree, creating missing sections."""
+    """Insert an override's value into the tree, and create missing sections."""
     origin = override.node.origin
     *parents, last = override.key.split(".")
-    node = root
     try:
+        section = _container(root, origin, problems)
         for part in parents:
-            node = _child(_container(node, origin, problems), part, origin)
-        _put(_container(node, origin, problems), last, override.node)
+            section = _container(_child(section, part, origin), origin, problems)
+        _put(section, last, override.node)
     except LookupError as error:
         what = f"{override.key} cannot be set: {error.args[0]}"
         problems.append(
@@ -191,6 +205,7 @@ def graft(root: Node, override: Override, problems: list[Problem]) -> None:
 
 
 def _container(node: Node, origin: str, problems: list[Problem]) -> Node:
+    """Return *node* as a mapping or list: text of a flag is parsed, and null becomes a section. Raises LookupError."""
     if isinstance(node.value, str):
         if node.is_flag and node.value[:1] in ("[", "{"):
             node.value = read_text(node.value, node.origin, problems).value
@@ -209,7 +224,7 @@ def _child(node: Node, part: str, origin: str) -> Node:
 
 
 def _put(node: Node, part: str, value: Node) -> None:
-    value = dataclasses.replace(value)
+    value = value.copy()  # an override can be applied to several trees
     if isinstance(node.value, list):
         index = _index(node.value, part, len(node.value))
         node.value[index : index + 1] = [value]

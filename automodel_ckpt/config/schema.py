@@ -1,8 +1,8 @@
-"""What a recipe file may say: one dataclass per section, each field with its type, default, rule and one line of help.
+"""The keys of a recipe file: one dataclass per section, each field with its type, default, rules and documentation.
 
-The dataclasses are omegaconf structured configs. The line below a field is what ``--help`` prints. A field's
-:class:`Rule` and a section's :class:`Relation` say which values of the right type are accepted. Only the standard
-library is imported here.
+The dataclasses are omegaconf structured configs. ``--help`` prints the string below each field. A field's :class:`Rule`
+and a section's :class:`Relation` and :class:`Condition` restrict the values of the right type. This module imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -16,39 +16,41 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T")
 
-MISSING = "???"  # omegaconf's mark of a value that has to be given
+MISSING = "???"
+"""The default of a mandatory value, as in omegaconf."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on one value that is not None; ``says`` completes the sentence "<key> must be ..."."""
+    """A condition on one value that is not None."""
 
-    holds: Callable[[Any], bool]
-    says: str
+    accepts: Callable[[Any], bool]
+    expected: str
+    """Completes the sentence "<key> must be ..."."""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A condition between several ``keys`` of one section, reported at the first of them that was given."""
+    """A condition on several ``keys`` of one section, reported at the first of them that the user gave."""
 
     keys: tuple[str, ...]
-    holds: Callable[[Any], bool]
-    says: str
+    accepts: Callable[[Any], bool]
+    problem: str
     hint: str
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What several ``keys`` of one section need to have an effect: where it does not hold, any other value than a
-    key's default is an error at that key.
+    """A condition under which several ``keys`` of one section have an effect.
 
-    ``on`` names the keys that ``holds`` looks at; ``says`` completes the sentence "<key> has no effect: ...".
+    If it is not met, a value of a key other than its default is an error. ``on`` lists the keys that ``accepts`` reads.
     """
 
     keys: tuple[str, ...]
     on: tuple[str, ...]
-    holds: Callable[[Any], bool]
-    says: str
+    accepts: Callable[[Any], bool]
+    reason: str
+    """Completes the sentence "<key> has no effect: ..."."""
     hint: str
 
 
@@ -73,7 +75,7 @@ OPTIONS = Rule(
 )
 POSITIVE_OR_WORD = Rule(lambda size: isinstance(size, str) or size >= 1, "1 or more, or tokenizer")
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
-"""The rest is taken by Python, torch or the system: what asks for a stop must not be their message to each other."""
+"""Signals that can request a stop. Python, torch or the operating system use the others."""
 KNOWN_SIGNALS = Rule(
     lambda names: set(names) <= set(STOP_SIGNALS), f"a list out of {', '.join(STOP_SIGNALS)}"
 )
@@ -83,12 +85,12 @@ DURATION = Rule(
 
 
 def setting(default: T, *rules: Rule) -> T:
-    """A dataclass field whose values keep these rules."""
+    """Declare a dataclass field whose values must satisfy these rules."""
     return field(default=default, metadata={"rules": rules})
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS``; None when the text is no positive duration."""
+    """Convert ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS`` to seconds; None if the text is not a positive duration."""
     if not re.fullmatch(r"(\d+:)?\d+:[0-5]\d|\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII):
         return None
     seconds = 0.0
@@ -102,16 +104,16 @@ class Target:
     """A plug-in: the dotted name of a callable, with keyword arguments beside it in the same section."""
 
     _target_: str = MISSING
-    """Dotted name of a class or function on the list for this section (config/allowlist.py); any other: --trust."""
+    """Dotted name of a class or function that is allowed in this section, or trusted with --trust."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """The section's other keys, checked against the callable's signature."""
+    """The section's other keys: arguments, checked against the callable's signature."""
 
     takes_any: ClassVar[bool] = True
-    """Whether the section may have keys that are no fields of its dataclass: they are collected in ``kwargs``."""
+    """Whether the section accepts keys that are not fields of its dataclass. ``kwargs`` contains them."""
 
 
 def own_keys(section: Any) -> list[str]:
-    """The keys of a section that are fields of its dataclass, besides ``_target_`` and the collected ``kwargs``."""
+    """Return the fields of a section's dataclass, without ``_target_`` and ``kwargs``."""
     return [each.name for each in fields(section) if each.name not in ("_target_", "kwargs")]
 
 
@@ -564,7 +566,7 @@ class StepSchedulerConfig:
 
     @property
     def effective_num_epochs(self) -> int | None:
-        """``num_epochs``, or what null means: no limit with ``max_steps``, else 1."""
+        """``num_epochs``; if that is null, 1, or None (no limit) if ``max_steps`` is set."""
         if self.num_epochs is None and self.max_steps is None:
             return 1
         return self.num_epochs
@@ -590,7 +592,7 @@ class CheckpointConfig:
     together; null: shards, or adapter with peft."""
     save_consolidated: Literal["final", "every"] | bool | None = None
     """Export Hugging Face files from the final or every (or true) checkpoint, or never (false); null: final with
-    safetensors, otherwise false. With model_layout adapter any value is accepted: model/ already holds the export."""
+    safetensors, otherwise false. With model_layout adapter, model/ is the export: any value is accepted."""
     is_async: bool = False
     """Save asynchronously: training continues as soon as the state is copied to CPU memory."""
     export_best: bool = False
@@ -640,7 +642,7 @@ class CheckpointConfig:
                 or not (section.save_consolidated or section.export_best)
             ),
             "save_consolidated and export_best have no effect with model_layout hf",
-            "remove them: model/ in each checkpoint already holds the Hugging Face files",
+            "remove them: model/ in each checkpoint already contains the Hugging Face files",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -648,7 +650,7 @@ class CheckpointConfig:
             ("keep_best", "keep_every_steps", "keep_steps"),
             ("keep_last",),
             lambda section: section.keep_last is not None,
-            "all checkpoints are kept, because keep_last is not given",
+            "all checkpoints are kept, because keep_last is not set",
             "set checkpoint.keep_last, or remove the key",
         ),
         Condition(
