@@ -43,7 +43,7 @@ PURPOSES = {
     "dataloader.collate_fn": "collate_fn",
     "distributed.tp_plan": "tp_plan",
 }
-"""Key of a section that takes ``_target_``, or of a list of them -> its purpose in ``ALLOWED``."""
+"""Key of a section that accepts ``_target_``, or of a list of such sections -> its purpose in ``ALLOWED``."""
 
 NESTED = {
     "tokenizer": "tokenizer",
@@ -52,12 +52,12 @@ NESTED = {
     "quantization_config": "quantization",
     "peft_config": "peft_config",
 }
-"""Parameter of a callable on the list -> purpose of a nested ``_target_`` that it takes. Other parameters take none."""
+"""Parameter of a listed callable -> purpose of the nested ``_target_`` that it accepts. Others accept none."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """One callable by its public name. ``arguments``: all keywords that it may get; None: those of its signature."""
+    """One callable, by its public name. ``arguments`` are the allowed keywords; None: those of its signature."""
 
     name: str
     arguments: frozenset[str] | None = None
@@ -67,7 +67,7 @@ class Exact:
         return name == self.name
 
     def is_entry(self, name: str, found: Any) -> bool:
-        """Whether the object *found* under *name* is the one that this entry means."""
+        """Whether the object *found* under *name* belongs to the package of this entry."""
         return _is_within(getattr(found, "__module__", None), self.name.partition(".")[0])
 
 
@@ -86,7 +86,7 @@ class ClassesOf:
     arguments: frozenset[str] | None = None
 
     def names(self, name: str) -> bool:
-        """Whether *name* has the form of this entry's names."""
+        """Whether *name* matches the pattern of this entry's names."""
         method = re.escape(f".{self.method}") if self.method else ""
         return (
             re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
@@ -106,7 +106,7 @@ class ClassesOf:
 
 @dataclass(frozen=True)
 class Group:
-    """Entries that are on the list for one *reason*."""
+    """Entries that are listed for one *reason*."""
 
     reason: str
     entries: tuple[Exact | ClassesOf, ...]
@@ -261,7 +261,7 @@ ALLOWED: dict[str, tuple[Group, ...]] = {
     "quantization": (_QUANTIZATION,),
     "peft_config": (_PEFT_CONFIGS,),
 }
-"""Purpose -> what a section of this purpose may name without trust."""
+"""Purpose -> the callables that a section with this purpose may name without trust."""
 
 ALLOWED[CUSTOM] = (*(group for groups in ALLOWED.values() for group in groups), _LAYERS)
 ALLOWED["recipe"] = (
@@ -283,9 +283,9 @@ _LOCATIONS = frozenset(
 
 
 def purpose_of(key: str, sections: Container[str]) -> str:
-    """The purpose of the section at a dotted *key*; empty where no code is taken.
+    """Return the purpose of the section at a dotted *key*; empty if no code is allowed there.
 
-    *sections* are the top-level sections of ``RecipeConfig``; a custom recipe declares others.
+    *sections* are the top-level sections of ``RecipeConfig``. A custom recipe declares further ones.
     """
     without_numbers = ".".join(part for part in key.split(".") if not part.isdecimal())
     if without_numbers in PURPOSES:
@@ -294,18 +294,18 @@ def purpose_of(key: str, sections: Container[str]) -> str:
 
 
 def entries_for(purpose: str) -> Iterator[Exact | ClassesOf]:
-    """The entries of a purpose; none where no purpose of this name takes code."""
+    """Yield the entries for a purpose; none for an unknown purpose."""
     for group in ALLOWED.get(purpose, ()):
         yield from group.entries
 
 
 def may_name(purpose: str, name: str) -> bool:
-    """Whether *name* can be on the list for *purpose*: decided by the name alone, before anything is imported."""
+    """Whether *name* can be on the list for *purpose*. Compares names only, and imports nothing."""
     return any(entry.names(name) for entry in entries_for(purpose))
 
 
 def entry_of(purpose: str, name: str, found: Any) -> Exact | ClassesOf | None:
-    """The entry that allows the object *found* under *name* for *purpose*; None where it is not on the list."""
+    """Return the entry that allows the object *found* under *name* for *purpose*; None if it is not on the list."""
     for entry in entries_for(purpose):
         if entry.names(name) and entry.is_entry(name, found):
             return entry
@@ -313,72 +313,81 @@ def entry_of(purpose: str, name: str, found: Any) -> Exact | ClassesOf | None:
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Arguments that a callable gets unless the recipe gives them: no Auto class asks whether to run remote code."""
-    found = (
-        entry
-        for groups in ALLOWED.values()
-        for group in groups
-        for entry in group.entries
-        if entry.names(name)
-    )
-    takes = any(entry.arguments and "trust_remote_code" in entry.arguments for entry in found)
-    return {"trust_remote_code": False} if takes else {}
+    """Return the arguments that a callable gets unless the recipe sets them.
+
+    Without ``trust_remote_code``, an Auto class of transformers asks on the terminal whether to run remote code.
+    """
+    for groups in ALLOWED.values():
+        for group in groups:
+            for entry in group.entries:
+                allowed = entry.arguments or ()
+                if entry.names(name) and "trust_remote_code" in allowed:
+                    return {"trust_remote_code": False}
+    return {}
 
 
 def is_listed(purpose: str, found: Any) -> bool:
-    """Whether a class that was found elsewhere, such as in a user's module, is one that *purpose* allows."""
+    """Whether *purpose* allows a class that was found in another module, such as a user's module that imports it."""
+    if not isinstance(found, type):
+        return False
     for entry in entries_for(purpose):
-        if isinstance(entry, ClassesOf) and isinstance(found, type) and not entry.method:
-            name = f"{entry.package}.{found.__name__}"
-            exported = getattr(importlib.import_module(entry.package), found.__name__, None)
-            if exported is found and entry.names(name) and entry.is_entry(name, found):
-                return True
+        if not isinstance(entry, ClassesOf) or entry.method:
+            continue
+        name = f"{entry.package}.{found.__name__}"
+        package = importlib.import_module(entry.package)
+        is_exported = getattr(package, found.__name__, None) is found
+        if is_exported and entry.names(name) and entry.is_entry(name, found):
+            return True
     return False
 
 
 def suggestion(purpose: str, name: str) -> str:
-    """What *purpose* allows, the names closest to *name* first; empty where it allows nothing."""
-    known = _listed(purpose)
+    """List what *purpose* allows, with the names closest to *name* first; empty if it allows nothing."""
+    listed = _listed(purpose)
     word = name.rpartition(".")[2]
-    same_word = [each for each in known if each.rpartition(".")[2] == word]
-    same_root = [each for each in known if each.partition(".")[0] == name.partition(".")[0]]
-    similar = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    near = dict.fromkeys([*same_word, *similar, *same_root[:3]])
-    rest = [each for each in known if each not in near]
-    shown = [*near, *rest][: max(4, len(near))]
-    more = ", ..." if len(known) > len(shown) else ""
-    return ", ".join(shown) + more
+    root = name.partition(".")[0]
+    same_word = [each for each in listed if each.rpartition(".")[2] == word]
+    same_root = [each for each in listed if each.partition(".")[0] == root]
+    similar = difflib.get_close_matches(name, listed, n=3, cutoff=0.6)
+    near = list(dict.fromkeys([*same_word, *similar, *same_root[:3]]))
+    ordered = list(dict.fromkeys([*near, *listed]))
+    shown = ordered[: max(4, len(near))]
+    text = ", ".join(shown)
+    if len(listed) > len(shown):
+        text += ", ..."
+    return text
 
 
 def _listed(purpose: str) -> list[str]:
-    """Names that *purpose* allows: exact ones, and the form of the names of a rule."""
+    """Return the names that *purpose* allows: exact names, and patterns."""
     listed = []
     for entry in entries_for(purpose):
         if isinstance(entry, Exact):
             listed.append(entry.name)
-        else:
-            prefix = entry.pattern.partition("\\")[0] if entry.pattern.startswith("Auto") else ""
-            method = f".{entry.method}" if entry.method else ""
-            base = entry.base.rpartition(".")[2].strip("_")
-            listed.append(
-                f"{entry.package}.{prefix}*{method}" + ("" if method else f" (each {base})")
-            )
+            continue
+        prefix = ""
+        if entry.pattern.startswith("Auto"):
+            prefix = entry.pattern.partition("\\")[0]
+        base = entry.base.rpartition(".")[2].strip("_")
+        suffix = f".{entry.method}" if entry.method else f" (each {base})"
+        listed.append(f"{entry.package}.{prefix}*{suffix}")
     return listed
 
 
 def argument_problem(entry: Exact | ClassesOf, name: str, value: Any) -> str | None:
-    """Why the argument *name* may not have this *value* without trust; None where it may."""
-    if entry.arguments is not None and name not in entry.arguments and not _is_numbers(value):
-        return f"only these arguments are allowed: {', '.join(sorted(entry.arguments))}"
-    if entry.arguments is not None and name in NESTED and isinstance(value, dict):
-        return f"write it as a section with _target_: {suggestion(NESTED[name], '')}"
+    """Return why *value* is not allowed for the argument *name* without trust; None if it is allowed."""
+    if entry.arguments is not None:
+        if name not in entry.arguments and not _is_numbers(value):
+            return f"only these arguments are allowed: {', '.join(sorted(entry.arguments))}"
+        if name in NESTED and isinstance(value, dict):
+            return f"write it as a section with _target_: {suggestion(NESTED[name], '')}"
     if name in _LOCATIONS:
         return wrong_location(name, value)
     return None
 
 
 def wrong_location(name: str, value: Any) -> str | None:
-    """Why a text, or a text in a list or mapping, is no plain path, Hub name or URL; None where all are.
+    """Return why a text, or a text in a list or mapping, is not a path, Hub name or URL; None if all of them are.
 
     fsspec reads chains of file systems (``reference::...``), some of which execute templates or start programs, and
     the name of a builder of `datasets` takes precedence over a directory.
@@ -386,26 +395,29 @@ def wrong_location(name: str, value: Any) -> str | None:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return next(filter(None, (wrong_location(name, item) for item in value)), None)
+        for item in value:
+            reason = wrong_location(name, item)
+            if reason is not None:
+                return reason
+        return None
     if not isinstance(value, str | os.PathLike):
         return None
     text = os.fspath(value)
     scheme, is_url, _ = text.partition("://")
     if "::" in text or (is_url and scheme not in _SCHEMES):
-        return (
-            "only local paths, Hub names, and URLs with the scheme "
-            + ", ".join(sorted(_SCHEMES))
-            + " are allowed"
-        )
-    if name == "path" and text.isidentifier() and text not in SAFE_READERS and text in _readers():
+        schemes = ", ".join(sorted(_SCHEMES))
+        return f"only local paths, Hub names, and URLs with the scheme {schemes} are allowed"
+    may_be_reader = name == "path" and text.isidentifier() and text not in SAFE_READERS
+    if may_be_reader and text in _readers():
         return f"only these builders of `datasets` are allowed: {', '.join(sorted(SAFE_READERS))}"
     return None
 
 
 @functools.cache
 def _readers() -> frozenset[str]:
-    """Names that ``datasets.load_dataset`` takes for one of its own readers rather than for a path."""
+    """Names that ``datasets.load_dataset`` parses as one of its own readers, not as a path."""
     modules = importlib.import_module("datasets.packaged_modules")
+    # Private, in datasets 2.0 to 4.x; without it, the names below remain, which are the dangerous ones.
     known = getattr(modules, "_PACKAGED_DATASETS_MODULES", {})
     return frozenset(known) | {"pandas", "sql", "webdataset", "generator", "spark", "cache"}
 

@@ -1,8 +1,8 @@
-"""Arguments of builders, optimizers and losses, checked before torch is imported.
+"""Check the arguments of builders, optimizers and losses before torch is imported.
 
-Importing a builder imports torch, and what is wrong with a recipe is reported before that. A builder's ``def`` line is
-therefore read from its source, so that mistakes in ``dataset`` are reported together with all others. What cannot be
-read in this way is checked after the import, by ``targets.check_targets``, which looks at everything.
+Importing a builder imports torch, but mistakes in a recipe are reported before that. The signature of a builder is
+therefore read from its source code, so that mistakes in ``dataset`` are reported together with all others. Signatures
+that cannot be read this way are checked after the import, by ``targets.check_targets``, which checks all of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
 READ = ("automodel_ckpt.", "torch.optim.", "torch.nn.")
-"""What is read: this package's builders, optimizers and losses. All of it is on the allowlist or rejected there."""
+"""Prefixes of the names whose source is read: this package's builders, and torch's optimizers and losses."""
 _MAX_IMPORTS = 5
 _RULES = {
     "seq_length": Rule(lambda length: length >= 2, "2 or more"),
     "max_samples": AT_LEAST_1,
     "shuffle_block": AT_LEAST_1,
 }
-"""Limits that parameters of these names have in every builder here."""
+"""Parameter -> its limit, in every builder of this package."""
 _NAMES: dict[str, Any] = {
     "Any": Any,
     "Literal": Literal,
@@ -44,14 +44,16 @@ _NAMES: dict[str, Any] = {
     "list": list,
     "str": str,
     "tuple": tuple,
-    "Tensor": type("Tensor", (), {"__module__": "torch"}),  # which no text is read as
+    "Tensor": type(
+        "Tensor", (), {"__module__": "torch"}
+    ),  # a stand-in, because torch is not imported
 }
-"""What annotations of scalars, lists and mappings are made of; any other name says nothing about text."""
+"""The names that an annotation may consist of. An annotation with another name accepts any value."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a builder that can be given by its name."""
+    """A parameter of a builder that can be passed as a keyword."""
 
     annotation: Any
     is_required: bool
@@ -72,32 +74,41 @@ class Plugin:
 
 
 def builder_problems(root: Node, schema: type[Any]) -> list[Problem]:
-    """What is wrong with the arguments of plug-ins in a recipe's tree that was read by *schema*."""
+    """Return the problems in the arguments of plug-ins in a recipe's tree that was bound to *schema*."""
     binder = Binder(schema, [])
     for plugin in plugins(root, schema):
-        parameters = signature(plugin.name) or {}
-        for name, node in dict(plugin.node.children()).items():
-            if name in plugin.own or not parameters:
-                continue
-            if name not in ("_target_", *parameters):
-                binder.problems.append(
-                    unknown_argument(plugin.key, plugin.name, name, node, parameters)
-                )
-            elif name in parameters and not is_plugin(node):
-                _check_value(
-                    binder, parameters[name].annotation, name, node, join(plugin.key, name)
-                )
-        given = {*dict(plugin.node.children()), *plugin.supplied}
-        for name in [name for name, parameter in parameters.items() if parameter.is_required]:
-            if name not in given:
-                binder.problems.append(missing_argument(plugin.key, plugin.name, name, plugin.node))
+        parameters = signature(plugin.name)
+        if parameters:
+            _check_plugin(binder, plugin, parameters)
     return binder.problems
 
 
+def _check_plugin(binder: Binder, plugin: Plugin, parameters: Mapping[str, Parameter]) -> None:
+    """Add the problems in the arguments of one plug-in to the binder's problems."""
+    arguments = dict(plugin.node.children())
+    for name, node in arguments.items():
+        if name == "_target_" or name in plugin.own:
+            continue
+        if name not in parameters:
+            problem = unknown_argument(plugin.key, plugin.name, name, node, parameters)
+            binder.problems.append(problem)
+        elif not is_plugin(node):
+            key = join(plugin.key, name)
+            _check_value(binder, parameters[name].annotation, name, node, key)
+    for name, parameter in parameters.items():
+        is_given = name in arguments or name in plugin.supplied
+        if parameter.is_required and not is_given:
+            problem = missing_argument(plugin.key, plugin.name, name, plugin.node)
+            binder.problems.append(problem)
+
+
 def needs_import(root: Node) -> bool:
-    """Whether a recipe names something whose arguments cannot be checked before it is imported."""
-    names = [node.at("_target_") for _, node in _sections(root, "")]
-    return any(name is None or signature(str(name.value)) is None for name in names)
+    """Whether a recipe names a callable whose arguments cannot be checked before it is imported."""
+    for _, node in _sections(root, ""):
+        name = node.at("_target_")
+        if name is None or signature(str(name.value)) is None:
+            return True
+    return False
 
 
 def _check_value(binder: Binder, annotation: Any, name: str, node: Node, key: str) -> None:
@@ -113,7 +124,7 @@ def _check_value(binder: Binder, annotation: Any, name: str, node: Node, key: st
 
 
 def plugins(root: Node, schema: type[Any]) -> Iterator[Plugin]:
-    """The sections that *schema* declares and whose ``_target_`` is one of :data:`READ`, in a recipe's tree."""
+    """Yield the plug-ins in a recipe's tree that *schema* declares and whose ``_target_`` is within :data:`READ`."""
     for key, node in _sections(root, ""):
         target = node.at("_target_")
         if target is None or not isinstance(target.value, str) or is_reference(target.value):
@@ -124,6 +135,7 @@ def plugins(root: Node, schema: type[Any]) -> Iterator[Plugin]:
 
 
 def _sections(node: Node, key: str) -> Iterator[tuple[str, Node]]:
+    """Yield (dotted key, node) of each section with a ``_target_``."""
     if is_plugin(node):
         yield key, node
     for name, child in node.children():
@@ -136,26 +148,32 @@ def is_plugin(node: Node) -> bool:
 
 
 def _declared(schema: type[Any], key: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """What *schema* says of the plug-in at a dotted key: arguments that are added, and keys that are no arguments; None
-    where it has no such key."""
+    """Look up the plug-in at a dotted key in *schema*.
+
+    Returns the arguments that the recipe's class adds, and the keys that are not arguments. Returns None if *schema*
+    has no such key.
+    """
     section: type[Any] | None = schema
     *parents, last = key.split(".")
     for name in parents:
         section = section_type(members(hints_of(section).get(name, Any))) if section else None
-    for field in fields(section) if section else ():
-        if field.name == last:
-            kinds = members(hints_of(section)[last])
-            plug_ins = [
-                kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Target)
-            ]
-            own = [name for kind in plug_ins for name in own_keys(kind)]
-            return tuple(field.metadata.get("supplied", ())), tuple(own)
+    if section is None:
+        return None
+    for field in fields(section):
+        if field.name != last:
+            continue
+        own: list[str] = []
+        for kind in members(hints_of(section)[last]):
+            if isinstance(kind, type) and issubclass(kind, Target):
+                own += own_keys(kind)
+        supplied = field.metadata.get("supplied", ())
+        return tuple(supplied), tuple(own)
     return None
 
 
 @functools.cache
 def signature(name: str) -> Mapping[str, Parameter] | None:
-    """The parameters of a function or class of :data:`READ`, from its source; None where they cannot be known."""
+    """Read the parameters of a function or class within :data:`READ` from its source; None if that is impossible."""
     if not name.startswith(READ) or not all(part.isidentifier() for part in name.split(".")):
         return None
     found = _definition(name)
@@ -163,68 +181,79 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
         return None
     if isinstance(found, ast.FunctionDef):
         return _parameters(found.args, skip=0)
-    made = [
-        each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"
-    ]
-    return _parameters(made[0].args, skip=1) if made else None
+    for statement in found.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            return _parameters(statement.args, skip=1)  # self
+    return None
 
 
 def _definition(name: str, depth: int = 0) -> ast.FunctionDef | ast.ClassDef | None:
-    """The definition that a dotted name leads to, through modules that import it from others."""
-    root, *parts = name.split(".")
-    spec = importlib.util.find_spec(root)  # of a package this imports nothing
-    if spec is None or spec.origin is None or depth > _MAX_IMPORTS:
+    """Find the definition with a dotted name. Follows imports from other modules, at most ``_MAX_IMPORTS`` of them."""
+    located = _module_of(name)
+    if located is None or depth > _MAX_IMPORTS:
         return None
-    folder, module = Path(spec.origin).parent, [root]
-    while len(parts) > 1 and (folder / parts[0] / "__init__.py").is_file():
-        folder, module = folder / parts[0], [*module, parts.pop(0)]
-    file, package = folder / "__init__.py", ".".join(module)
-    if len(parts) == 2:
-        file = folder / f"{parts.pop(0)}.py"
-    if len(parts) != 1:
-        return None
+    file, package, wanted = located
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
         return None
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == parts[0]:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == wanted:
             return statement
-        if isinstance(statement, ast.ImportFrom):
-            imported = [
-                alias.name
-                for alias in statement.names
-                if (alias.asname or alias.name) in (parts[0], "*")
-            ]
-            for original in imported:
-                wanted = parts[0] if original == "*" else original
-                found = _definition(f"{_source_of(statement, package)}.{wanted}", depth + 1)
-                if found is not None:
-                    return found
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            imported_as = alias.asname or alias.name
+            if imported_as not in (wanted, "*"):
+                continue
+            original = wanted if alias.name == "*" else alias.name
+            found = _definition(f"{_source_of(statement, package)}.{original}", depth + 1)
+            if found is not None:
+                return found
     return None
 
 
+def _module_of(name: str) -> tuple[Path, str, str] | None:
+    """Split a dotted name into its module's file, the package of this module, and the name in the module."""
+    root, *parts = name.split(".")
+    spec = importlib.util.find_spec(root)  # imports nothing, because it is a top-level package
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    package = root
+    while len(parts) > 1 and (folder / parts[0] / "__init__.py").is_file():
+        folder = folder / parts[0]
+        package = f"{package}.{parts.pop(0)}"
+    file = folder / "__init__.py"
+    if len(parts) == 2:
+        file = folder / f"{parts.pop(0)}.py"
+    if len(parts) != 1:
+        return None
+    return file, package, parts[0]
+
+
 def _source_of(statement: ast.ImportFrom, package: str) -> str:
-    """The dotted name of the module that a statement in *package* imports from."""
+    """Return the dotted name of the module that a statement in *package* imports from."""
     if not statement.level:
         return statement.module or ""
-    parents = package.split(".")
-    above = parents[: len(parents) - statement.level + 1]
-    return ".".join([*above, *([statement.module] if statement.module else [])])
+    parts = package.split(".")
+    parts = parts[: len(parts) - statement.level + 1]
+    if statement.module:
+        parts.append(statement.module)
+    return ".".join(parts)
 
 
 def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Parameter] | None:
     if arguments.kwarg is not None or arguments.posonlyargs:
         return None
-    positional = arguments.args
-    num_required = len(positional) - len(arguments.defaults)
-    found = {
-        each.arg: Parameter(_type(each), number < num_required)
-        for number, each in enumerate(positional)
-    }
-    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found[each.arg] = Parameter(_type(each), default is None)
-    return dict(list(found.items())[skip:])
+    num_required = len(arguments.args) - len(arguments.defaults)
+    found = {}
+    for number, argument in enumerate(arguments.args):
+        if number >= skip:
+            found[argument.arg] = Parameter(_type(argument), number < num_required)
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        found[argument.arg] = Parameter(_type(argument), default is None)
+    return found
 
 
 def _type(argument: ast.arg) -> Any:
@@ -233,31 +262,36 @@ def _type(argument: ast.arg) -> Any:
     names = {node.id for node in ast.walk(argument.annotation) if isinstance(node, ast.Name)}
     if not names <= _NAMES.keys():
         return Any
-    # The source is installed code, and the annotation is made of the names above.
+    # This is safe: the source is installed code, and the annotation contains only the names above.
     return eval(ast.unparse(argument.annotation), {"__builtins__": {}}, _NAMES)
 
 
 def unknown_argument(
     key: str, target: str, name: str, node: Node, parameters: typing.Iterable[str]
 ) -> Problem:
-    """The problem of an argument that a plug-in does not take."""
-    parameters = list(parameters)
-    meant = closest(name, parameters)
-    takes = ", ".join(parameters) or "no keyword arguments"
-    hint = f"did you mean {join(key, meant)}?" if meant else f"{target} accepts {takes}"
+    """Describe an argument that a plug-in does not accept."""
+    accepted = list(parameters)
+    meant = closest(name, accepted)
+    if meant:
+        hint = f"did you mean {join(key, meant)}?"
+    else:
+        hint = f"{target} accepts {', '.join(accepted) or 'no keyword arguments'}"
     return Problem(f"unknown key {join(key, name)}", node.origin, str(node), hint)
 
 
 def missing_argument(key: str, target: str, name: str, section: Node | None) -> Problem:
-    """The problem of an argument that a plug-in cannot do without."""
+    """Describe a required argument of a plug-in that is missing."""
     what = f"{join(key, name)} is missing: {target} requires it"
-    return Problem(what, section.origin if section else "", "", f"add {join(key, name)}")
+    where = section.origin if section else ""
+    return Problem(what, where, "", f"add {join(key, name)}")
 
 
 def argument(plugin: Plugin, name: str, default: Any = None) -> Any:
-    """The typed value of a checked argument of a builder; *default* where it was not given or is a mistake."""
-    node, parameters = plugin.node.at(name), signature(plugin.name)
+    """Return the typed value of a builder's argument; *default* if it is missing or invalid."""
+    node = plugin.node.at(name)
+    parameters = signature(plugin.name)
     if node is None or parameters is None or name not in parameters:
         return default
-    value = Binder(object, []).value(parameters[name].annotation, node, join(plugin.key, name))
+    binder = Binder(object, [])
+    value = binder.value(parameters[name].annotation, node, join(plugin.key, name))
     return default if value is INVALID else value

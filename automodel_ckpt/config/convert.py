@@ -30,46 +30,52 @@ _DECIMAL = re.compile(
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: Optional and Union are split, Annotated is unwrapped."""
+    """Return the alternatives of a type: Optional and Union are split, Annotated is unwrapped."""
     origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return tuple(part for member in typing.get_args(annotation) for part in members(member))
+        alternatives: list[Any] = []
+        for argument in arguments:
+            alternatives += members(argument)
+        return tuple(alternatives)
     if origin is typing.Annotated:
-        return members(typing.get_args(annotation)[0])
-    return (type(None) if annotation is None else annotation,)
+        return members(arguments[0])
+    if annotation is None:
+        return (type(None),)
+    return (annotation,)
 
 
 def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
-    """The first alternative whose type is one of *kinds*, with its type arguments; None if there is none."""
-    return next(
-        (member for member in alternatives if (typing.get_origin(member) or member) in kinds), None
-    )
+    """Return the first alternative whose type is one of *kinds*, with its type arguments; None if there is none."""
+    for member in alternatives:
+        kind = typing.get_origin(member) or member
+        if kind in kinds:
+            return member
+    return None
 
 
 def section_type(alternatives: Iterable[Any]) -> type[Any] | None:
-    """The alternative that is a section of keys."""
+    """Return the alternative that is a section of keys; None if there is none."""
     for kind in alternatives:
-        if (
-            isinstance(kind, type)
-            and dataclasses.is_dataclass(kind)
-            and not issubclass(kind, Target)
-        ):
+        if not isinstance(kind, type) or issubclass(kind, Target):
+            continue
+        if dataclasses.is_dataclass(kind):
             return kind
     return None
 
 
 def target_type(alternatives: Iterable[Any]) -> type[Target] | None:
-    """The alternative that is a plug-in: :class:`Target`, or a subclass with more keys of its own."""
-    return next(
-        (kind for kind in alternatives if isinstance(kind, type) and issubclass(kind, Target)), None
-    )
+    """Return the alternative that is a plug-in: :class:`Target` or a subclass of it; None if there is none."""
+    for kind in alternatives:
+        if isinstance(kind, type) and issubclass(kind, Target):
+            return kind
+    return None
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether every alternative is a scalar, so that brackets in its text are plain characters."""
-    return all(
-        _parser(member) is not None or member is type(None) for member in members(annotation)
-    )
+    """Whether every alternative is a scalar. Brackets in its text are then ordinary characters."""
+    kinds = [member for member in members(annotation) if member is not type(None)]
+    return all(_parser(kind) is not None for kind in kinds)
 
 
 def untyped(text: str, *, quoted: bool = False) -> Any:
@@ -91,43 +97,48 @@ def untyped(text: str, *, quoted: bool = False) -> Any:
 
 
 def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> Any:
-    """Convert text to the first fitting type: the type YAML would choose, otherwise any other, text last.
+    """Convert text to the first type that accepts it: the type YAML would choose, then the others, text last.
 
-    Raises ValueError where nothing fits, null without Optional included. A type that cannot be written as text (a
-    callable, a class of a library) takes the untyped value. The words null, none and None are null, unless the type
-    lists one of them as a value.
+    The words null, none and None are null, unless the type lists one of them as a value. A type that does not determine
+    how text is parsed (a callable, a class of a library) accepts the untyped value. Raises ValueError if no type
+    accepts the text, or for null if the type is not Optional.
     """
-    guess, opened = untyped(text, quoted=quoted), any(is_open(member) for member in alternatives)
+    guess = untyped(text, quoted=quoted)
+    accepts_any = any(is_open(member) for member in alternatives)
     if not quoted and text in NULL_WORDS:
         for member in alternatives:
             parse = _parser(member)
             if parse is not None and text in choices((member,)):
                 return parse(text)
-        if type(None) not in alternatives and not opened:
+        if type(None) not in alternatives and not accepts_any:
             raise ValueError(text)
         return None
     if type(guess) in alternatives:
         return guess
-    parsers = [_parser(member) for member in sorted(alternatives, key=lambda member: member is str)]
-    for parse in parsers:
+    text_last = sorted(alternatives, key=lambda member: member is str)
+    for member in text_last:
+        parse = _parser(member)
+        if parse is None:
+            continue
         try:
-            if parse is not None:
-                return parse(text)
+            return parse(text)
         except (ValueError, KeyError):
             continue
-    if opened:
+    if accepts_any:
         return guess
     raise ValueError(text)
 
 
 def is_open(member: Any) -> bool:
     """Whether a type does not determine how text is parsed: Any, a callable, or a library's class except tensors."""
-    known = (type(None), Target, dict, list, tuple, set, *_PARSERS)
-    if (typing.get_origin(member) or member) in (*known, Literal) or dataclasses.is_dataclass(
-        member
-    ):
+    kind = typing.get_origin(member) or member
+    if kind in (type(None), Target, dict, list, tuple, set, Literal, *_PARSERS):
         return False
-    return not (isinstance(member, type) and (issubclass(member, enum.Enum) or _is_tensor(member)))
+    if dataclasses.is_dataclass(member):
+        return False
+    if isinstance(member, type):
+        return not issubclass(member, enum.Enum) and not _is_tensor(member)
+    return True
 
 
 def _is_tensor(member: Any) -> bool:
@@ -136,11 +147,10 @@ def _is_tensor(member: Any) -> bool:
 
 def describe(alternatives: tuple[Any, ...]) -> str:
     """Describe the accepted values of a type."""
-    words = [
-        _word(member)
-        for member in alternatives
-        if member is not type(None) and not _is_tensor(member)
-    ]
+    words = []
+    for member in alternatives:
+        if member is not type(None) and not _is_tensor(member):
+            words.append(_word(member))
     if type(None) in alternatives:
         words.append("null")
     return " or ".join(dict.fromkeys(words))
@@ -196,13 +206,17 @@ def _number(text: str) -> float:
 
 
 def _parser(member: Any) -> Callable[[str], Any] | None:
+    """Return the function that converts text to a scalar type; None for other types.
+
+    The function raises ValueError or KeyError for text that the type does not accept.
+    """
     if typing.get_origin(member) is Literal:
-        return {str(choice): choice for choice in typing.get_args(member)}.__getitem__
+        literals = {str(choice): choice for choice in typing.get_args(member)}
+        return literals.__getitem__
     if isinstance(member, type) and issubclass(member, enum.Enum):
-        return {
-            **member.__members__,
-            **{str(choice.value): choice for choice in member},
-        }.__getitem__
+        by_name = dict(member.__members__)
+        by_value = {str(choice.value): choice for choice in member}
+        return (by_name | by_value).__getitem__
     return _PARSERS.get(member)
 
 
